@@ -78,16 +78,16 @@ def test_waits_by_hand(turns: str) -> None:
     said = "Time to first token: p90 4 s -> 1.85 s, mean 4 s -> 1.96 s, p50 4 s -> 1.85 s, p99"
     assert f"{said} 4 s -> 4 s." in answer.words
     loading = round(100 * 0.85 * 475 / 500 / one.mean)
-    assert f"Of the mean, 0% is waiting in the queue and {loading}% loading; without what is bought, " \
+    assert f"Of the mean, 0% is waiting in the queue and {loading}% loading; without the purchase, " \
            "0% is waiting." in answer.words  # fmt: skip
     assert "RAM keeps up with its writes." in answer.words
     # 475 of 500 requests load three of four blocks; counted were all four.
-    said = "In time 71.2% is saved, not 95.0%: the last block of each prompt is computed, and requests"
-    assert f"{said} come side by side." in answer.words
+    said = "The timed replay saves 71.2%, not 95.0%: the last block of each prompt is always computed"
+    assert f"{said}, and requests overlap." in answer.words
     # What a load costs more, 0.1 s, it gains by 0.75 / 512 s a token.
     assert answer.in_time.ram_break_even_tokens == pytest.approx(0.1 * A_BLOCK / 0.75)
     assert answer.in_time.ssd_break_even_tokens is None
-    assert "Below 68 tokens loading from RAM loses to computing." in answer.words
+    assert "Loading from RAM beats computing from 68 tokens on." in answer.words
     assert "SSD" not in words(answer)
 
 
@@ -100,7 +100,7 @@ def test_the_choice_is_that_without_a_clock(turns: str) -> None:
     assert [row.purchase for row in timed_rows] == [NOTHING, answer.chosen.purchase]
     assert before.in_time is None
     assert [one for one in answer.words if one in before.words] == before.words[1:]
-    unknown = "How long users wait for first tokens is not known: --machine tells it"
+    unknown = "Waits for first tokens are unknown: give --machine"
     assert [one for one in before.cannot_tell if one.startswith(unknown)]
     assert unknown not in " ".join(answer.cannot_tell)
     assert [one for one in before.assumptions if one not in answer.assumptions] == []
@@ -161,14 +161,14 @@ def test_a_tier_that_does_not_keep_up_is_said(turns: str, tmp_path: Path) -> Non
     assert "is waiting in the queue or for SSDs" in words(answer)
     slow = timed(turns, by_hand(disk_write_bytes_per_s=1000.0), for_sale=for_sale)
     assert slow.chosen == msgspec.structs.replace(answer.chosen, ttft_p90_s=slow.chosen.ttft_p90_s)
-    assert [one for one in slow.words if one.startswith("The SSDs do not keep up with what is to be written")]
+    assert [one for one in slow.words if one.startswith("The SSDs do not keep up with writes")]
     assert not [one for one in slow.words if "keep up with their writes" in one]
     # At the end four new blocks come every ten seconds, and storing them takes 16.
     new = [tuple(range(1000 + 4 * number, 1004 + 4 * number)) for number in range(20)]
     path = written(tmp_path / "new-at-the-end.jsonl", TURNS + new)
     slow = timed(path, by_hand(store_bytes_per_s=MIB / 4))
     (said,) = [one for one in slow.words if "keep" in one]
-    assert said.startswith("RAM does not keep up with what is to be written there: when the last request")
+    assert said.startswith("RAM does not keep up with writes: more than 30 s")
 
 
 # ---- the numbers of timed replays
@@ -191,7 +191,9 @@ def test_the_busiest_engine_is_timed_as_it_is_routed(turns: str, tmp_path: Path)
     assert found.with_offload == run_in_time(busiest, timing, 8, config)
     assert found.without == run_in_time(busiest, timing, 8)
     assert "on the busiest of 2 engines." in words(answer)
-    assert f"In time {100 * found.with_offload.hit_ratio:.1f}% is saved on that engine, not" in words(answer)
+    assert f"The timed replay saves {100 * found.with_offload.hit_ratio:.1f}% on that engine, not" in words(
+        answer
+    )
     assert [one.source for one in answer.assumptions if one.name == "timed engine"]
 
 
@@ -206,7 +208,7 @@ def test_more_traffic_than_recorded_comes_more_densely_to_whole_caches(turns: st
         load_trace(turns), timing, 10, ReplayConfig(200, device_blocks=10)
     )
     assert found.load == 2
-    assert "caches begin empty in a recording that is so much shorter" in words(answer)
+    assert "caches are empty at the start of a recording that is shortened" in words(answer)
     assert "sessions in time" in [one.name for one in answer.assumptions]
 
 
@@ -269,14 +271,14 @@ def test_a_class_is_one_gpu_and_an_engine_has_several() -> None:
 @pytest.mark.parametrize(
     ("step_ms", "said"),
     [
-        (1000, "More comes than these GPUs compute"),
-        (2500, "Without what is bought, more comes than these GPUs compute"),
+        (1000, "Requests arrive faster than the GPUs compute"),
+        (2500, "Without the purchase: requests arrive faster"),
         (10_000, None),
     ],
 )
 def test_more_than_can_be_served_is_said(step_ms: int, said: str | None, tmp_path: Path) -> None:
     answer = timed(written(tmp_path / "dense.jsonl", TURNS, step_ms))
-    found = [one for one in answer.cannot_tell if "these GPUs compute" in one]
+    found = [one for one in answer.cannot_tell if "faster than the GPUs compute" in one]
     assert len(found) == (said is not None)
     assert said is None or found[0].startswith(said)
 
@@ -285,7 +287,7 @@ def test_a_recording_without_times_has_no_waits(tmp_path: Path) -> None:
     path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0)
     answer = timed(path, target={})
     assert answer.in_time is None
-    assert "Without times in the recording, nothing is known of how long users wait." in answer.cannot_tell
+    assert "The recording has no times, so waits are unknown." in answer.cannot_tell
 
 
 def test_a_machine_that_lacks_a_number_is_refused_before_the_work(turns: str) -> None:
@@ -301,7 +303,7 @@ def test_a_machine_that_lacks_a_number_is_refused_before_the_work(turns: str) ->
 def test_a_request_that_no_engine_has_room_for_is_refused(turns: str) -> None:
     of = fleet(kv_bytes=4 * MIB, machine=by_hand())
     with pytest.raises(
-        ConfigError, match=r"kv-per-gpu: 4194304 .* have 4 blocks; the longest request takes 5"
+        ConfigError, match=r"kv-per-gpu: 4194304 .* have 4 blocks; the longest request and its answer take 5"
     ):
         planned(turns, of)
     planned(turns, replace(of, machine=None), budget=0)
@@ -315,13 +317,13 @@ def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
     # Less than 100 blocks of LRU have nothing of a loop of 100.
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", Purchase(20, 0))
     assert answer.chosen.ttft_p90_s == pytest.approx(1.85)
-    said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and 2 s were asked"
-    assert answer.words[0].startswith(f"{said} for. It saves 95.0% of the prefill")
+    said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and the target is 2 s"
+    assert answer.words[0].startswith(f"{said}. It saves 95.0% of the prefill")
     assert answer.smaller is not None
     assert answer.smaller.ttft_p90_s == pytest.approx(4), "the one below was timed, and does not reach it"
     assert answer.smaller.purchase == Purchase(19, 0), "single modules"
     assert (answer.needed, answer.needed_ttft_p90_s) == (None, 2.0)
-    assert "A wait is of one simulated run" in " ".join(answer.cannot_tell)
+    assert "A wait comes from one simulated run" in " ".join(answer.cannot_tell)
     assert "No target was given" not in words(answer)
     assert len([row for row in answer.rows if row.ttft_p90_s is not None]) < len(answer.rows)
 
@@ -329,8 +331,8 @@ def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
 def test_what_the_gpus_reach_alone_buys_nothing(turns: str) -> None:
     answer = timed(turns, target={"ttft_p90_s": 4.1})
     assert (answer.outcome, answer.chosen.purchase) == ("BUY_NOTHING", NOTHING)
-    said = "Buy nothing: with the GPUs' own memory p90 of time to first token is 4 s, and 4.1 s were"
-    assert answer.words[0] == f"{said} asked for."
+    said = "Buy nothing: with the GPUs' own memory p90 of time to first token is 4 s, and the target is 4.1 s"
+    assert answer.words[0] == f"{said}."
     assert [row.purchase for row in answer.rows if row.ttft_p90_s is not None] == [NOTHING]
 
 
@@ -341,9 +343,9 @@ def test_what_no_purchase_reaches_is_said_with_the_nearest(
     answer = timed(turns, target={"ttft_p90_s": 1.0, "budget": budget})
     assert answer.outcome == "NOT_REACHED"
     assert answer.chosen.ttft_p90_s == pytest.approx(nearest)
-    said = "Nothing that can be had{} and was timed brings p90 of time to first token down to 1 s."
+    said = "No feasible purchase{} that was timed reaches a p90 of time to first token of 1 s."
     assert answer.words[0].startswith(said.format("" if budget is None else " for 1,999 USD"))
-    assert f"What comes nearest is {nearest:.2f} s, with " in answer.words[0]
+    assert f"The nearest is {nearest:.2f} s, with " in answer.words[0]
     assert budget is None or answer.chosen.price <= budget
 
 
@@ -420,7 +422,7 @@ def test_the_ladder_is_climbed_by_halves(waits_s: Sequence[float], modules: int,
 def test_waits_take_a_machine_and_times(on: str | None, turns: str, tmp_path: Path) -> None:
     path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0) if on else turns
     with pytest.raises(
-        ConfigError, match=r"target-ttft-p90: 2\.0 is not possible; it takes --machine, and a"
+        ConfigError, match=r"target-ttft-p90: 2\.0 is not possible; it needs --machine, and a"
     ):
         planned(path, fleet(machine=by_hand() if on else None), ttft_p90_s=2.0)
 

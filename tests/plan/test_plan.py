@@ -21,7 +21,7 @@ from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened, read_prices
 from kvoffload.plan.rows import Cell, Measured, PlanRow, limits, nothing
-from kvoffload.plan.search import Behind, Space, confirm
+from kvoffload.plan.search import Space, TierAxis, confirm
 from kvoffload.plan.targets import Choice, Target, choose
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.device import run_device
@@ -77,7 +77,7 @@ def test_the_smallest_purchase_that_reaches_a_target_is_found_between_coarse_ste
 def test_without_a_target_no_more_is_bought_than_brings_something(loop: str) -> None:
     answer = planned(loop)
     assert answer.chosen.ram_modules == 20
-    assert "Nothing else that can be had saves more." in answer.words
+    assert "No other feasible purchase saves more." in answer.words
 
 
 def test_a_victim_tier_needs_less_ram(loop: str) -> None:
@@ -100,7 +100,7 @@ def test_a_budget_is_kept_to_the_cent(loop: str, budget: float, modules: int) ->
 def test_a_target_that_the_budget_does_not_reach_is_not_reached(loop: str) -> None:
     answer = planned(loop, budget=1000, saved=0.4)
     assert answer.outcome == "NOT_REACHED"
-    assert answer.words[0].startswith("Nothing that can be had for 1,000 USD saves 40.0% of the prefill.")
+    assert answer.words[0].startswith("No feasible purchase for 1,000 USD saves 40.0% of the prefill.")
     assert all(row.price <= 1000 for row in (answer.chosen, answer.most))
 
 
@@ -122,7 +122,7 @@ def test_targets_are_the_same_in_other_words(loop: str) -> None:
     assert hours.chosen.purchase == share.chosen.purchase
     # 225 of 500 requests find 1,024 tokens, in 4,990 s, where a GPU computes 1,000 a second.
     assert share.chosen.gpus_worth == pytest.approx(225 * 1024 / 4_990 / 1000)
-    with pytest.raises(ConfigError, match=r"target-gpu-hours: 5 is not possible; it takes --prefill-tokens"):
+    with pytest.raises(ConfigError, match=r"target-gpu-hours: 5 is not possible; it needs --prefill-tokens"):
         planned(loop, gpu_hours_a_day=5)
     with pytest.raises(ConfigError, match=r"target-gpu-hours: 500 is not possible; the ceiling is 1\.11"):
         planned(loop, fast, gpu_hours_a_day=500)
@@ -131,7 +131,7 @@ def test_targets_are_the_same_in_other_words(loop: str) -> None:
 def test_what_is_no_target_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)budget: -1.*target-saved: 1\.5.*0 to 1"):
         Target(budget=-1, saved=1.5)
-    with pytest.raises(ConfigError, match="one target beside a budget"):
+    with pytest.raises(ConfigError, match="one target besides a budget"):
         Target(saved=0.1, of_ceiling=0.5)
 
 
@@ -165,8 +165,8 @@ def test_ssds_are_bought_where_they_last(loop: str) -> None:
     ("ssd", "why"),
     [
         (Ssd(drive="400MiB", price=10, slots=1, writes_per_day=5), "drive writes a day, rated for 5: SSDs"),
-        (drives(write_per_s="20KB"), "written in the busiest minute, and the SSDs can do"),
-        (drives(read_per_s="20KB"), "read in the busiest minute, and the SSDs can do"),
+        (drives(write_per_s="20KB"), "written in the busiest minute exceed the SSDs'"),
+        (drives(read_per_s="20KB"), "read in the busiest minute exceed the SSDs'"),
     ],
 )  # fmt: skip
 def test_what_wears_out_or_is_too_slow_is_shown_and_not_recommended(loop: str, ssd: Ssd, why: str) -> None:
@@ -185,13 +185,13 @@ def test_a_better_row_that_cannot_be_is_named(loop: str) -> None:
     answer = planned(loop, fleet(few))
     assert answer.outcome == "BUY_NOTHING"
     assert "would save 45.0%" in words(answer)
-    assert "and cannot be: " in words(answer)
+    assert "but is infeasible: " in words(answer)
 
 
 def test_a_link_that_is_too_slow_is_a_reason(loop: str) -> None:
     answer = planned(loop, fleet(prices(link_per_s="10KB")), saved=0.4)
     assert answer.outcome == "NOT_REACHED"
-    assert all("and the GPUs' links take" in row.why_not for row in answer.rows if row.ram_modules >= 20)
+    assert all("exceed the GPUs' links of" in row.why_not for row in answer.rows if row.ram_modules >= 20)
 
 
 def test_endurance_by_hand(loop: str) -> None:
@@ -225,7 +225,7 @@ def test_hosts_and_slots() -> None:
     ("of", "why"),
     [
         ({"gpus": 0}, "gpus: 0"),
-        ({"gpus": 4, "replicas": 3}, "replicas: 3 is not possible; allowed: what 4 GPUs can be divided by"),
+        ({"gpus": 4, "replicas": 3}, "replicas: 3 is not possible; allowed: a divisor of 4, the number"),
         ({"kv_bytes": MIB - 1}, "kv-per-gpu"),
         ({"scale": 0}, "scale"),
         ({"load": -1}, "load"),
@@ -239,7 +239,7 @@ def test_what_is_no_fleet_is_refused(of: dict[str, Any], why: str) -> None:
 
 
 def test_modules_smaller_than_a_block_are_refused(loop: str) -> None:
-    with pytest.raises(ConfigError, match=r"ram\.module: '1KiB' is not possible; 4 of them are no block"):
+    with pytest.raises(ConfigError, match=r"ram\.module: '1KiB' is not possible; 4 modules hold no block"):
         planned(loop, fleet(prices(Ram(module="1KiB", slots=4))))
 
 
@@ -334,7 +334,7 @@ def test_windows_of_replicas_add_up(chat: str) -> None:
 
 
 def test_a_few_places_stand_for_all() -> None:
-    behind = [Behind("drives", [1, 2, 4], PLAIN.with_ssds), Behind("servers", [1, 3], PLAIN.with_servers)]
+    behind = [TierAxis("drives", [1, 2, 4], PLAIN.with_ssds), TierAxis("servers", [1, 3], PLAIN.with_servers)]
     space = Space([1, 2, 4, 8, 16], PLAIN.of_ram, behind, lambda one: one.modules < 16)
     ram, ssds, servers = [(1, 0, 0), (4, 0, 0)], [(1, 2, 0), (1, 4, 0), (4, 1, 0)], [(1, 0, 3), (4, 0, 1)]
     assert space.sample == [*ram, (16, 0, 0), *ssds, *servers]
@@ -471,11 +471,11 @@ def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyP
 ODD: dict[str, tuple[list[str], str]] = {
     "no reuse": (
         [line(10_000 * n, [2 * n, 2 * n + 1]) for n in range(40)],
-        "No request begins with blocks of an earlier one: there is nothing to save.",
+        "No request begins with blocks of an earlier request: nothing can be saved.",
     ),
-    "one request": ([line(0, [1, 2, 3])], "It has 1 requests: too few for an interval of anything."),
+    "one request": ([line(0, [1, 2, 3])], "It has 1 requests: too few for any interval."),
     "equal timestamps": (
-        [line(5, [n % 20, 100 + n % 20]) for n in range(60)], "All requests come at one time"),
+        [line(5, [n % 20, 100 + n % 20]) for n in range(60)], "All requests arrive at one time"),
     "unsorted": ([line(10_000 * (n * 7 % 60), [n % 20, 100 + n % 20]) for n in range(60)], "0.2 hours"),
     "ids of 128 bits": (
         [line(10_000 * n, [2**127 + n % 20, f"{2**100 + n % 20:x}"]) for n in range(60)], "0.2 hours"),
@@ -521,14 +521,14 @@ def test_replicas_that_get_nothing_are_said(tmp_path: Path) -> None:
 
 
 def test_what_holds_everything_says_that_it_is_never_full(loop: str) -> None:
-    full = "What is bought holds all that the recording asks for"
+    full = "The purchase holds all blocks of the recording"
     assert full not in " ".join(planned(loop, saved=0.4).cannot_tell)
     large = prices(Ram(module="2GiB", price=1, slots=1))
     assert full in " ".join(planned(loop, fleet(large), saved=0.4).cannot_tell)
 
 
 def test_slots_that_are_too_few_are_said(loop: str) -> None:
-    said = "A host takes 4 modules of RAM: what more of them would save was not looked at."
+    said = "A host takes 4 modules of RAM: savings of more modules were not measured."
     assert said in planned(loop, fleet(prices(Ram(module="5MiB", price=100, slots=4)))).cannot_tell
     assert said not in planned(loop, fleet(prices(Ram(module="200MiB", price=100, slots=4)))).cannot_tell
 
@@ -697,7 +697,7 @@ def test_a_disk_stands_in_the_line_for_vllm(loop: str, tmp_path: Path) -> None:
 def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
     done = kvoffload(*command(loop, tmp_path, "--target-saved", "0.4", "--budget", "500"))
     assert done.returncode == 1
-    assert "Nothing that can be had for 500 USD saves 40.0%" in done.stdout
+    assert "No feasible purchase for 500 USD saves 40.0%" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,7 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     less = f"10 MiB of RAM for 100 USD would save 0.0%, {100 * again / REQUESTS:.1f} points less "
     assert sharing.startswith(f"Without servers: {less}")
     assert sharing.endswith(("(sure).", "slowly)."))
-    most = (
-        f"No cache saves more than {share}, and none of engines that share nothing more than 0.0%: the rest"
-    )
+    most = f"No cache saves more than {share}, and no cache of a single engine more than 0.0%: the"
     assert most in words(answer)
 
 
@@ -258,9 +256,9 @@ def test_what_is_kept_answers_again(twice: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"link_per_s": "20KB"}, "to servers in the busiest minute, and the servers' network takes"),
-        ({"link_per_s": "20KB"}, "from servers in the busiest minute, and the servers' network takes"),
-        ({"host_link_per_s": "20KB"}, "to servers in the busiest minute, and the hosts' network takes"),
+        ({"link_per_s": "20KB"}, "to servers in the busiest minute exceed the servers' network"),
+        ({"link_per_s": "20KB"}, "from servers in the busiest minute exceed the servers' network"),
+        ({"host_link_per_s": "20KB"}, "to servers in the busiest minute exceed the hosts' network"),
     ],
 )
 def test_a_network_that_is_too_slow_is_a_reason(twice: str, options: dict[str, str], why: str) -> None:
@@ -270,7 +268,7 @@ def test_a_network_that_is_too_slow_is_a_reason(twice: str, options: dict[str, s
     assert rows
     assert all(why in row.why_not for row in rows)
     assert not any(row.servers for row in answer.frontier)
-    assert "and cannot be: " in words(answer)
+    assert "but is infeasible: " in words(answer)
 
 
 def test_each_server_has_a_network_of_its_own(twice: str) -> None:
@@ -298,7 +296,7 @@ def test_one_engine_shares_with_nobody(twice: str) -> None:
     answer = planned(twice, two(gpus=1, replicas=1))
     assert not any(row.servers for row in answer.rows)
     assert answer.ceiling == answer.ceiling_apart
-    assert sources(answer)["servers"] == "not looked at: one engine shares with nobody"
+    assert sources(answer)["servers"] == "not searched: one engine only"
     assert "server.price" not in sources(answer)
     default = planned(twice, fleet(prices(server=Server())))
     assert "server" not in " ".join([*default.words, *default.cannot_tell, *sources(default)])
@@ -315,7 +313,7 @@ def test_none_for_sale_is_as_before(twice: str) -> None:
 
 
 def test_what_holds_everything_says_that_it_is_never_full(twice: str) -> None:
-    full = "What is bought holds all that the recording asks for"
+    full = "The purchase holds all blocks of the recording"
     assert full in " ".join(planned(twice, two(), of_ceiling=1.0).cannot_tell)
     small = planned(twice, two(server(memory="50MiB")), saved=0.05)
     assert small.chosen.servers
@@ -350,7 +348,7 @@ def test_purchases_with_servers_are_not_timed(twice: str, tmp_path: Path) -> Non
     answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=tmp_path / "kept.csv").run()
     assert answer.chosen.servers
     assert answer.in_time is None
-    assert "How long users wait with servers is not known" in " ".join(answer.cannot_tell)
+    assert "Waits with servers are unknown" in " ".join(answer.cannot_tell)
     assert all(row.ttft_p90_s is None for row in answer.rows if row.servers)
     alone = planned(twice, two(machine=by_hand()), saved=0.0)
     assert not alone.chosen.servers
@@ -373,8 +371,8 @@ def test_what_ssds_would_add_is_said_of_equal_servers(twice: str) -> None:
 def test_a_target_in_seconds_is_of_what_can_be_timed(twice: str) -> None:
     answer = planned(twice, two(machine=by_hand()), ttft_p90_s=1.0)
     assert not any(row.servers for row in answer.rows)
-    assert "Servers that engines share are not timed, and were not looked at." in answer.cannot_tell
-    assert sources(answer)["servers"].startswith("not looked at: they are not timed")
+    assert "Servers that engines share are not timed, so they were not searched." in answer.cannot_tell
+    assert sources(answer)["servers"].startswith("not searched: waits with servers")
 
 
 # ---- the command

@@ -209,7 +209,7 @@ def test_a_machine_is_what_its_file_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "no machine"),
+        ("{", "not a file of"),
         ('{"name": "x", "format": "something else"}', "something else"),
         ('{"name": "x", "step_s": {"value": -1, "p10": 0, "p90": 0, "source": ""}}', "machine.step_s: -1"),
         (

@@ -347,7 +347,7 @@ def test_what_cannot_be_is_one_clear_error() -> None:
     with pytest.raises(ConfigError, match="it has no prefill_s_per_token"):
         run_in_time(trace, lacking, 8)
     valkey = parse_tiers("tiers", "valkey://127.0.0.1:1/kv")
-    with pytest.raises(ConfigError, match="its time is not known"):
+    with pytest.raises(ConfigError, match="this tier cannot be simulated"):
         run_in_time(trace, timing(), 8, config(8, 8, tiers=valkey))
 
 

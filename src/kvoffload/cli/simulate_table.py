@@ -10,7 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload.simulate.machine import QUANTITIES, Quantity
-from kvoffload.simulate.report import Distribution, TimedOutcome, TimedReport
+from kvoffload.simulate.report import (
+    OVERLOADED,
+    Distribution,
+    TimedOutcome,
+    TimedReport,
+    break_even_sentence,
+)
 from kvoffload.text import duration, percent, size
 
 
@@ -86,21 +92,11 @@ def _words(report: TimedReport) -> Text:
         text.append(
             f"  With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.\n"
         )
-    if report.break_even_tokens is None:
-        text.append("  Loading from RAM never beats computing on this machine.\n")
-    else:
-        tokens = max(1, round(report.break_even_tokens))
-        text.append(f"  Loading from RAM beats computing from {tokens:,} tokens on.\n")
-    for number, what in (
-        (one.not_worth, "blocks in tiers were left alone: to compute them was expected to be faster"),
-        (one.no_room, "blocks in tiers found no room in RAM"),
-        (one.gave_up, "requests stopped waiting for a tier"),
-        (one.lost, "blocks were dropped by the device before they could be stored"),
-    ):
-        if number:
-            text.append(f"  {number:,} {what}.\n")
+    text.append(f"  {break_even_sentence('RAM', report.break_even_tokens)}\n")
+    for miss in one.misses():
+        text.append(f"  {miss}.\n")
     if not report.at_once and other.is_overloaded:
-        text.append("  More comes than this GPU computes: waits say how long that lasts. Try --load 0.5.\n")
+        text.append(f"  {OVERLOADED} Try --load 0.5.\n")
     return text
 
 

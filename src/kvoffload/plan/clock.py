@@ -1,6 +1,6 @@
-"""A purchase in time: how long users wait for first tokens with it and without, on the engines' machine.
+"""Times to first token with a purchase and without, simulated on the machine of one engine.
 
-Owns which engine is timed, and what its machine is once drives are bought. The simulation is `simulate`.
+Owns the choice of the engine, and its machine with purchased drives. The simulation is in `simulate`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from kvoffload.sweep.measuring import OnProgress, Progress
 from kvoffload.sweep.task import code_digests, load
 
 _FORMAT = 1
-"""Of a timed replay in the journal."""
+"""Format of a timed replay in the journal."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a timed replay of one engine found: the busiest, where there are several.
+    """Timed replays of one engine, the busiest of several.
 
     Attributes:
-        machine: of that engine, with the SSDs that are bought for it; each number with its source.
-        engines: that get requests; requests: that the timed one gets.
+        machine: machine of this engine with the purchased SSDs; each number with its source.
+        engines: number of engines that get requests.
+        requests: number of requests of the timed engine.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
-        with_offload: as recommended; without: the GPUs alone. Equal where nothing is bought.
-        ram_break_even_tokens: from how many tokens on a load from RAM, alone on the machine, beats computing;
-            null if never. ssd_break_even_tokens: from SSDs; null also where none are bought.
+        with_offload, without: runs with the recommended purchase and with the GPUs alone. Equal without a
+            purchase.
+        ram_break_even_tokens, ssd_break_even_tokens: prompt length from which on loading beats computing, on
+            an idle machine; null if never, and without SSDs.
     """
 
     machine: Machine
@@ -55,19 +57,19 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clock:
-    """Times rows of a plan without servers, each once; what the journal has is not done again. A tier that
-    engines share is not in the clock: it times one of them.
+    """Timed replays of a plan's rows, cached in memory and in the journal.
 
-    The engine that has most block references is timed. Where the fleet has `scale` times the requests of the
-    recording, its sessions begin so much more densely, with whole caches: queues depend on how many come.
+    The engine with the most block references is timed; rows with servers are not, because one engine alone
+    cannot show the load of a shared tier. If the fleet has `scale` times the recorded requests, sessions
+    begin that much more densely, in front of caches of full size, because queues depend on the arrival rate.
 
     Args:
-        machine: of one engine, without what is bought (`Fleet.machine`).
+        machine: machine of one engine, without purchases (`Fleet.machine`).
         journal: None keeps nothing.
-        on_progress: is told how far timed replays are.
+        on_progress: receives the progress of timed replays.
 
-    Raises: `ConfigError` at construction if a request does not fit the GPUs of an engine. Cost: as
-    `run_in_time`, for each row that is new.
+    Raises: `ConfigError` at construction if a request does not fit on the GPUs of an engine. Cost:
+    `run_in_time` for each new row.
     """
 
     def __init__(
@@ -92,31 +94,31 @@ class Clock:
             raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
 
     def outcome(self, row: PlanRow, later: int = 0) -> TimedOutcome:
-        """The timed replay of a row; that of a row which buys nothing is of the GPUs alone.
+        """Return the timed replay of a row; without a purchase, the GPUs run alone.
 
-        `later`: how many others are expected to follow, for an estimate of the time.
+        `later`: number of timed replays expected to follow, for the progress.
         """
-        found = self.known(row)
-        if found is None:
+        outcome = self.known(row)
+        if outcome is None:
             config = self._config(row)
             timing, requests, done = self._timing(row), self._trace.requests, self._num_timed
             rows, before = done + 1 + later, done * self._trace.requests
 
-            def told(ended: int) -> None:
+            def report(ended: int) -> None:
                 now = done + ended // requests
                 self._on_progress(Progress(now, rows, before + ended, rows * requests, "timed replays"))
 
-            told(0)
-            found = run_in_time(self._trace, timing, self._whole.device_blocks, config, told)
+            report(0)
+            outcome = run_in_time(self._trace, timing, self._whole.device_blocks, config, report)
             self._num_timed += 1
-            told(requests)
-            self._known[Cell(row.purchase, row.setup)] = found
+            report(requests)
+            self._known[Cell(row.purchase, row.setup)] = outcome
             if self._journal is not None:
-                self._journal.add_timed(self._key(row), found)
-        return found
+                self._journal.add_timed(self._key(row), outcome)
+        return outcome
 
     def known(self, row: PlanRow) -> TimedOutcome | None:
-        """The timed replay of a row if it has been made, by this run or by an earlier one."""
+        """Return the timed replay of a row if this run or an earlier one has made it."""
         if row.servers:
             return None
         cell = Cell(row.purchase, row.setup)
@@ -126,15 +128,15 @@ class Clock:
                 self._known[cell] = kept
         return self._known.get(cell)
 
-    def told(self, one: Measured) -> Measured:
-        """The same row, with how long users wait if that is known."""
-        found = self.known(one.row)
-        if found is None:
-            return one
-        return replace(one, row=msgspec.structs.replace(one.row, ttft_p90_s=found.ttft_s.p90))
+    def with_wait(self, measured: Measured) -> Measured:
+        """Add the time to first token to a row, if it is known."""
+        outcome = self.known(measured.row)
+        if outcome is None:
+            return measured
+        return replace(measured, row=msgspec.structs.replace(measured.row, ttft_p90_s=outcome.ttft_s.p90))
 
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
-        """A row beside the one that buys nothing."""
+        """Compare a row with the row without a purchase."""
         timing, bytes_per_token = self._timing(row), self._fleet.block_bytes / self._trace.block_tokens
         from_ram = timing.machine.break_even_tokens(bytes_per_token)
         from_ssds = math.inf
@@ -160,7 +162,7 @@ class Clock:
         return cell.points(self._whole, self._evidence)[self._busiest].config
 
     def _key(self, row: PlanRow) -> str:
-        """What a timed replay is known by: all that it depends on."""
+        """Cache key: a hash of everything that the timed replay depends on."""
         config, source = self._config(row), self._evidence.traces[self._busiest].source
         code = [] if config is None else code_digests(config)
         parts = ["timed", _FORMAT, source.digest, code, self._timing(row), self._whole.device_blocks, config]
@@ -170,43 +172,43 @@ class Clock:
         return Timing(self._with_drives(row.ssd_drives), self._fleet.block_bytes, load=self._fleet.scale)
 
     def _with_drives(self, drives: int) -> Machine:
-        """The machine with an engine's part of so many drives in each host."""
+        """Machine with an engine's share of `drives` drives per host."""
         if not drives:
             return self._machine
         fleet, ssd = self._fleet, self._fleet.prices.ssd
-        part = fleet.hosts * drives / fleet.replicas
+        share = fleet.hosts * drives / fleet.replicas
         rates: dict[str, Quantity] = {}
-        for what, announced in (("read", ssd.read_bytes_per_s), ("write", ssd.write_bytes_per_s)):
-            name = f"disk_{what}_bytes_per_s"
-            found: Quantity | None = getattr(self._machine, name)
-            assert found is not None, "checked by Fleet"
-            if announced < found.value:
-                found = Quantity.assumed(announced, f"ssd.{what}_per_s, below the machine's")
-            many = f"{found.source}; times {part:g}, the drives of an engine"
-            rates[name] = Quantity(found.value * part, found.p10 * part, found.p90 * part, many)
+        for direction, rated in (("read", ssd.read_bytes_per_s), ("write", ssd.write_bytes_per_s)):
+            name = f"disk_{direction}_bytes_per_s"
+            rate: Quantity | None = getattr(self._machine, name)
+            assert rate is not None, "checked by Fleet"
+            if rated < rate.value:
+                rate = Quantity.assumed(rated, f"ssd.{direction}_per_s, below the machine's")
+            source = f"{rate.source}; times {share:g}, the drives of an engine"
+            rates[name] = Quantity(rate.value * share, rate.p10 * share, rate.p90 * share, source)
         return msgspec.structs.replace(self._machine, **rates)
 
 
 def clock_of(
     fleet: Fleet, evidence: Evidence, journal: SweepJournal | None, on_progress: OnProgress
 ) -> Clock | None:
-    """A clock; None where no machine is known, or the recording has no times."""
+    """Create a clock; None without a machine, or without times in the recording."""
     if fleet.machine is None or not evidence.duration_s:
         return None
     return Clock(fleet.machine, fleet, evidence, journal, on_progress)
 
 
 def rests_on(found: InTime) -> Iterator[tuple[str, str, str]]:
-    """What times rest on besides the rest of a plan: names, values, and where they are from."""
+    """List the assumptions of timed replays: names, values and sources."""
     machine = found.machine
-    yield "machine", machine.name, f"of an engine, given; model: {machine.model or 'not said'}"
+    yield "machine", machine.name, f"of an engine, given; model: {machine.model or 'unknown'}"
     for name in QUANTITIES:
         number: Quantity | None = getattr(machine, name)
         if number is not None:
             yield name, f"{number.value:.4g}", number.source
     if found.engines > 1:
-        who = f"the one of {found.engines} with most blocks, {found.requests:,} requests"
-        yield "timed engine", who, "the others wait less, if they are alike"
+        timed = f"the one of {found.engines} with most blocks, {found.requests:,} requests"
+        yield "timed engine", timed, "the others wait less, if they are alike"
     yield "requests at a time", f"{found.max_running:,}", "assumed, of an engine"
     yield "tokens a step", f"{found.step_tokens:,}", "assumed, of an engine"
     if found.load != 1:

@@ -1,6 +1,6 @@
-"""What a recording says of a fleet before anything is bought: its rates, its ceiling, what the GPUs have.
+"""Facts that a recording gives before anything is bought: rates, the ceiling, and hits of the GPUs.
 
-Owns how the requests of several replicas are counted together. Replays nothing.
+Owns the sums over replicas. Replays nothing.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ from kvoffload.sweep.task import Share, TraceSource, load
 from kvoffload.traces.trace import Trace
 
 _BUSY_MS = 60_000
-"""How long a tier has to keep up with the busiest traffic: what is written waits in RAM for less."""
+"""Length of the busiest period that a tier must keep up with: RAM buffers shorter peaks of writes."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The recording as the fleet gets it.
+    """The recording, divided among the replicas of a fleet.
 
     Attributes:
-        name: of the trace.
-        traces: what each replica gets, without those that get nothing.
-        whole: what all of them get, in the order of the recording; None unless they may share a tier.
-        requests, block_refs, tokens: of all replicas; tokens of full blocks.
-        duration_s: from the first arrival to the last; 0: nothing is known of rates.
-        busy: references a second of the busiest minute, over those of an average one.
-        footprint_blocks: different blocks of the replica that has most.
-        ceiling_hits: block references that caches without limit would serve. apart_hits: the same of replicas
-            that share nothing.
-        refs: block references in each window. device_hits: those that the GPUs serve alone.
-        draws: of the windows, for intervals.
+        name: name of the trace.
+        traces: the traces of all replicas that get block references.
+        whole: the trace of all replicas together; None unless they may share servers.
+        requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
+        duration_s: time from the first arrival to the last; 0 if the recording has no times.
+        busy: references per second in the busiest minute, divided by the mean.
+        footprint_blocks: unique blocks of the replica with the largest number.
+        ceiling_hits: block references that unlimited caches would serve.
+        apart_hits: the same for replicas that share nothing.
+        refs: block references in each window.
+        device_hits: block references that the GPUs alone serve, in each window.
+        draws: resamples of the windows, for intervals.
     """
 
     name: str
@@ -60,36 +61,36 @@ class Evidence:
 
     @property
     def ceiling(self) -> float:
-        """The prefix-hit ratio of caches without limit."""
+        """Prefix-hit ratio of unlimited caches."""
         return self.ceiling_hits / self.block_refs
 
     @property
     def ceiling_apart(self) -> float:
-        """The same of replicas that share nothing."""
+        """Prefix-hit ratio of unlimited caches of replicas that share nothing."""
         return self.apart_hits / self.block_refs
 
     @property
     def replayed(self) -> tuple[SweptTrace, ...]:
-        """All that is replayed for a plan; the whole is last."""
+        """All traces that a plan replays; `whole` is last."""
         return self.traces if self.whole is None else (*self.traces, self.whole)
 
     @property
     def device_share(self) -> float:
-        """The prefix-hit ratio of the GPUs alone."""
+        """Prefix-hit ratio of the GPUs alone."""
         return int(self.device_hits.sum()) / self.block_refs
 
     def per_second(self, blocks: int, fleet: Fleet) -> float | None:
-        """Bytes a second, of so many blocks of the recording; None if it has no times."""
+        """Convert blocks of the whole recording to bytes per second; None without times."""
         return blocks * fleet.block_bytes * fleet.scale / self.duration_s if self.duration_s else None
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
-        """GPUs that do nothing but compute this share of the prefill; None if that cannot be known."""
+        """Convert a share of the prefill to the GPUs that would compute it; None without times or speeds."""
         if not (self.duration_s and fleet.tokens_per_s):
             return None
         return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s
 
     def interval(self, hits: Sums) -> Interval | None:
-        """Of the prefix-hit ratio."""
+        """Compute the interval of a prefix-hit ratio from the hits in each window."""
         return self.draws.ratio(hits)
 
 
@@ -102,60 +103,65 @@ def gather(
     one_in: int = 1,
     is_shared: bool = False,
 ) -> Evidence:
-    """Read the recording and divide it. Raises as `load`, and `ConfigError` if it has no block.
+    """Read the recording and divide it among the replicas.
 
-    `one_in`: look at one of so many sessions. `is_shared`: the replicas may share a tier.
+    Args:
+        one_in: use one session in this many.
+        is_shared: the replicas may share servers.
+
+    Raises: errors of `load`, and `ConfigError` for a recording without a full block.
     """
-    parts, traces = list[Trace](), list[SweptTrace]()
+    shares, traces = list[Trace](), list[SweptTrace]()
     for replica in range(fleet.replicas):
-        its = replace(source, share=Share(fleet.load, fleet.routing, fleet.replicas, replica, one_in))
-        if load(its).block_refs:
-            parts.append(load(its))
-            traces.append(swept(its))
-    if not parts:
+        own = replace(source, share=Share(fleet.load, fleet.routing, fleet.replicas, replica, one_in))
+        if load(own).block_refs:
+            shares.append(load(own))
+            traces.append(swept(own))
+    if not shares:
         trace = load(source)
         why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
         raise ConfigError("trace", source.name_or_path, why)
-    whole, all_of_it = None, replace(source, share=Share(fleet.load, one_in=one_in))
-    apart = sum(infinite(part).prefix_hit_blocks for part in parts)
-    if is_shared:
-        whole = swept(all_of_it)
+    undivided = replace(source, share=Share(fleet.load, one_in=one_in))
+    apart = sum(infinite(share).prefix_hit_blocks for share in shares)
     windows = together([trace.refs for trace in traces])
     refs = int(windows.sum())
-    duration_s, busy = _pace(parts)
+    duration_s, busy = _pace(shares)
     return Evidence(
-        name=parts[0].name,
+        name=shares[0].name,
         traces=tuple(traces),
-        whole=whole,
-        requests=sum(part.requests for part in parts),
+        whole=swept(undivided) if is_shared else None,
+        requests=sum(share.requests for share in shares),
         block_refs=refs,
-        tokens=refs * parts[0].block_tokens,
+        tokens=refs * shares[0].block_tokens,
         duration_s=duration_s,
         busy=busy,
-        footprint_blocks=max(part.unique_blocks for part in parts),
-        ceiling_hits=infinite(load(all_of_it)).prefix_hit_blocks if is_shared else apart,
+        footprint_blocks=max(share.unique_blocks for share in shares),
+        ceiling_hits=infinite(load(undivided)).prefix_hit_blocks if is_shared else apart,
         apart_hits=apart,
         refs=windows,
-        device_hits=together([window_sums(run_device(part, fleet.device_blocks).served) for part in parts]),
+        device_hits=together(
+            [window_sums(run_device(share, fleet.device_blocks).served) for share in shares]
+        ),
         draws=Resamples(windows, resamples, seed),
     )
 
 
 def together(windows: Sequence[Sums]) -> Sums:
-    """The sums of all replicas in each window; a replica with few requests has fewer windows: the first."""
+    """Add the window sums of all replicas; a replica with fewer windows has the first ones only."""
     longest = max(map(len, windows))
-    found: Sums = sum((np.pad(one, (0, longest - len(one))) for one in windows), np.zeros(longest, np.int64))
-    return found
+    padded = (np.pad(sums, (0, longest - len(sums))) for sums in windows)
+    total: Sums = sum(padded, np.zeros(longest, np.int64))
+    return total
 
 
-def _pace(parts: Sequence[Trace]) -> tuple[float, float]:
-    """The duration in seconds, and how much busier the busiest minute is than an average one."""
-    times: npt.NDArray[np.int64] = np.concatenate([part.timestamps_ms for part in parts])
-    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+def _pace(shares: Sequence[Trace]) -> tuple[float, float]:
+    """Compute the duration in seconds, and the traffic of the busiest minute over the mean."""
+    times: npt.NDArray[np.int64] = np.concatenate([share.timestamps_ms for share in shares])
+    lengths = np.concatenate([np.diff(share.offsets) for share in shares])
     first, last = int(times.min()), int(times.max())
     if first == last:
         return 0.0, 1.0
-    # Only minutes that have requests: between two there may be weeks.
+    # Only minutes with requests: a recording may have gaps of weeks.
     _, minute = np.unique((times - first) // _BUSY_MS, return_inverse=True)
     most = float(np.bincount(minute, weights=lengths).max()) / _BUSY_MS
     return (last - first) / 1000, max(1.0, most / (int(lengths.sum()) / (last - first)))

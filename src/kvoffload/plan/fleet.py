@@ -1,6 +1,4 @@
-"""The engines that RAM, SSDs and cache servers are bought for, and what can be bought for them. Knows sizes;
-no traces.
-"""
+"""The fleet of engines that a plan buys for, and the purchases that are possible. Knows sizes; no traces."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from kvoffload.traces.load import check_load
 
 _MOST_GPUS = 4096
 SERVER_BYTES_PER_BYTE = 1.03
-"""Memory that a server takes for a byte of blocks: 1.003 to 1.029, measured (docs/cluster.md, How large)."""
+"""Server memory per byte of blocks: 1.003 to 1.029, measured (docs/cluster.md, How large)."""
 
 
 class Purchase(NamedTuple):
-    """Modules of RAM and drives for each host, which all get the same, and servers for all of them.
+    """RAM modules and SSD drives per host, equal for all hosts, and servers for the whole fleet.
 
-    There are drives or servers, not both.
+    A purchase has drives or servers, not both.
     """
 
     modules: int
@@ -36,21 +34,21 @@ NOTHING = Purchase(0, 0)
 
 @dataclass(frozen=True)
 class Fleet:
-    """The engines, their traffic, and what is for sale. What cannot be is a `ConfigError` at construction.
+    """Engines, their traffic and the prices.
 
     Attributes:
-        gpus, kv_bytes_per_gpu: memory for blocks that is there already.
-        block_bytes: of a block of the trace, in all layers and ranks of an engine together.
-        replicas: engines; each has its part of the GPUs, the RAM and the SSDs, and shares none of it. Servers
-            are of all.
-        routing: how requests are divided among them (`replay.routing`).
-        load: sessions at a time, over those of the recording (`traces.load`).
-        scale: requests of the fleet, over those of the recording: the recording is a sample of sessions. What
-            a cache of some size does for all of them, one of that part of the size does for the sample.
-        prefill_tokens_per_s: that a GPU computes; 0: not given.
-        prices: what is for sale.
-        machine: of one engine, all its GPUs together; None: nothing is known of time. The numbers of its
-            disk are of one drive.
+        gpus, kv_bytes_per_gpu: number of GPUs, and memory for blocks on each.
+        block_bytes: bytes of a block of the trace, in all layers and ranks of an engine.
+        replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
+        routing: rule that assigns requests to engines (`replay.routing`).
+        load: concurrent sessions, as a multiple of the recording's (`traces.load`).
+        scale: requests of the fleet, as a multiple of the recording's. The recording is a sample of sessions,
+            so caches are replayed with their size divided by the scale.
+        prefill_tokens_per_s: prefill speed of a GPU; 0: not given.
+        prices: prices and hardware.
+        machine: speeds of one engine with all its GPUs, and of one drive; None: waits are not computed.
+
+    Raises: `ConfigError`.
     """
 
     gpus: int
@@ -70,9 +68,13 @@ class Fleet:
         check_instances(self.replicas, "replicas")
         check_load(self.load)
         if self.gpus % self.replicas:
-            raise ConfigError("replicas", self.replicas, f"allowed: what {self.gpus} GPUs can be divided by")
+            raise ConfigError(
+                "replicas", self.replicas, f"allowed: a divisor of {self.gpus}, the number of GPUs"
+            )
         if not 0 < self.scale < math.inf:
-            raise ConfigError("scale", self.scale, "allowed: a number above 0: requests over those recorded")
+            raise ConfigError(
+                "scale", self.scale, "allowed: a number above 0: requests, as a multiple of the recorded"
+            )
         if not 0 <= self.prefill_tokens_per_s < math.inf:
             raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, "allowed: tokens per second")
         if not 1 <= self.device_blocks <= MOST_BLOCKS:
@@ -83,18 +85,17 @@ class Fleet:
 
     @property
     def may_share(self) -> bool:
-        """Whether there is somebody to share servers with, and there are any."""
+        """Whether several replicas can share servers, and servers are for sale."""
         return self.replicas > 1 and self.prices.server.slots > 0
 
     @property
     def gpus_of_engine(self) -> int:
-        """GPUs of each replica."""
+        """Number of GPUs of each replica."""
         return self.gpus // self.replicas
 
     @property
     def tokens_per_s(self) -> float:
-        """That a GPU computes: as given, else by the machine, without attention to what is before; 0: not
-        known."""
+        """Prefill speed of a GPU: as given, or the machine's without attention; 0: unknown."""
         if self.prefill_tokens_per_s or self.machine is None:
             return self.prefill_tokens_per_s
         of_engine_s = self.machine.value("prefill_s_per_token")
@@ -102,49 +103,48 @@ class Fleet:
 
     @property
     def device_blocks(self) -> int:
-        """Blocks that the GPUs of a replica hold, of what the recording asks for."""
+        """Blocks on the GPUs of a replica, divided by the scale."""
         return self.blocks(self.gpus * self.kv_bytes_per_gpu)
 
     @property
     def hosts(self) -> int:
-        """Machines."""
+        """Number of hosts."""
         return -(-self.gpus // self.prices.gpus_per_host)
 
     def blocks(self, size_bytes: int) -> int:
-        """The blocks of a replica, of so many bytes for all of them, for what the recording asks for."""
+        """Convert bytes of the whole fleet to blocks of one replica, divided by the scale."""
         return int(size_bytes / (self.replicas * self.block_bytes * self.scale))
 
     def size_bytes(self, blocks: int) -> int:
-        """What so many blocks of the recording take, for all that the fleet is asked for."""
+        """Convert blocks of the recording to bytes of the fleet."""
         return round(blocks * self.block_bytes * self.scale)
 
     def ram_bytes(self, purchase: Purchase) -> int:
-        """RAM for blocks, all hosts together."""
+        """RAM for blocks on all hosts."""
         return self.hosts * purchase.modules * self.prices.ram.module_bytes
 
     def ssd_bytes(self, purchase: Purchase) -> int:
-        """SSDs for blocks, all hosts together."""
+        """SSD capacity on all hosts."""
         return self.hosts * purchase.drives * self.prices.ssd.drive_bytes
 
     def server_bytes(self, purchase: Purchase) -> int:
-        """Memory of all servers together."""
+        """Memory of all servers."""
         return purchase.servers * self.prices.server.memory_bytes
 
     def server_blocks(self, purchase: Purchase) -> int:
-        """The blocks that all servers hold, of what the recording asks for: those of all replicas."""
-        taken = SERVER_BYTES_PER_BYTE * self.block_bytes * self.scale
-        return int(self.server_bytes(purchase) / taken)
+        """Blocks on all servers, divided by the scale."""
+        return int(self.server_bytes(purchase) / (SERVER_BYTES_PER_BYTE * self.block_bytes * self.scale))
 
     def price(self, purchase: Purchase) -> float:
-        """Of all hosts and servers together."""
+        """Price of a purchase for all hosts, with all servers."""
         per_host = purchase.modules * self.prices.ram.price + purchase.drives * self.prices.ssd.price
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
-        """How many modules and how many drives a host may get, coarse, in ascending order; no drives first.
+        """List numbers of modules and of drives per host to try, coarse and ascending; drives begin with 0.
 
-        From the fewest that are a block up to what a host can take. Of RAM no more than a replica is asked
-        for: what more would do cannot be told from the recording. More drives wear out later.
+        Numbers go from the first that holds a block up to the slots of a host. RAM beyond the footprint is
+        left out, because a recording cannot show its benefit. More drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
@@ -152,17 +152,14 @@ class Fleet:
         return _coarse(useful), [0, *_coarse([n for n in range(1, len(ssd)) if ssd[n] >= 1])]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
-        """How many servers the fleet may get, coarse, in ascending order.
-
-        From the fewest that are a block up to what is for sale, and no more than hold all that is asked for.
-        """
+        """List numbers of servers to try, coarse and ascending, up to the number that holds all blocks."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
         return _coarse([n for n in range(1, len(held)) if held[n] >= 1 and held[n - 1] < unique_blocks])
 
 
 def _coarse(counts: list[int]) -> list[int]:
-    """Of counts in a row, the first, each that is twice the one before, and the last."""
-    found = counts[:1]
-    while found and 2 * found[-1] < counts[-1]:
-        found.append(2 * found[-1])
-    return sorted({*found, *counts[-1:]})
+    """Thin out consecutive counts: keep the first, its doubles, and the last."""
+    kept = counts[:1]
+    while kept and 2 * kept[-1] < counts[-1]:
+        kept.append(2 * kept[-1])
+    return sorted({*kept, *counts[-1:]})

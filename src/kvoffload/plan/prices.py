@@ -1,7 +1,6 @@
-"""What RAM, SSDs and cache servers cost and can do: the defaults, which are assumptions, and a file that
-replaces them.
+"""Prices and limits of RAM, SSDs and cache servers: assumed defaults, and a file that replaces them.
 
-The one place where numbers of hardware stand. Knows no traces.
+The only place with numbers of hardware. Knows no traces.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ _NoneOrMore = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a file of prices. Sizes are texts, as on the command line."""
+    """A section of a file of prices. Sizes are texts, as on the command line."""
 
     def _size(self, name: str) -> int:
         return parse_size(name, getattr(self, name))
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """What RAM is bought in. `slots`: modules that a host can take for blocks, besides its own."""
+    """RAM modules. `slots`: modules for blocks that a host can take, in addition to its own."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0
@@ -36,14 +35,14 @@ class Ram(_Part, frozen=True, kw_only=True):
 
     @property
     def module_bytes(self) -> int:
-        """Of one module."""
+        """Bytes of one module."""
         return self._size("module")
 
 
 class Ssd(_Part, frozen=True, kw_only=True):
-    """What SSDs are bought in. `slots`: drives that a host can take; 0: none are for sale.
+    """SSD drives. `slots`: drives that a host can take; 0: no SSDs.
 
-    `writes_per_day` (times its capacity) for `life_years` is what a drive is made for; it is to last so long.
+    A drive is rated for `writes_per_day` times its capacity over `life_years`, and must last that long.
     """
 
     drive: str = "3.84TB"
@@ -56,25 +55,25 @@ class Ssd(_Part, frozen=True, kw_only=True):
 
     @property
     def drive_bytes(self) -> int:
-        """Of one drive."""
+        """Capacity of one drive."""
         return self._size("drive")
 
     @property
     def read_bytes_per_s(self) -> int:
-        """Of one drive."""
+        """Read bandwidth of one drive."""
         return self._size("read_per_s")
 
     @property
     def write_bytes_per_s(self) -> int:
-        """Of one drive."""
+        """Write bandwidth of one drive."""
         return self._size("write_per_s")
 
 
 class Server(_Part, frozen=True, kw_only=True):
-    """Machines whose RAM all engines share, in a Valkey cluster. `slots`: for the whole fleet; 0: none.
+    """Servers of a Valkey cluster that all engines share. `slots`: servers for the whole fleet; 0: none.
 
-    `memory` is what holds values: ``maxmemory``. `link_per_s` is the network of a server, `host_link_per_s`
-    that of a host of engines, each in each direction.
+    `memory` is ``maxmemory``. `link_per_s` and `host_link_per_s` are the network bandwidths of a server and
+    of an engine's host, in each direction.
     """
 
     memory: str = "460GiB"
@@ -85,27 +84,27 @@ class Server(_Part, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Of one server."""
+        """Memory of one server."""
         return self._size("memory")
 
     @property
     def link_bytes_per_s(self) -> int:
-        """Of one server."""
+        """Network bandwidth of one server."""
         return self._size("link_per_s")
 
     @property
     def host_link_bytes_per_s(self) -> int:
-        """Of one host."""
+        """Network bandwidth of one host."""
         return self._size("host_link_per_s")
 
 
 class Prices(_Part, frozen=True, kw_only=True):
-    """Prices, and what is bought for them.
+    """Prices and hardware.
 
     Attributes:
-        currency, source, date: of the prices; what answers say of them.
-        gpus_per_host: how many GPUs share a host's RAM and SSDs.
-        link_per_s: between a GPU and its host, in each direction.
+        currency, source, date: origin of the prices, shown in answers.
+        gpus_per_host: GPUs that share a host's RAM and SSDs.
+        link_per_s: bandwidth between a GPU and its host, in each direction.
     """
 
     currency: str = "USD"
@@ -119,58 +118,58 @@ class Prices(_Part, frozen=True, kw_only=True):
 
     @property
     def link_bytes_per_s(self) -> int:
-        """Of one GPU."""
+        """Bandwidth between one GPU and its host."""
         return self._size("link_per_s")
 
 
 MEANING = {
-    "currency": "of all prices",
-    "source": "where the prices are from",
-    "date": "when they were true",
+    "currency": "currency of all prices",
+    "source": "source of the prices",
+    "date": "date of the prices",
     "gpus_per_host": "GPUs that share the RAM and SSDs of a host",
-    "link_per_s": "a GPU and its host, each direction; PCIe 5.0 x16 has 63 GB/s on paper",
-    "ram.module": "RAM is bought in such modules, equally for all hosts",
-    "ram.price": "of a module",
+    "link_per_s": "GPU to host, each direction; PCIe 5.0 x16 has a nominal 63 GB/s",
+    "ram.module": "size of a RAM module; all hosts get equally many",
+    "ram.price": "price of a module",
     "ram.slots": "modules that a host can take for blocks",
-    "ssd.drive": "SSDs are bought in such drives, equally for all hosts",
-    "ssd.price": "of a drive",
+    "ssd.drive": "capacity of a drive; all hosts get equally many",
+    "ssd.price": "price of a drive",
     "ssd.slots": "drives that a host can take; 0: no SSDs",
-    "ssd.read_per_s": "of a drive; PCIe 4.0 x4, as the Samsung PM9A3 was announced",
-    "ssd.write_per_s": "of a drive; the same",
-    "ssd.writes_per_day": "that a drive is rated for, in capacities of its own",
-    "ssd.life_years": "for which it is rated so, and which it is to last",
-    "server.memory": "maxmemory of a Valkey server that all engines share: 512 GiB, less a tenth",
-    "server.price": "of such a machine: eight modules of RAM (5,120), and the rest of it",
+    "ssd.read_per_s": "read bandwidth of a drive; PCIe 4.0 x4, data sheet of the Samsung PM9A3",
+    "ssd.write_per_s": "write bandwidth of a drive; the same data sheet",
+    "ssd.writes_per_day": "rated drive writes per day, in capacities of the drive",
+    "ssd.life_years": "years of this rating; the drive must last as long",
+    "server.memory": "maxmemory of a Valkey server that all engines share: 512 GiB less 10%",
+    "server.price": "price of such a machine: eight RAM modules (5,120) and the rest",
     "server.slots": "servers for the whole fleet; 0: none",
-    "server.link_per_s": "of a server, each direction; 100 Gbit/s on paper",
-    "server.host_link_per_s": "between a host and the servers, each direction; 200 Gbit/s on paper",
+    "server.link_per_s": "network of a server, each direction; nominal 100 Gbit/s",
+    "server.host_link_per_s": "network of a host, each direction; nominal 200 Gbit/s",
 }
-"""What each number means, for the file that people edit and for answers."""
+"""Explanation of each number, for the file of prices and for answers."""
 
 
 def flattened(prices: Prices) -> dict[str, object]:
-    """Name -> value, as in `MEANING`."""
-    found: dict[str, object] = {}
+    """Flatten prices into a dict with the names of `MEANING`."""
+    values: dict[str, object] = {}
     for name, value in msgspec.to_builtins(prices).items():
         inner = value.items() if isinstance(value, dict) else ()
-        found |= {f"{name}.{one}": its for one, its in inner} or {name: value}
-    return found
+        values |= {f"{name}.{field}": number for field, number in inner} or {name: value}
+    return values
 
 
 def as_toml(prices: Prices) -> str:
-    """The file that `read_prices` reads, with what each line means."""
+    """Write the file that `read_prices` reads, with an explanation of each line."""
     lines, section = ["# Prices and hardware for kvoffload plan --prices FILE"], ""
     for name, value in flattened(prices).items():
-        part, _, short = name.rpartition(".")
-        if part != section:
-            lines += ["", f"[{part}]"]
-            section = part
+        header, _, short = name.rpartition(".")
+        if header != section:
+            lines += ["", f"[{header}]"]
+            section = header
         lines.append(f"{f'{short} = {msgspec.json.encode(value).decode()}':<32} # {MEANING[name]}")
     return "\n".join(lines) + "\n"
 
 
 def read_prices(path: Path | None) -> Prices:
-    """The prices in a TOML or JSON file, and the defaults for what it leaves out; None: the defaults.
+    """Read prices from a TOML or JSON file; missing fields and None mean the defaults.
 
     Raises `ConfigError` that names the field.
     """
@@ -182,10 +181,10 @@ def read_prices(path: Path | None) -> Prices:
         except OSError as error:
             raise ConfigError("prices", str(path), f"it cannot be read ({error.strerror})") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            why = f"{error}; kvoffload plan --show-prices prints one that can be edited"
+            why = f"{error}; kvoffload plan --show-prices prints a file to edit"
             raise ConfigError("prices", str(path), why) from None
     problems = Problems("prices")
-    for part, names in (
+    for section, names in (
         (prices, ("link_per_s",)),
         (prices.ram, ("module",)),
         (prices.ssd, ("drive", "read_per_s", "write_per_s")),
@@ -193,7 +192,7 @@ def read_prices(path: Path | None) -> Prices:
     ):
         for sized in names:
             with problems:
-                if part._size(sized) < 1:
-                    raise ConfigError(sized, getattr(part, sized), "allowed: at least one byte")
+                if section._size(sized) < 1:
+                    raise ConfigError(sized, getattr(section, sized), "allowed: at least one byte")
     problems.check()
     return prices

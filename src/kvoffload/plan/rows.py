@@ -1,6 +1,6 @@
-"""One row of a plan: a purchase, how it is used, what that saves, what it costs, and whether it can be.
+"""Rows of a plan: a purchase, a setup, the savings, the price, and limits that the row exceeds.
 
-Owns the columns, and the limits of hardware. A plan measures with the replays of a sweep.
+Owns the columns and the limits of hardware. A plan measures with the replays of a sweep.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from kvoffload.tiers.kinds.simulated import SimulatedOptions
 
 _A_DAY_S = 86_400
 SERVER_POLICY = "lru"
-"""What leaves servers: they decide it themselves (docs/cluster.md, Settings of the server)."""
+"""Eviction policy of servers, which evict on their own (docs/cluster.md, Settings of the server)."""
 
 
 @dataclass(frozen=True, order=True)
 class Setup:
-    """How a purchase is used. `ssd_policy` and `ssd_admission` are empty without SSDs, `server_admission`
-    without servers, which choose themselves what leaves."""
+    """Store mode, policies and admission rules of a purchase.
+
+    `ssd_policy` and `ssd_admission` are empty without SSDs, `server_admission` without servers.
+    """
 
     store: str
     policy: str
@@ -49,30 +51,33 @@ class Setup:
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A purchase, used in one way. Shares are of the prefill: of the trace's block references.
+    """Output line of a purchase with one setup. Shares are of the prefill, in block references.
 
     Attributes:
-        ram_modules, ssd_drives: for each host. ram_bytes, ssd_bytes: of all hosts.
-        servers: for all hosts; server_bytes: of all servers.
-        price: of all hosts and servers.
-        store, policy, admission: how RAM is used; empty for the row that buys nothing.
-        ssd_policy, ssd_admission: what leaves SSDs, what may enter them; empty without.
-        server_admission: what may enter servers, which evict in the order of use; empty without.
-        device_blocks, ram_blocks, ssd_blocks: of each replica, as they were replayed. server_blocks: of all.
-        saved: what need not be computed, by all places together (prefix-hit ratio).
-        saved_low, saved_high, correlation: its interval (`bootstrap.Interval`); null for too few requests.
-        by_gpus, by_ram, by_ssds, by_servers: the same by place; they add up to `saved`.
-        of_ceiling: `saved` over what caches without limit save; null if that is nothing.
-        optimum: `saved` of the best policy at this place; with servers that of caches without limit.
-        gpus_worth: GPUs that would compute what the purchase saves; null if no speed or no times are known.
-        gpu_hours_a_day: the same in hours.
+        ram_modules, ssd_drives: numbers per host.
+        servers: number of servers of the fleet.
+        ram_bytes, ssd_bytes, server_bytes, price: totals of all hosts and servers.
+        store, policy, admission: setup of RAM; empty for the row without a purchase.
+        ssd_policy, ssd_admission, server_admission: setup of SSDs and servers; empty without them.
+        device_blocks, ram_blocks, ssd_blocks: blocks of each replica, as replayed.
+        server_blocks: blocks on all servers.
+        saved: share of the prefill that is saved (prefix-hit ratio).
+        saved_low, saved_high, correlation: interval of `saved` (`bootstrap.Interval`); null for too few
+            requests.
+        by_gpus, by_ram, by_ssds, by_servers: savings by place; they add up to `saved`.
+        of_ceiling: `saved` over the savings of unlimited caches; null if these save nothing.
+        optimum: upper bound of `saved` for any policy; with servers, the savings of unlimited caches.
+        gpus_worth: GPUs that would compute the savings of the purchase; null without speeds or times.
+        gpu_hours_a_day: the same in GPU-hours per day.
         ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
-            server_write_bytes_per_s, server_read_bytes_per_s: in the mean; null without times.
-        busy: what these are multiplied by for the busiest minute.
-        drive_writes_a_day: capacities written to a drive; ssd_life_years: until it is worn out. Null without.
-        feasible: whether it can be; why_not: what is against it, in words.
-        ttft_p90_s: nine of ten requests wait no longer for their first token; null where that was not timed.
-        one_in: it was measured on one of so many sessions; 1: on all.
+            server_write_bytes_per_s, server_read_bytes_per_s: mean rates; null without times.
+        busy: factor from these means to the busiest minute.
+        drive_writes_a_day: capacities written to each drive per day; null without SSDs.
+        ssd_life_years: years until a drive is worn out; null without SSDs.
+        feasible: whether the row keeps all limits.
+        why_not: exceeded limits, in words.
+        ttft_p90_s: 90th percentile of the time to first token; null if it was not simulated.
+        one_in: the row was measured on one session in this many; 1: on all.
     """
 
     ram_modules: int
@@ -120,19 +125,19 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purchase(self) -> Purchase:
-        """What is bought."""
+        """The purchase of this row."""
         return Purchase(self.ram_modules, self.ssd_drives, self.servers)
 
     @property
     def setup(self) -> Setup:
-        """How it is used."""
+        """The setup of this row."""
         return Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission,
                      self.server_admission)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and its hits in each window: what it is compared by."""
+    """A row with its hits in each window, for comparisons."""
 
     row: PlanRow
     hits: Sums
@@ -140,17 +145,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Cell:
-    """A purchase and how it is used: what is measured for one row."""
+    """A purchase with a setup: the input of one measurement."""
 
     purchase: Purchase
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """The replays: one for each replica that gets requests; one of all of them with servers."""
+        """Create the replays: one for each replica with requests, or, with servers, one of all replicas."""
         setup = self.setup
-        # What holds every block evicts none: larger is the same.
+        # Capacity beyond all unique blocks makes no difference.
         if self.purchase.servers:
-            assert evidence.whole is not None, "servers are looked at where they are shared"
+            assert evidence.whole is not None, "servers need a shared trace"
             blocks = min(fleet.server_blocks(self.purchase), evidence.whole.unique_blocks)
             tier = SimulatedOptions(
                 capacity=str(blocks), policy=SERVER_POLICY, admission=setup.server_admission
@@ -183,38 +188,37 @@ class Cell:
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, found: Sequence[Measurement]) -> Sums:
-        """Of all replicas, each in windows of its own requests, from the measurements of `points`."""
+        """Add up the hits of all replicas, in windows of their own requests; `found` measures `points`."""
         if self.purchase.servers:
-            return together([np.array(one, np.int64) for one in found[0].instance_window_hits])
-        return together([np.array(one.window_hits, np.int64) for one in found])
+            return together([np.array(hits, np.int64) for hits in found[0].instance_window_hits])
+        return together([np.array(measurement.window_hits, np.int64) for measurement in found])
 
 
 def nothing(fleet: Fleet, evidence: Evidence) -> Measured:
-    """The row of what is there already: the GPUs' own memory."""
+    """Create the row without a purchase: the GPUs' own memory."""
     return _measured(Cell(NOTHING, Setup("", "", "")), [], fleet, evidence, evidence.device_hits)
 
 
 def measured(
     cell: Cell, found: Sequence[Measurement], fleet: Fleet, evidence: Evidence, budget: float | None = None
 ) -> Measured:
-    """The row of a cell, from the measurements of its points."""
+    """Create the row of a cell from the measurements of its points."""
     hits = cell.window_hits(found)
-    one = _measured(cell, found, fleet, evidence, hits)
-    against = limits(one.row, fleet, budget)
-    row = msgspec.structs.replace(one.row, feasible=not against, why_not="; ".join(against))
-    return Measured(row, hits)
+    row = _measured(cell, found, fleet, evidence, hits).row
+    exceeded = limits(row, fleet, budget)
+    return Measured(msgspec.structs.replace(row, feasible=not exceeded, why_not="; ".join(exceeded)), hits)
 
 
 def _measured(
     cell: Cell, found: Sequence[Measurement], fleet: Fleet, evidence: Evidence, hits: Sums
 ) -> Measured:
     refs, purchase, reports = evidence.block_refs, cell.purchase, [one.report for one in found]
+    tier_reports = [tier for report in reports for tier in report.tiers[1:]]
     saved, interval = int(hits.sum()), evidence.interval(hits)
-    tiers = [report.tiers for report in reports]
-    behind_hits = sum(one.hit_blocks for ram, *behind in tiers for one in behind)
+    tier_hits = sum(tier.hit_blocks for tier in tier_reports)
     offload_hits = sum(report.offload_hit_blocks for report in reports)
-    reads = evidence.per_second(behind_hits, fleet)
-    writes = evidence.per_second(sum(one.blocks_written for ram, *behind in tiers for one in behind), fleet)
+    reads = evidence.per_second(tier_hits, fleet)
+    writes = evidence.per_second(sum(tier.blocks_written for tier in tier_reports), fleet)
     best = sum(round(report.optimum_hit_ratio * report.block_refs) for report in reports) or saved
     worth = evidence.gpus_worth(offload_hits / refs, fleet)
     ssd_bytes = fleet.ssd_bytes(purchase)
@@ -239,9 +243,9 @@ def _measured(
         saved_high=interval and interval.high,
         correlation=interval and interval.correlation,
         by_gpus=(saved - offload_hits) / refs,
-        by_ram=(offload_hits - behind_hits) / refs,
-        by_ssds=behind_hits / refs if purchase.drives else 0.0,
-        by_servers=behind_hits / refs if purchase.servers else 0.0,
+        by_ram=(offload_hits - tier_hits) / refs,
+        by_ssds=tier_hits / refs if purchase.drives else 0.0,
+        by_servers=tier_hits / refs if purchase.servers else 0.0,
         of_ceiling=saved / evidence.ceiling_hits if evidence.ceiling_hits else None,
         optimum=best / refs,
         gpus_worth=worth,
@@ -262,47 +266,48 @@ def _measured(
 
 
 def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[str]:
-    """What hardware and budget have against a row; nothing if it can be."""
-    against, prices, drives = list[str](), fleet.prices, fleet.hosts * row.ssd_drives
+    """List the limits of hardware and budget that a row exceeds, in words."""
+    exceeded, prices, drives = list[str](), fleet.prices, fleet.hosts * row.ssd_drives
     if budget is not None and row.price > budget:
-        against.append(f"{row.price:,.0f} {prices.currency} are above the budget")
+        exceeded.append(f"{row.price:,.0f} {prices.currency} are above the budget")
     link = fleet.gpus * prices.link_bytes_per_s
-    for what, used in (("stores", row.ram_write_bytes_per_s), ("loads", row.load_bytes_per_s)):
+    for name, used in (("stores", row.ram_write_bytes_per_s), ("loads", row.load_bytes_per_s)):
         if used is not None and used * row.busy > link:
-            against.append(f"{what} of {_rate(used * row.busy)}, and the GPUs' links take {_rate(link)}")
+            exceeded.append(f"{name} of {_rate(used * row.busy)} exceed the GPUs' links of {_rate(link)}")
     if row.servers:
-        return [*against, *_network(row, fleet)]
+        return [*exceeded, *_network(row, fleet)]
     if not drives:
-        return against
+        return exceeded
     if row.ssd_write_bytes_per_s is None or row.ssd_read_bytes_per_s is None:
-        return [*against, "the recording has no times: nobody knows what SSDs would have to write"]
-    for what, used, limit in (
+        return [*exceeded, "the recording has no times, so the writes to SSDs per second are unknown"]
+    for verb, used, limit in (
         ("written", row.ssd_write_bytes_per_s, prices.ssd.write_bytes_per_s),
         ("read", row.ssd_read_bytes_per_s, prices.ssd.read_bytes_per_s),
     ):
         if used * row.busy > drives * limit:
-            needed, can = _rate(used * row.busy), _rate(drives * limit)
-            against.append(f"{needed} {what} in the busiest minute, and the SSDs can do {can}")
+            needed, most = _rate(used * row.busy), _rate(drives * limit)
+            exceeded.append(f"{needed} {verb} in the busiest minute exceed the SSDs' {most}")
     if row.drive_writes_a_day is not None and row.drive_writes_a_day > prices.ssd.writes_per_day:
-        against.append(
+        exceeded.append(
             f"{row.drive_writes_a_day:,.1f} drive writes a day, rated for {prices.ssd.writes_per_day:g}: "
             f"SSDs last {age(row.ssd_life_years)}, not {prices.ssd.life_years:g} years"
         )
-    return against
+    return exceeded
 
 
 def _network(row: PlanRow, fleet: Fleet) -> list[str]:
-    """What the network has against servers: theirs, and that of the hosts."""
+    """List the limits of the servers' and the hosts' networks that a row exceeds."""
     server = fleet.prices.server
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
-        return ["the recording has no times: nobody knows what servers would have to take"]
+        return ["the recording has no times, so the bytes per second to servers are unknown"]
     return [
-        f"{_rate(used * row.busy)} {what} in the busiest minute, and the {who}' network takes {_rate(link)}"
-        for what, used in (
+        f"{_rate(used * row.busy)} {direction} in the busiest minute exceed "
+        f"the {owner}' network of {_rate(link)}"
+        for direction, used in (
             ("to servers", row.server_write_bytes_per_s),
             ("from servers", row.server_read_bytes_per_s),
         )
-        for who, link in (
+        for owner, link in (
             ("servers", row.servers * server.link_bytes_per_s),
             ("hosts", fleet.hosts * server.host_link_bytes_per_s),
         )
@@ -311,7 +316,7 @@ def _network(row: PlanRow, fleet: Fleet) -> list[str]:
 
 
 def difference(evidence: Evidence, one: Measured, other: Measured) -> Interval | None:
-    """The paired interval of what one row saves minus another."""
+    """Compute the paired interval of one row's savings minus another's."""
     return evidence.draws.difference(one.hits, other.hits)
 
 

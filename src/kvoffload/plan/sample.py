@@ -1,7 +1,7 @@
-"""How much of a recording a search looks at: all of a short one, whole sessions of a long one.
+"""Samples of sessions: a plan searches a long recording on a part of its sessions.
 
-What costs is requests. On a sample of sessions caches are taken as much smaller as the sample is
-(`Fleet.scale`), so that a search costs a part; what is answered is measured on all.
+The cost of a replay is proportional to the requests. Caches are scaled down with the sample (`Fleet.scale`).
+The answer is measured on all sessions.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvoffload.sweep.task import TraceSource, load
 from kvoffload.traces.statistics import turns
 
 ENOUGH_REQUESTS = 10_000
-"""What a search looks at, about, of a longer recording."""
+"""Approximate number of requests in a sample."""
 ENOUGH_SESSIONS = 500
-"""Fewer sessions than these are not typical of the others."""
+"""Fewest sessions in a sample: fewer are not representative."""
 ENOUGH_ON_DEVICE = 2
-"""Mean requests that the sample's part of an engine's GPUs holds: requests do not get smaller."""
+"""Mean requests that the scaled-down GPUs of an engine must hold: requests are not scaled."""
 _MOST = 10_000
 
 
 def check_sample(one_in: int | None) -> int | None:
-    """`one_in` as it is. Raises `ConfigError` for what is no number of sessions."""
+    """Check the option `one_in`. Raises `ConfigError`."""
     return None if one_in is None else check_integer("sample", one_in, _MOST)
 
 
 def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
-    """Of how many sessions one is enough for a search; 1 for a recording that is not long."""
+    """Choose `one_in`: a search needs one session in this many; 1 for short recordings."""
     mean_blocks = evidence.block_refs / evidence.requests
     most = min(
         evidence.requests // ENOUGH_REQUESTS, int(fleet.device_blocks / (ENOUGH_ON_DEVICE * mean_blocks))
@@ -43,5 +43,5 @@ def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
 
 
 def scaled(fleet: Fleet, evidence: Evidence, sample: Evidence) -> Fleet:
-    """The fleet for a sample of what it is asked: a part of the references gets that part of the caches."""
+    """Scale the caches of a fleet down to a sample's share of the block references."""
     return replace(fleet, scale=fleet.scale * evidence.block_refs / sample.block_refs)

@@ -1,5 +1,5 @@
-"""Which cells of a plan are measured: few places with every setup, then more with the best setups, then near
-the answer.
+"""Search of a plan: measures a few purchases with all setups, more purchases with the best setups, and then
+purchases near the answer.
 
 Owns the order of the search. Knows cells and rows; neither replays nor prices.
 """
@@ -19,24 +19,24 @@ from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside
 
 KEPT = 2
-"""Setups that are measured everywhere, of those of RAM alone and of those with each thing behind it."""
+"""Number of setups measured at all purchases, for RAM alone and for each kind of tier behind it."""
 _ROUNDS = 4
-"""Of halving the steps around the answer; twice as many where a sample said where that is."""
+"""Rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
-"""Cells -> their rows. The number: how many cells are expected to follow, for an estimate of the time."""
+"""Measures cells. The number is the count of cells expected to follow, for the progress."""
 Choose = Callable[[Sequence[Measured]], Choice]
-"""Rows, one of which buys nothing -> the choice among them."""
+"""Chooses among rows, one of which has no purchase."""
 
 
 @dataclass(frozen=True)
-class Behind:
-    """What may stand behind RAM.
+class TierAxis:
+    """Axis of the search for one kind of tier behind RAM.
 
     Attributes:
-        axis: which number of a purchase this is.
-        counts: that are looked at, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
-        setups: ways to use it and RAM.
+        axis: field of a purchase.
+        counts: numbers to try, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
+        setups: setups of this kind of tier with RAM.
     """
 
     axis: Literal["drives", "servers"]
@@ -44,30 +44,30 @@ class Behind:
     setups: Sequence[Setup]
 
     def with_ram(self, modules: int, count: int) -> Purchase:
-        """So many of it, behind so many modules."""
+        """Create the purchase of `count` drives or servers behind `modules` RAM modules."""
         return Purchase(modules, 0)._replace(**{self.axis: count})
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched.
+    """Space of a search.
 
     Attributes:
-        modules: of a host, ascending.
-        setups: ways to use RAM alone.
-        behind: what may stand behind RAM; a purchase has one of these at most.
-        allowed: whether a purchase is looked at.
-        edge: purchases besides the coarse ones: what a budget just buys.
+        modules: numbers of RAM modules per host to try, ascending.
+        setups: setups of RAM alone.
+        tiers: axes of the tiers behind RAM; a purchase uses one of them at most.
+        allowed: predicate for the purchases to consider.
+        edge: additional purchases, the largest within the budget.
     """
 
     modules: Sequence[int]
     setups: Sequence[Setup]
-    behind: Sequence[Behind] = ()
+    tiers: Sequence[TierAxis] = ()
     allowed: Callable[[Purchase], bool] = lambda purchase: True
     edge: Sequence[Purchase] = ()
 
     def cells(self, purchases: Iterable[Purchase], setups: Iterable[Setup]) -> list[Cell]:
-        """Every setup at every purchase where it makes sense and that is looked at."""
+        """List all allowed purchases with all setups that fit them."""
         return [
             Cell(purchase, setup)
             for purchase, setup in itertools.product(purchases, setups)
@@ -78,22 +78,21 @@ class Space:
 
     @property
     def purchases(self) -> list[Purchase]:
-        """Those that are looked at before anything of the answer is known."""
-        alone = [Purchase(0, 0), *(its.with_ram(0, n) for its in self.behind for n in its.counts)]
-        steps = [one._replace(modules=modules) for modules in self.modules for one in alone]
-        return [one for one in dict.fromkeys((*steps, *self.edge)) if self.allowed(one)]
+        """Purchases to measure before the neighbourhood of the answer is known."""
+        alone = [Purchase(0, 0), *(axis.with_ram(0, n) for axis in self.tiers for n in axis.counts)]
+        steps = [purchase._replace(modules=modules) for modules in self.modules for purchase in alone]
+        return [purchase for purchase in dict.fromkeys((*steps, *self.edge)) if self.allowed(purchase)]
 
     @property
     def sample(self) -> list[Purchase]:
-        """A few: RAM at both ends and in the middle; all else behind little RAM and behind a middling
-        amount."""
+        """A few purchases: least, medium and most RAM; tiers behind the least and the medium RAM."""
         ram = _ends_and_middle(self.modules)
-        found = [Purchase(one, 0) for one in ram]
-        for its in self.behind:
-            counts = _ends_and_middle(its.counts)
-            few = [(ram[0], one) for one in counts[1:]] + [(ram[len(ram) // 2], one) for one in counts[:1]]
-            found += itertools.starmap(its.with_ram, dict.fromkeys(few))
-        return found
+        purchases = [Purchase(modules, 0) for modules in ram]
+        for axis in self.tiers:
+            counts = _ends_and_middle(axis.counts)
+            few = [(ram[0], n) for n in counts[1:]] + [(ram[len(ram) // 2], n) for n in counts[:1]]
+            purchases += itertools.starmap(axis.with_ram, dict.fromkeys(few))
+        return purchases
 
 
 def search(
@@ -103,37 +102,37 @@ def search(
     choose: Choose,
     begin: Measured,
 ) -> tuple[list[Measured], Choice]:
-    """Measure what an answer takes; all rows, and the choice among them.
+    """Search a space; returns all measured rows and the choice among them.
 
-    1. Every setup of RAM at a few places: where setups differ much, they differ there.
-    2. At a few places, for a replay with either costs several times one without: SSDs behind those that were
-       best most often and the one that writes least; servers behind the best one and the one that writes
-       most, because what is stored is there for others.
-    3. The best of each at every coarse place.
-    4. Between the answer and its neighbours, in halves: purchases come in single modules.
+    1. Measure all setups of RAM at a few purchases, which show any large difference.
+    2. Measure tiers at a few purchases, because such replays take several times as long: SSDs behind the best
+       setups and the one that writes least; servers behind the best setup and the one that writes most,
+       because other engines use the stored blocks.
+    3. Measure the best setups at all coarse purchases.
+    4. Bisect between the answer and its neighbours, down to single modules.
 
-    A setup that is given up may be the best at a place in between; it was then behind at all places that were
-    looked at. No number is interpolated.
+    A discarded setup may be the best at a purchase that was not measured. No number is interpolated.
 
     Args:
-        begin: the row that buys nothing.
+        begin: the row without a purchase.
     """
-    found = _Found(measure)
-    rows, look, coarse = found.rows, found.look, space.purchases
-    behind = sum(len(its.setups) * len(its.counts) for its in space.behind) * (KEPT + 1) // len(space.setups)
-    look(space.cells(space.sample, space.setups), behind + KEPT * len(coarse))
+    table = _Table(measure)
+    rows, coarse = table.rows, space.purchases
+    pairs = sum(len(axis.setups) * len(axis.counts) for axis in space.tiers)
+    expected = pairs * (KEPT + 1) // len(space.setups) + KEPT * len(coarse)
+    table.measure(space.cells(space.sample, space.setups), expected)
     kept = _kept(rows, space.setups, difference)
-    before = {
-        "drives": [*kept, *_that_writes(rows, min)],
-        "servers": [*kept[:1], *_that_writes(rows, max)],
+    in_front = {
+        "drives": [*kept, *_extreme_writer(rows, min)],
+        "servers": [*kept[:1], *_extreme_writer(rows, max)],
     }
-    for its in space.behind:
-        first = {(one.store, one.policy, one.admission) for one in before[its.axis]}
-        tried = [one for one in its.setups if (one.store, one.policy, one.admission) in first]
-        look(space.cells(space.sample, tried), KEPT * len(coarse))
+    for axis in space.tiers:
+        of_ram = {(setup.store, setup.policy, setup.admission) for setup in in_front[axis.axis]}
+        tried = [setup for setup in axis.setups if (setup.store, setup.policy, setup.admission) in of_ram]
+        table.measure(space.cells(space.sample, tried), KEPT * len(coarse))
         kept += _kept(rows, tried, difference)
-    look(space.cells(coarse, kept), _ROUNDS * KEPT)
-    return _halved(space, found, kept, choose, begin)
+    table.measure(space.cells(coarse, kept), _ROUNDS * KEPT)
+    return _bisected(space, table, kept, choose, begin)
 
 
 def confirm(
@@ -145,80 +144,96 @@ def confirm(
     rows: Sequence[Measured],
     guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
-    """Measure on all what a search on a sample has found; all rows so measured, and the choice among them.
+    """Measure the result of a search on a sample on all sessions; returns these rows and the choice.
 
-    1. The recommended purchase with the two setups that were best for it, the one that saves most, the best
-       of those that cannot be, and what tells whether sharing is worth it (`beside`), each with its best
-       setup.
-    2. What would be recommended if the sample were wrong by as much everywhere as in step 1, and its
-       neighbours, used as the first was used best: what is compared differs in one thing.
-    3. Half-way between the answer and its neighbours.
+    1. Measure the recommended purchase with its two best setups, the purchase that saves most, the best
+       infeasible purchase, and the purchase to compare shared servers with (`beside`).
+    2. Correct all rows of the sample by the error that step 1 shows, and choose again. Measure this choice
+       and its neighbours with the best setup of step 1, so that they differ in the purchase alone.
+    3. Bisect between the answer and its neighbours.
 
     Args:
-        sampled: what was chosen on the sample; rows: its rows.
-        guess: chooses among rows that are corrected and not measured; None to take `sampled` for step 2.
+        sampled: choice on the sample.
+        rows: rows of the sample.
+        guess: chooses among corrected rows; None: step 2 uses `sampled`.
     """
-    its, found = sampled.chosen.row.purchase, _Found(measure)
-    ways = sorted((one for one in rows if one.row.purchase == its), key=_how_good)
-    cannot = [one for one in rows if not one.row.feasible and one.row.saved > sampled.most.row.saved]
-    best = sorted(cannot, key=lambda one: (-one.row.saved, one.row.price))[:1]
-    found.look(_cells_of([*ways[-2:], sampled.most, *best, beside(rows, sampled.chosen)]), 2 * KEPT)
+    purchase, table = sampled.chosen.row.purchase, _Table(measure)
+    ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)
+    cannot = [
+        measured
+        for measured in rows
+        if not measured.row.feasible and measured.row.saved > sampled.most.row.saved
+    ]
+    best = sorted(cannot, key=lambda measured: (-measured.row.saved, measured.row.price))[:1]
+    table.measure(_cells_of([*ways[-2:], sampled.most, *best, beside(rows, sampled.chosen)]), 2 * KEPT)
     near, used = [sampled.smaller, sampled.larger], list[Setup]()
-    if its != NOTHING:
-        answer = max((one for cell, one in found.rows.items() if cell.purchase == its), key=_how_good)
+    if purchase != NOTHING:
+        answer = max(
+            (measured for cell, measured in table.rows.items() if cell.purchase == purchase), key=_quality
+        )
         used = [answer.row.setup]
         if guess is not None:
-            by = answer.row.saved - next(one.row.saved for one in ways if one.row.setup in used)
-            guessed = guess([begin, *(_corrected(one, by) for one in rows if one.row.purchase != NOTHING)])
+            by = answer.row.saved - next(
+                measured.row.saved for measured in ways if measured.row.setup in used
+            )
+            guessed = guess(
+                [begin, *(_corrected(measured, by) for measured in rows if measured.row.purchase != NOTHING)]
+            )
             near = [guessed.chosen, guessed.smaller, guessed.larger]
-    found.look([cell for one in _cells_of(near) for cell in space.cells([one.purchase], used) or [one]], KEPT)
-    return _halved(space, found, None, choose, begin, 2 * _ROUNDS)
+    table.measure(
+        [cell for wanted in _cells_of(near) for cell in space.cells([wanted.purchase], used) or [wanted]],
+        KEPT,
+    )
+    return _bisected(space, table, None, choose, begin, 2 * _ROUNDS)
 
 
-def _how_good(one: Measured) -> tuple[bool, float]:
-    return one.row.feasible, one.row.saved
+def _quality(measured: Measured) -> tuple[bool, float]:
+    return measured.row.feasible, measured.row.saved
 
 
-def _corrected(one: Measured, by: float) -> Measured:
-    return replace(one, row=msgspec.structs.replace(one.row, saved=one.row.saved + by))
+def _corrected(measured: Measured, by: float) -> Measured:
+    return replace(measured, row=msgspec.structs.replace(measured.row, saved=measured.row.saved + by))
 
 
 def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
-    """Of those that buy something."""
-    return [Cell(one.row.purchase, one.row.setup) for one in rows if one and one.row.purchase != NOTHING]
+    """List the cells of rows with a purchase."""
+    return [
+        Cell(measured.row.purchase, measured.row.setup)
+        for measured in rows
+        if measured and measured.row.purchase != NOTHING
+    ]
 
 
-class _Found:
-    """Rows of cells, each measured once."""
+class _Table:
+    """Rows by cell, each measured once."""
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
         self.rows: dict[Cell, Measured] = {}
 
-    def look(self, cells: Iterable[Cell], later: int) -> None:
+    def measure(self, cells: Iterable[Cell], later: int) -> None:
         new = [cell for cell in dict.fromkeys(cells) if cell not in self.rows]
         self.rows.update(zip(new, self._measure(new, later), strict=True))
 
 
-def _halved(
+def _bisected(
     space: Space,
-    found: _Found,
+    table: _Table,
     kept: Sequence[Setup] | None,
     choose: Choose,
     begin: Measured,
     most_rounds: int = _ROUNDS,
 ) -> tuple[list[Measured], Choice]:
-    """Half-way between the answer and its neighbours, until nothing is left between; with these setups, or
-    with the answer's alone."""
-    answer = choose([begin, *found.rows.values()])
-    for left in reversed(range(most_rounds)):
+    """Bisect between the answer and its neighbours, with the setups `kept`, or else the answer's setup."""
+    answer = choose([begin, *table.rows.values()])
+    for rounds_left in reversed(range(most_rounds)):
         setups = [answer.chosen.row.setup] if kept is None else kept
-        near = space.cells(_between(answer.chosen.row.purchase, found.rows), setups)
-        if all(cell in found.rows for cell in near):
+        near = space.cells(_between(answer.chosen.row.purchase, table.rows), setups)
+        if all(cell in table.rows for cell in near):
             break
-        found.look(near, left * KEPT)
-        answer = choose([begin, *found.rows.values()])
-    return [begin, *found.rows.values()], answer
+        table.measure(near, rounds_left * KEPT)
+        answer = choose([begin, *table.rows.values()])
+    return [begin, *table.rows.values()], answer
 
 
 def _ends_and_middle(values: Sequence[int]) -> list[int]:
@@ -227,67 +242,69 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 
 
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
-    """The setups that are best most often, then those that cannot be told apart from the best most often.
+    """Select the setups that are best most often, then those most often equal to the best within chance.
 
-    Among those that can be; what wears out SSDs everywhere is kept only if all do. Of those that do the same
-    everywhere, as an admission rule that refuses nothing, one.
+    Infeasible rows count only if all rows of a purchase are infeasible. Of setups with equal results
+    everywhere, such as an admission rule that rejects nothing, one is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
-    for cell, one in rows.items():
+    for cell, measured in rows.items():
         if cell.setup in wins:
-            by_purchase.setdefault(cell.purchase, []).append(one)
+            by_purchase.setdefault(cell.purchase, []).append(measured)
     for rivals in by_purchase.values():
-        possible = [one for one in rivals if one.row.feasible] or rivals
-        best = max(possible, key=lambda one: one.row.saved)
-        for one in possible:
-            lead = difference(best, one)
-            is_best = one.row.saved == best.row.saved
+        possible = [measured for measured in rivals if measured.row.feasible] or rivals
+        best = max(possible, key=lambda measured: measured.row.saved)
+        for measured in possible:
+            lead = difference(best, measured)
+            is_best = measured.row.saved == best.row.saved
             alike = is_best or (lead is not None and lead.low <= 0)
-            first, second, total = wins[one.row.setup]
-            wins[one.row.setup] = (first + is_best, second + alike, total + one.row.saved)
-    ranked, kept = sorted(wins, key=lambda one: wins[one], reverse=True), list[Setup]()
+            first, second, total = wins[measured.row.setup]
+            wins[measured.row.setup] = (first + is_best, second + alike, total + measured.row.saved)
+    ranked, kept = sorted(wins, key=lambda setup: wins[setup], reverse=True), list[Setup]()
     for setup in ranked:
-        if wins[setup] > (0, 0, 0.0) and not any(_do_the_same(rows, setup, other) for other in kept):
+        if wins[setup] > (0, 0, 0.0) and not any(_are_equal(rows, setup, other) for other in kept):
             kept.append(setup)
     return kept[:KEPT] or ranked[:1]
 
 
-def _do_the_same(rows: dict[Cell, Measured], one: Setup, other: Setup) -> bool:
-    """Whether two setups save and write the same wherever both were measured."""
+def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
+    """Check whether two setups save and write the same wherever both were measured."""
 
-    def done(its: Measured) -> tuple[float | None, ...]:
-        row = its.row
+    def writes(measured: Measured) -> tuple[float | None, ...]:
+        row = measured.row
         return row.ram_write_bytes_per_s, row.ssd_write_bytes_per_s, row.server_write_bytes_per_s
 
-    pairs = [(its, rows.get(Cell(cell.purchase, other))) for cell, its in rows.items() if cell.setup == one]
+    pairs = [(own, rows.get(Cell(cell.purchase, other))) for cell, own in rows.items() if cell.setup == setup]
     return all(
-        rival is None or (done(its) == done(rival) and np.array_equal(its.hits, rival.hits))
-        for its, rival in pairs
+        rival is None or (writes(own) == writes(rival) and np.array_equal(own.hits, rival.hits))
+        for own, rival in pairs
     )
 
 
-def _that_writes(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
-    """The setup that writes least to RAM (`min`), or most (`max`), and so to what is behind it; none where no
-    times are known."""
+def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
+    """Find the setup that writes least (`min`) or most (`max`) to RAM, and so to lower tiers; none without
+    rows."""
     written: dict[Setup, float] = {}
-    for cell, one in rows.items():
-        written[cell.setup] = written.get(cell.setup, 0.0) + (one.row.ram_write_bytes_per_s or 0.0)
-    return [extreme(written, key=lambda one: written[one])] if written else []
+    for cell, measured in rows.items():
+        written[cell.setup] = written.get(cell.setup, 0.0) + (measured.row.ram_write_bytes_per_s or 0.0)
+    return [extreme(written, key=lambda setup: written[setup])] if written else []
 
 
 def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:
-    """Half-way between the answer and the next ones below and above that were measured, along each axis."""
+    """List the midpoints between the answer and its measured neighbours, along each axis."""
     known = {cell.purchase for cell in rows}
     if chosen == NOTHING:
         return []
-    found = []
+    midpoints = []
     for axis, name in enumerate(Purchase._fields):
         others = chosen._replace(**{name: 0})
-        line = sorted({one[axis] for one in known if one._replace(**{name: 0}) == others} | {0})
+        line = sorted(
+            {purchase[axis] for purchase in known if purchase._replace(**{name: 0}) == others} | {0}
+        )
         place = line.index(chosen[axis])
         for other in (*line[max(0, place - 1) : place], *line[place + 1 : place + 2]):
             middle = (other + chosen[axis]) // 2
             if middle not in line and (middle or axis):
-                found.append(chosen._replace(**{name: middle}))
-    return found
+                midpoints.append(chosen._replace(**{name: middle}))
+    return midpoints

@@ -1,4 +1,4 @@
-"""What a purchase is to reach, and which purchase is recommended. Knows rows; replays nothing."""
+"""Targets of a plan, and the choice of a purchase. Knows rows; replays nothing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""The part of what could be added that is taken for enough where no target says what is."""
+"""Without a target, the share of the largest possible gain over the GPUs that is enough."""
 ABOUT = 1.1
-"""Times a price that are about the same price."""
+"""Ratio of prices up to which two purchases cost about the same."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
+"""Paired interval of one row's savings minus another's."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is asked for: at most one of the last four, and a budget or none.
+    """Target of a plan: at most one of the last four fields, with or without a budget.
 
     Attributes:
-        budget: of money.
-        saved: share of the prefill that need not be computed, 0 to 1.
-        of_ceiling: the same as a share of what caches without limit save.
-        gpu_hours_a_day: that what is bought saves; takes the GPUs' speed.
-        ttft_p90_s: how long nine of ten requests wait at most for their first token; takes a machine.
+        budget: limit for the price.
+        saved: share of the prefill to save, 0 to 1.
+        of_ceiling: share of the savings of unlimited caches, 0 to 1.
+        gpu_hours_a_day: GPU-hours per day that the purchase saves; needs the speed of the GPUs.
+        ttft_p90_s: limit for the 90th percentile of the time to first token; needs a machine.
     """
 
     budget: float | None = None
@@ -57,23 +58,22 @@ class Target:
                  "target-gpu-hours": self.gpu_hours_a_day, "target-ttft-p90": self.ttft_p90_s}  # fmt: skip
         several = [name for name, value in given.items() if value is not None]
         if len(several) > 1:
-            why = f"allowed: one target beside a budget, not also {' and '.join(several[1:])}"
+            why = f"allowed: one target besides a budget; leave out {' and '.join(several[1:])}"
             raise ConfigError(several[0], given[several[0]], why)
 
     @property
     def is_given(self) -> bool:
-        """Whether something is asked for besides a budget."""
-        targets = (self.saved, self.of_ceiling, self.gpu_hours_a_day, self.ttft_p90_s)
-        return any(one is not None for one in targets)
+        """Whether there is a target besides a budget."""
+        return (self.saved, self.of_ceiling, self.gpu_hours_a_day, self.ttft_p90_s) != (None,) * 4
 
     def needed(self, evidence: Evidence, fleet: Fleet) -> float | None:
-        """The share of the prefill that must be saved; None without a target of that kind.
+        """Compute the share of the prefill to save; None without a target for savings.
 
-        Raises `ConfigError` with the ceiling for more than caches without limit save, and where rates or
-        waits are asked for and none can be known.
+        Raises: `ConfigError` for a target above the savings of unlimited caches, and for a target that needs
+        a machine, a speed or times that are missing.
         """
         if self.ttft_p90_s is not None and not (fleet.machine and evidence.duration_s):
-            why = "it takes --machine, and a recording with times"
+            why = "it needs --machine, and a recording with times"
             raise ConfigError("target-ttft-p90", self.ttft_p90_s, why)
         ceiling, share, field, value = evidence.ceiling, self.saved, "target-saved", self.saved
         most = f"{ceiling:.4f}"
@@ -81,35 +81,35 @@ class Target:
             return self.of_ceiling * ceiling
         if self.gpu_hours_a_day is not None:
             field, value = "target-gpu-hours", self.gpu_hours_a_day
-            all_of_it = evidence.gpus_worth(1.0, fleet)
-            if all_of_it is None:
-                why = "it takes --prefill-tokens-per-s or --machine, and a recording with times"
+            all_gpus = evidence.gpus_worth(1.0, fleet)
+            if all_gpus is None:
+                why = "it needs --prefill-tokens-per-s or --machine, and a recording with times"
                 raise ConfigError(field, value, why)
-            share = evidence.device_share + value / 24 / all_of_it
-            most = f"{24 * all_of_it * (ceiling - evidence.device_share):,.2f}"
+            share = evidence.device_share + value / 24 / all_gpus
+            most = f"{24 * all_gpus * (ceiling - evidence.device_share):,.2f}"
         if share is not None and share > ceiling:
-            raise ConfigError(field, value, f"the ceiling is {most}: caches without limit save no more")
+            raise ConfigError(field, value, f"the ceiling is {most}: unlimited caches save no more")
         return share
 
 
 class Outcome(Enum):
-    """What came of a target."""
+    """Result of a choice."""
 
-    BUY = "this is to be bought"
-    BUY_NOTHING = "what is there already is enough, or nothing that can be had is better"
-    NOT_REACHED = "nothing that can be had reaches the target"
+    BUY = "buy the chosen purchase"
+    BUY_NOTHING = "the GPUs are enough, or no feasible purchase is better"
+    NOT_REACHED = "no feasible purchase reaches the target"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is recommended.
+    """Recommended purchase and its neighbours; all rows are the best of their purchase.
 
     Attributes:
-        chosen: the row; where the target is not reached, the one that comes nearest.
-        most: the most that can be had within the limits, whatever it costs more.
-        smaller: the next smaller purchase, and what it saves at best; None if there is none.
-        larger: the next larger one that can be had and saves more.
-        needed: the share that must be saved; None without such a target.
+        chosen: the recommended row; if no row reaches the target, the nearest.
+        most: the feasible row that saves most, at any price within the budget.
+        smaller: the next cheaper purchase; None if there is none.
+        larger: the next larger feasible purchase that saves more; None if there is none.
+        needed: share of the prefill to save; None without this target.
     """
 
     outcome: Outcome
@@ -120,7 +120,7 @@ class Choice:
     needed: float | None
 
     def of_each(self, change: Callable[[Measured], Measured]) -> Choice:
-        """The same choice of rows of which more is known."""
+        """Apply `change` to all rows of the choice."""
         return replace(
             self,
             chosen=change(self.chosen),
@@ -131,69 +131,69 @@ class Choice:
 
 
 def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> list[Measured]:
-    """The best feasible row of each purchase, the cheapest purchase first.
+    """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: where none of a purchase's rows can be, its best one is there all the same.
+        feasible_first: include the best infeasible row of a purchase without feasible rows.
     """
     best: dict[Purchase, Measured] = {}
-    for one in rows:
-        rival = best.get(one.row.purchase)
-        if not (one.row.feasible or feasible_first):
+    for measured in rows:
+        rival = best.get(measured.row.purchase)
+        if not (measured.row.feasible or feasible_first):
             continue
-        if rival is None or _rank(one) > _rank(rival):
-            best[one.row.purchase] = one
-    return sorted(best.values(), key=lambda one: (one.row.price, -one.row.saved))
+        if rival is None or _rank(measured) > _rank(rival):
+            best[measured.row.purchase] = measured
+    return sorted(best.values(), key=lambda measured: (measured.row.price, -measured.row.saved))
 
 
-def _rank(one: Measured) -> tuple[bool, float, bool]:
-    """What is better is higher; of equals the yardstick, which is simple."""
-    row = one.row
+def _rank(measured: Measured) -> tuple[bool, float, bool]:
+    """Rank a row; LRU wins ties, because it is simple."""
+    row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
 
 def frontier(rows: Sequence[Measured]) -> list[Measured]:
-    """Of these, the purchases that save more than every one that costs as much or less."""
-    found: list[Measured] = []
-    for one in best_of_each(rows):
-        if not found or one.row.saved > found[-1].row.saved:
-            found.append(one)
-    return found
+    """List the purchases that save more than every purchase of the same or a lower price."""
+    kept: list[Measured] = []
+    for best in best_of_each(rows):
+        if not kept or best.row.saved > kept[-1].row.saved:
+            kept.append(best)
+    return kept
 
 
 def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """What tells whether sharing is worth it: for a row with servers the best one without, and the reverse.
+    """Find the row to compare shared servers with: for a row with servers a row without, and vice versa.
 
-    Of those that can be for about the same price the one that saves most, else the cheapest. None where
-    servers were not looked at or cannot be, and where nothing is bought.
+    Returns the feasible row that saves most at about the same price, or else the cheapest. None if servers
+    were not searched or are infeasible, and if nothing is bought.
     """
-    others = [one for one in best_of_each(rows) if one.row.purchase != NOTHING
-              and bool(one.row.servers) != bool(chosen.row.servers)]  # fmt: skip
+    others = [measured for measured in best_of_each(rows) if measured.row.purchase != NOTHING
+              and bool(measured.row.servers) != bool(chosen.row.servers)]  # fmt: skip
     if chosen.row.purchase == NOTHING or not others:
         return None
-    about = [one for one in others if one.row.price <= ABOUT * chosen.row.price]
-    return max(about, key=lambda one: (one.row.saved, -one.row.price), default=others[0])
+    about = [measured for measured in others if measured.row.price <= ABOUT * chosen.row.price]
+    return max(about, key=lambda measured: (measured.row.saved, -measured.row.price), default=others[0])
 
 
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
-    """The cheapest purchase that saves what is needed.
+    """Choose the cheapest purchase that saves the share `needed`.
 
-    Without a need, the cheapest that adds `ENOUGH` of the most that can be added, or that cannot be told
-    apart from it: the last modules bring little, and a budget need not be spent.
+    Without `needed`, choose the cheapest purchase that reaches `ENOUGH` of the largest possible gain, or that
+    cannot be told apart from it: the last modules add little, and a budget need not be spent.
 
     Args:
-        rows: measured; one of them buys nothing.
-        difference: the paired interval of what one row saves minus another.
+        rows: measured rows, one of them without a purchase.
+        difference: paired interval of one row's savings minus another's.
     """
     ladder = frontier(rows)
     most, outcome = ladder[-1], Outcome.BUY
     if needed is None:
-        added = [one.row.saved - ladder[0].row.saved for one in ladder]
-        enough = [one for one, its in zip(ladder, added, strict=True)
-                  if its >= ENOUGH * added[-1] or _alike(difference(most, one))]  # fmt: skip
+        added = [measured.row.saved - ladder[0].row.saved for measured in ladder]
+        enough = [measured for measured, gain in zip(ladder, added, strict=True)
+                  if gain >= ENOUGH * added[-1] or _alike(difference(most, measured))]  # fmt: skip
         chosen = enough[0]
     else:
-        reaching = [one for one in ladder if one.row.saved >= needed]
+        reaching = [measured for measured in ladder if measured.row.saved >= needed]
         chosen = reaching[0] if reaching else most
         outcome = Outcome.BUY if reaching else Outcome.NOT_REACHED
     if outcome is Outcome.BUY and chosen.row.purchase == NOTHING:
@@ -205,5 +205,5 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Whether a lead may be chance. Where nothing is known of chance, only equals are equal."""
+    """Check whether a lead may be chance; without an interval it is not."""
     return lead is not None and lead.low <= 0

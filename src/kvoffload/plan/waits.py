@@ -1,7 +1,7 @@
-"""The cheapest purchase whose users wait no longer for first tokens than was asked for.
+"""Choice of the cheapest purchase that keeps a limit for the time to first token.
 
-Owns which purchases are timed: a timed replay costs as much as several without a clock.
-Knows rows and a clock.
+Owns the selection of purchases to time: a timed replay takes as long as several replays. Knows rows and a
+clock.
 """
 
 from __future__ import annotations
@@ -16,63 +16,67 @@ from kvoffload.plan.targets import Choice, Outcome, best_of_each, frontier
 
 
 def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Choice:
-    """The cheapest purchase that the clock gives a p90 of time to first token of `most_s` seconds or less.
+    """Choose the cheapest purchase whose 90th percentile of the time to first token is at most `most_s`.
 
-    RAM with each number of drives is a ladder of its own, with rungs that save no more by count: RAM in front
-    of the same SSDs shortens waits. A ladder is searched by halves, from what is known of it. So the next
-    cheaper purchase of that ladder was timed and does not reach the target; waits need not fall from rung to
-    rung, and what is cheaper still is not looked at. Where the largest of a ladder does not reach it, smaller
-    ones are timed as long as waits fall.
+    Purchases with equal numbers of drives form a ladder by RAM. The ladder includes purchases that add no
+    savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and known times
+    are reused. So the next cheaper purchase of the ladder was timed and misses the target. Waits need not
+    decrease monotonically, and still cheaper purchases are not timed. If the largest purchase misses the
+    target, smaller ones are timed as long as waits decrease.
 
-    Of each purchase the row that saves most is timed. Not reached: of the rows that were timed the one that
-    comes nearest.
+    Only the row of each purchase that saves most is timed. If no row reaches the target, the nearest timed
+    row is chosen.
     """
-    asked = _Asked(most_s, clock)
-    every, purchases = frontier(rows), best_of_each(rows)
-    asked.wait_s(purchases[0], later=1)  # what buys nothing
+    limit = _Limit(most_s, clock)
+    best_savings, purchases = frontier(rows), best_of_each(rows)
+    limit.wait_s(purchases[0], later=1)  # the row without a purchase
     chosen: Measured | None = None
     smaller: Measured | None = None
-    for drives in sorted({one.row.ssd_drives for one in purchases}):
-        ladder = [one for one in purchases if one.row.ssd_drives == drives]
-        ladder = [one for one in ladder if chosen is None or one.row.price < chosen.row.price]
-        place = asked.cheapest(ladder)
+    for drives in sorted({measured.row.ssd_drives for measured in purchases}):
+        ladder = [measured for measured in purchases if measured.row.ssd_drives == drives]
+        ladder = [measured for measured in ladder if chosen is None or measured.row.price < chosen.row.price]
+        place = limit.cheapest(ladder)
         if place is not None:
             chosen, smaller = ladder[place], ladder[place - 1] if place else None
     outcome = Outcome.BUY
     if chosen is None:
-        timed = [one for one in purchases if asked.is_known(one)]
-        chosen = min(timed, key=lambda one: (asked.wait_s(one), one.row.price))
+        timed = [measured for measured in purchases if limit.is_known(measured)]
+        chosen = min(timed, key=lambda measured: (limit.wait_s(measured), measured.row.price))
         outcome = Outcome.NOT_REACHED
     elif chosen.row.purchase == NOTHING:
         outcome = Outcome.BUY_NOTHING
     row = chosen.row
-    more = [one for one in every if one.row.price > row.price and one.row.saved > row.saved]
-    most = every[-1] if every[-1].row.saved > row.saved else chosen
-    return Choice(outcome, chosen, most, smaller, more[0] if more else None, None)
+    larger = [
+        measured
+        for measured in best_savings
+        if measured.row.price > row.price and measured.row.saved > row.saved
+    ]
+    most = best_savings[-1] if best_savings[-1].row.saved > row.saved else chosen
+    return Choice(outcome, chosen, most, smaller, larger[0] if larger else None, None)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What is asked for, and who knows whether a row reaches it."""
+class _Limit:
+    """A limit for the wait, and the clock that checks rows against it."""
 
     most_s: float
     clock: Clock
 
-    def wait_s(self, one: Measured, later: int = 0) -> float:
-        return self.clock.outcome(one.row, later).ttft_s.p90
+    def wait_s(self, measured: Measured, later: int = 0) -> float:
+        return self.clock.outcome(measured.row, later).ttft_s.p90
 
-    def reaches(self, one: Measured, later: int = 0) -> bool:
-        return self.wait_s(one, later) <= self.most_s
+    def reaches(self, measured: Measured, later: int = 0) -> bool:
+        return self.wait_s(measured, later) <= self.most_s
 
-    def is_known(self, one: Measured) -> bool:
-        return self.clock.known(one.row) is not None
+    def is_known(self, measured: Measured) -> bool:
+        return self.clock.known(measured.row) is not None
 
     def cheapest(self, ladder: Sequence[Measured]) -> int | None:
-        """The place of the first rung that reaches it, as far as halves tell; None if none does."""
-        known = [place for place, one in enumerate(ladder) if self.is_known(one)]
+        """Bisect a ladder for its cheapest row within the limit; returns its index, or None."""
+        known = [place for place, measured in enumerate(ladder) if self.is_known(measured)]
         high = next((place for place in known if self.reaches(ladder[place])), None)
         if high is None:
-            high = self._from_the_top(ladder)
+            high = self._from_the_largest(ladder)
         if high is None:
             return None
         low = max((place for place in known if place < high), default=-1)
@@ -84,7 +88,7 @@ class _Asked:
                 low = middle
         return high
 
-    def _from_the_top(self, ladder: Sequence[Measured]) -> int | None:
+    def _from_the_largest(self, ladder: Sequence[Measured]) -> int | None:
         above = float("inf")
         for place in reversed(range(len(ladder))):
             if self.reaches(ladder[place], later=len(ladder).bit_length()):

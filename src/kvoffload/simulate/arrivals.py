@@ -1,7 +1,7 @@
-"""When requests come: at their recorded times, with sessions packed closer, or so many at once.
+"""Arrivals of requests in a timed replay: at recorded times, or with a constant number of active clients.
 
-A request that continues another one never comes before that has ended, however slow the machine is: a turn of
-a conversation needs the answer before it. Sessions are inferred (`traces.statistics.turns`).
+A request that continues another request never arrives before the other has ended, because a turn of a
+conversation needs the previous answer. Sessions are inferred (`traces.statistics.turns`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from kvoffload.traces.trace import Trace
 
 
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
-    """When each request would come, shape ``(requests,)``: sessions begin `load` times as densely as
-    recorded, and what is between the requests of one session stays as it was. The first comes at 0."""
+    """Compute arrival times in seconds, shape ``(requests,)``; the first session begins at 0.
+
+    Sessions begin `load` times as densely as recorded; gaps within a session stay as recorded.
+    """
     recorded_s = trace.timestamps_ms / 1000.0
     if not trace.requests:
         return np.zeros(0)
@@ -32,7 +34,7 @@ def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
 
 
 class Recorded:
-    """Requests come at their times; a next turn when the one before has ended, if that is later."""
+    """Arrivals at recorded times; a later turn waits for the end of the previous turn."""
 
     def __init__(self, trace: Trace, load: float) -> None:
         self._times_s: list[float] = session_times_s(trace, load).tolist()
@@ -43,36 +45,36 @@ class Recorded:
                 self._next.setdefault(previous, []).append(request)
 
     def begin(self, events: Events, arrive: Callable[[int], None]) -> None:
-        """Announce those that wait for none."""
+        """Schedule the first turns of all sessions."""
         self._events, self._arrive = events, arrive
         order = sorted(range(len(self._times_s)), key=self._times_s.__getitem__)
         for request in order:
             if self._previous[request] < 0:
-                self._announce(request)
+                self._schedule(request)
 
     def ended(self, request: int) -> None:
-        """A request has ended: those that continue it may come."""
+        """Schedule the turns that continue an ended request."""
         for following in self._next.get(request, ()):
-            self._announce(following)
+            self._schedule(following)
 
-    def _announce(self, request: int) -> None:
+    def _schedule(self, request: int) -> None:
         self._events.at(self._times_s[request], lambda: self._arrive(request))
 
 
 class AtOnce:
-    """Clients keep so many requests under way, in the order of the trace, whatever its times."""
+    """Arrivals in the order of the trace, such that `num_requests` are always in progress."""
 
     def __init__(self, trace: Trace, num_requests: int) -> None:
-        self._rest = iter(range(trace.requests))
+        self._remaining = iter(range(trace.requests))
         self._num_requests = num_requests
 
     def begin(self, events: Events, arrive: Callable[[int], None]) -> None:
-        """Send the first ones."""
+        """Send the first `num_requests` requests."""
         self._events, self._arrive = events, arrive
         for _ in range(self._num_requests):
             self.ended(-1)
 
     def ended(self, request: int) -> None:
-        """A request has ended: send the next."""
-        if (following := next(self._rest, None)) is not None:
+        """Send the next request when another has ended."""
+        if (following := next(self._remaining, None)) is not None:
             self._events.at(self._events.now, lambda: self._arrive(following))

@@ -1,8 +1,7 @@
-"""Machines that nobody measured: what is assumed of each class, and where that comes from.
+"""Assumed machines: classes of GPUs, with the source of each number.
 
-The only place with such numbers. Peak rates are from data sheets; how much of a peak an engine reaches is an
-assumption, the same for all classes, and off by a third either way on real machines. `kvoffload calibrate`
-measures instead.
+Peak rates are from data sheets. The share of a peak that an engine reaches is an assumption, equal for all
+classes; real machines differ from it by up to a third. `kvoffload calibrate` measures a machine instead.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ class MachineClass:
     """Peak rates of a GPU and of its link to RAM.
 
     Attributes:
-        gpu: its name in full.
-        flops_per_s: dense, bf16.
-        memory_bytes_per_s: of its own memory.
-        link: what connects it to RAM; link_bytes_per_s: of that, in one direction.
+        gpu: full name.
+        flops_per_s: dense bf16 operations.
+        memory_bytes_per_s: bandwidth of the GPU's memory.
+        link: name of the link to RAM.
+        link_bytes_per_s: bandwidth of the link, in one direction.
         source: the data sheet.
     """
 
@@ -36,7 +36,7 @@ class MachineClass:
 
 
 _PCIE4, _PCIE5 = ("PCIe 4.0 x16", 31.5e9), ("PCIe 5.0 x16", 63.0e9)
-"""PCI-SIG: 16 and 32 GT/s a lane, 128b/130b."""
+"""PCI-SIG: 16 and 32 GT/s per lane, 128b/130b."""
 
 CLASSES = {
     "a100-pcie4": MachineClass(
@@ -52,34 +52,34 @@ CLASSES = {
     "l40s-pcie4": MachineClass("L40S", 362e12, 0.864e12, *_PCIE4, "NVIDIA L40S data sheet, 2023"),
     "mi300x-pcie5": MachineClass("MI300X", 1307e12, 5.3e12, *_PCIE5, "AMD Instinct MI300X data sheet, 2023"),
 }
-"""What users may name."""
+"""Classes by name."""
 
 DEFAULT_PARAMETERS = 8e9
 
 _PREFILL_SHARE, _DECODE_SHARE, _LINK_SHARE = 0.5, 0.4, 0.8
-"""Of the peak rate of arithmetic, of memory and of the link: assumed."""
+"""Shares of the peak rates of arithmetic, memory and link that an engine reaches: assumed."""
 _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
-"""Of vLLM's scheduler and the launch of a step; of an asynchronous batch of copies: assumed."""
+"""Seconds of vLLM's scheduler and the launch of a step, and of a batch of copies: assumed."""
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""Layers times hidden size, which is what attention costs by: of Llama 3.1 8B, and as it grows to 70B."""
+"""Layers times hidden size, the factor in the cost of attention: of Llama 3.1 8B, and its growth to 70B."""
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:
-    """A machine with GPUs of a class, one if not said, and a dense model of so many parameters in 16 bits.
+    """Create a machine with `gpus` GPUs of a class and a dense model in 16 bits.
 
-    Prefill: two operations a parameter and token at half of the peak; attention: four a layer, width and
-    token before it, at the same. Decode: the weights are read once a token at 40 % of memory's rate; that of
-    one request, at any number of them. Several GPUs that share a model are so many times as fast, without
-    loss. Raises `ConfigError`.
+    Prefill takes two operations per parameter and token, at half of the peak rate. Attention takes four
+    operations per layer, hidden dimension and earlier token, at the same rate. Decode reads all weights once
+    per token at 40% of the memory bandwidth, whatever the number of requests. GPUs scale without loss.
+    Raises `ConfigError`.
     """
     if name not in CLASSES:
         raise ConfigError(
             "machine",
             name,
-            f"allowed: a file of `kvoffload calibrate`, or of: {', '.join(CLASSES)}; a model's parameters "
-            f"may follow, as in h100-pcie5:70B{nearest(name, CLASSES)}",
+            f"allowed: a file of `kvoffload calibrate`, or a class: {', '.join(CLASSES)}; parameters of the "
+            f"model may follow, as in h100-pcie5:70B{nearest(name, CLASSES)}",
         )
     kind = CLASSES[name]
     flops_per_s = gpus * _PREFILL_SHARE * kind.flops_per_s
@@ -96,7 +96,7 @@ def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: in
         name=name if gpus == 1 else f"{gpus} x {name}",
         model=f"{parameters / 1e9:g}B dense parameters, 16 bits",
         prefill_s_per_token=Quantity.assumed(2 * parameters / flops_per_s, prefill + times),
-        # The sum over tokens of what is before each is half the square.
+        # The number of earlier tokens, summed over all tokens, is half the square.
         prefill_s_per_token_squared=Quantity.assumed(4 * width / 2 / flops_per_s, prefill + times),
         step_s=Quantity.assumed(_STEP_S, "scheduling and launching a step of vLLM"),
         decode_tokens_per_s=Quantity.assumed(
@@ -117,8 +117,7 @@ _CLASS = re.compile(r"([a-z0-9-]+)(?::(\d+(?:\.\d+)?)\s*B)?", re.IGNORECASE)
 
 
 def parse_class(text: str, gpus: int = 1) -> Machine:
-    """The machine that ``h100-pcie5`` or ``h100-pcie5:70B`` means, with so many GPUs. Raises
-    `ConfigError`."""
+    """Parse ``h100-pcie5`` or ``h100-pcie5:70B``. Raises `ConfigError`."""
     match = _CLASS.fullmatch(text.strip())
     if match is None or (match[2] is not None and float(match[2]) <= 0):
         return machine_of_class(text)  # raises

@@ -1,4 +1,4 @@
-"""What a timed replay assumes besides what is replayed through what: machine, engine and load."""
+"""Assumptions of a timed replay: machine, engine and load."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvoffload.simulate.machine import Machine
 
 @dataclass(frozen=True)
 class Timing:
-    """A machine, an engine on it, and how requests come. All of it is assumed: no trace says it.
+    """A machine, an engine and a load; a trace records none of them.
 
     Attributes:
-        machine: how fast everything is.
-        block_bytes: of the KV of one block of the trace.
-        max_running: requests that the engine runs at a time (vLLM: ``--max-num-seqs``).
-        step_tokens: tokens of prompts that it computes in a step (``--max-num-batched-tokens``).
-        load: sessions begin this many times as densely as recorded; within a session nothing changes.
-        at_once: instead of recorded times, clients keep this many requests under way; 0: recorded times.
-        deadline_s: the longest that a request waits for tiers behind RAM, as in production.
+        machine: speeds.
+        block_bytes: KV bytes of a block of the trace.
+        max_running: most requests in progress (vLLM: ``--max-num-seqs``).
+        step_tokens: most prompt tokens of a step (vLLM: ``--max-num-batched-tokens``).
+        load: density of session starts, as a multiple of the recorded density.
+        at_once: number of requests that clients keep in progress; 0: requests arrive at recorded times.
+        deadline_s: longest time that a request waits for tiers behind RAM, as in production.
 
     Raises: `ConfigError`, all problems at once.
     """
@@ -41,7 +41,9 @@ class Timing:
                     raise ConfigError(name, getattr(self, name), "allowed: a whole number, 1 or more")
         with problems:
             if not _is_whole(self.at_once) or self.at_once < 0:
-                raise ConfigError("at_once", self.at_once, "allowed: requests, or 0 for the recorded times")
+                raise ConfigError(
+                    "at_once", self.at_once, "allowed: a number of requests, or 0 for recorded times"
+                )
         for name in ("load", "deadline_s"):
             with problems:
                 value = getattr(self, name)
@@ -49,7 +51,9 @@ class Timing:
                     raise ConfigError(name, value, "allowed: a number more than 0")
         with problems:
             if self.at_once and self.load != 1.0:
-                raise ConfigError("load", self.load, "at_once says how requests come: give one of the two")
+                raise ConfigError(
+                    "load", self.load, "at_once replaces the recorded times: set load or at_once"
+                )
         problems.check()
 
 

@@ -1,18 +1,21 @@
-"""A serving engine over time: requests wait, get room in the device, load, are computed in steps, generate.
+"""Serving engine in simulated time: requests wait, load blocks, are computed in steps and generate answers.
 
-What vLLM's scheduler does, as far as it decides how long requests wait: first come, first served; a step
-computes up to so many tokens of prompts, of several requests if they fit, and a token of each request that
-generates; a request whose blocks are being loaded waits aside and lets others pass; the last block of a
-prompt is always computed. Not modelled: preemption (room is kept), speculation, priorities.
+Models the parts of vLLM's scheduler that determine waiting times:
 
-Knows nothing of managers (`offload`) nor of how requests come (`arrivals`).
+- First come, first served. A request whose blocks are being loaded lets others pass.
+- A step computes prompt tokens of one or more requests, up to a budget, and one token of each generating
+  request.
+- The last block of a prompt is always computed.
+
+Not modelled: preemption (room is reserved), speculation, priorities. Knows neither managers (`offload`) nor
+arrival times (`arrivals`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,23 +29,23 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""How often a request that waits for a tier asks again while the engine has no other step to make."""
+"""Lookups per deadline of a request that waits for a tier while the engine is idle."""
 _ASKS_WHEN_QUIET = 2
-"""The same once nothing has happened for a whole deadline: all that give up by themselves have done so. A
-pause longer than the deadline would begin a new wait."""
+"""The same after a whole deadline without events, when requests that give up have done so. The pause must not
+exceed the deadline: that would begin a new wait."""
 _NO_TOKENS = 1e-6
-"""Tokens that a request need not have generated to have ended: time is a floating-point number."""
+"""Tolerance in tokens for the end of an answer, because times are floating-point numbers."""
 
 
 class Arrivals(Protocol):
-    """How requests come."""
+    """Source of requests."""
 
     def begin(self, events: Events, arrive: Callable[[int], None]) -> None: ...
     def ended(self, request: int) -> None: ...
 
 
 class _Request:
-    """One request, from when it comes until it ends. `computed` counts tokens, `offered` blocks."""
+    """A request in the engine. `computed` counts tokens, `offered` blocks."""
 
     __slots__ = ("blocks", "codes", "computed", "ctx", "lease", "number", "offered", "tokens")
 
@@ -53,18 +56,67 @@ class _Request:
         self.computed = self.blocks = self.offered = 0
 
 
+class _Step:
+    """Work of one step: prompts to compute within a budget of tokens, and the time they take."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.work_s = budget, 0.0
+        self.requests: list[_Request] = []
+
+
+class _Generating:
+    """Requests that generate answers, one token each per token time.
+
+    `tokens` counts the tokens that one request would have generated since the run began, so each request ends
+    at a fixed count.
+    """
+
+    def __init__(self, tokens_per_s: float) -> None:
+        self.tokens_per_s, self.tokens, self._at_s = tokens_per_s, 0.0, 0.0
+        self._ends: list[tuple[float, int, _Request]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._ends)
+
+    def add(self, request: _Request, num_tokens: int) -> None:
+        """Let a request generate `num_tokens` more tokens."""
+        heapq.heappush(self._ends, (self.tokens + num_tokens, request.number, request))
+
+    def count_step(self, now: float) -> None:
+        """Count one token per request, for a step that ends now."""
+        self.tokens, self._at_s = self.tokens + 1.0, now
+
+    def advance(self, now: float) -> float:
+        """Generate until now, between steps; returns the seconds of generation."""
+        seconds, self._at_s = now - self._at_s, now
+        if not self._ends:
+            return 0.0
+        self.tokens += seconds * self.tokens_per_s
+        return seconds
+
+    def take_ended(self) -> Iterator[_Request]:
+        """Remove and yield the requests whose answers are complete."""
+        while self._ends and self._ends[0][0] <= self.tokens + _NO_TOKENS:
+            yield heapq.heappop(self._ends)[2]
+
+    def seconds_to_next_end(self) -> float:
+        """Time until the next answer is complete."""
+        return (self._ends[0][0] - self.tokens) / self.tokens_per_s
+
+
 class Engine:
-    """Runs a trace once.
+    """A single run of a trace.
 
     Args:
-        arrivals: how requests come.
+        arrivals: source of requests.
 
     Attributes:
-        came_s, began_s, loaded_s, first_token_s: of each request; seconds since the run began.
+        came_s, began_s, loaded_s, first_token_s: times of each request, in seconds since the run began.
         device_hits, prefill_s, prefill_tokens, busy_s, most_waiting: as in `TimedOutcome`.
-        ended_s: when the last request ended; links, tiers: what they had done by then.
+        ended_s: end of the last request.
+        links, tiers: reports at that time.
 
-    Cost: O(log n) a request and O(1) a step, besides what `offload` and the pool do with its blocks.
+    Cost: O(log n) per request and O(1) per step, besides the work of `offload` and pool.
     """
 
     def __init__(
@@ -73,33 +125,25 @@ class Engine:
         self._trace, self._timing, self._events = trace, timing, events
         self._pool, self._arrivals = pool, arrivals
         self._offload = NoOffload()
-        machine = timing.machine
-        self._linear, self._squared = (
-            machine.value("prefill_s_per_token"),
-            machine.value("prefill_s_per_token_squared"),
-        )
-        self._step_s, self._tokens_per_s = machine.value("step_s"), machine.value("decode_tokens_per_s")
+        self._machine = timing.machine
+        self._step_s = self._machine.value("step_s")
         self._offsets: list[int] = trace.offsets.tolist()
         self._answers: list[int] = trace.output_tokens.tolist()
-        # In the order in which they are looked at: loaded, asked before, new.
+        # In the order of scheduling: loaded, waiting for a tier, new.
         self._queues = (deque[_Request](), deque[_Request](), deque[_Request]())
         self._prefilling = deque[_Request]()
         self._num_running = 0
         self._woken = self._stepping = False
         self._happened_at = 0.0
-        # What a step computes: requests, tokens left of its budget, and how long it takes.
-        self._step: list[_Request] = []
-        self._budget, self._work_s = 0, 0.0
-        # Those that generate, by how many tokens each will have generated since the run began when it ends.
-        self._generating: list[tuple[float, int, _Request]] = []
-        self._generated, self._generated_at, self._timer = 0.0, 0.0, 0
+        self._step, self._timer = _Step(0), 0
+        self._generating = _Generating(self._machine.value("decode_tokens_per_s"))
         self.came_s, self.began_s, self.loaded_s, self.first_token_s = np.zeros((4, trace.requests))
         self.device_hits = self.prefill_tokens = self.most_waiting = self.num_ended = 0
         self.prefill_s = self.busy_s = self.ended_s = 0.0
         self.links, self.tiers = list[LinkReport](), list[TimedTierReport]()
 
     def run(self, offload: NoOffload, progress: Callable[[int], None]) -> None:
-        """Serve every request. `progress` is told how many have ended, about 200 times."""
+        """Serve every request. `progress` receives the number of ended requests, about 200 times."""
         self._offload, self._progress = offload, progress
         self._progress_step = max(1, self._trace.requests // 200)
         self._arrivals.begin(self._events, self._arrive)
@@ -107,7 +151,7 @@ class Engine:
         assert self.num_ended == self._trace.requests, f"{self.num_ended} of {self._trace.requests} ended"
 
     def wake(self) -> None:
-        """Something has changed: if no step is under way, begin one."""
+        """Begin a step, unless one is in progress, because something has changed."""
         self._happened_at = self._events.now
         self._begin_soon()
 
@@ -127,11 +171,11 @@ class Engine:
         self.wake()
 
     def _admit(self, request: _Request, again: deque[_Request]) -> bool:
-        """Begin a request, or have it load or ask again; False if there is no room for it."""
+        """Start, load or defer a request; False if there is no room for it."""
         if request.lease is not None:
             self._start(request)
             return True
-        # The last block is computed in any case: the first token needs it.
+        # The last block is always computed: the first token needs it.
         most = max(0, len(request.codes) - 1)
         on_device = min(most, self._pool.find(request.codes))
         loads = self._offload.lookup(request.number, request.ctx, on_device, most)
@@ -155,7 +199,7 @@ class Engine:
                 self._queues[0].append(request)
                 self.wake()
 
-        # What is loaded is pinned first: to make room for it may change what is behind the device.
+        # Pin the blocks to load first: making room on the device may change the tiers.
         self._offload.load(request.number, request.ctx, on_device, on_device + loads, loaded)
         self._grow(request, on_device + loads)
         if not loads:
@@ -178,12 +222,12 @@ class Engine:
             self._progress(self.num_ended)
         self._arrivals.ended(request.number)
         if self.num_ended == self._trace.requests:
-            # What is still being copied or written ends later, and nobody waits for it.
+            # Copies and writes in flight end later, and no request waits for them.
             self.ended_s = self._events.now
             self.links, self.tiers = self._offload.links(), self._offload.tiers()
 
     def _store(self, request: _Request) -> None:
-        """Offer what is computed and was not yet offered."""
+        """Offer the computed blocks that were not offered before."""
         end = min(len(request.codes), request.computed // self._trace.block_tokens)
         if self._offload.store(request.number, request.ctx, request.offered, end):
             request.offered = end
@@ -195,21 +239,22 @@ class Engine:
         if self._stepping:
             return
         now = self._events.now
-        if self._generated_meanwhile():
-            self.wake()  # clients that got their answers may send more before the step begins
+        self.busy_s += self._generating.advance(now)
+        if self._end_answers():
+            self.wake()  # clients with complete answers may send requests before the step begins
             return
         self._offload.poll()
-        self._step, self._budget, self._work_s = [], self._timing.step_tokens, 0.0
+        self._step = _Step(self._timing.step_tokens)
         for request in [*self._prefilling]:
             self._compute(request)
         self._admit_waiting()
         self._offload.scheduled()
-        if self._step:
+        if self._step.requests:
             self._stepping = True
-            seconds = self._step_s + self._work_s
+            seconds = self._step_s + self._step.work_s
             self.prefill_s += seconds
             if self._generating:
-                seconds = max(seconds, 1.0 / self._tokens_per_s)
+                seconds = max(seconds, 1.0 / self._generating.tokens_per_s)
             self.busy_s += seconds
             self._events.at(now + seconds, self._end_step)
         else:
@@ -218,7 +263,7 @@ class Engine:
     def _admit_waiting(self) -> None:
         again = deque[_Request]()
         for queue in self._queues:
-            while queue and self._budget and self._num_running < self._timing.max_running:
+            while queue and self._step.budget and self._num_running < self._timing.max_running:
                 if not self._admit(queue[0], again):
                     self._queues[1].extendleft(reversed(again))
                     return
@@ -226,17 +271,18 @@ class Engine:
         self._queues[1].extendleft(reversed(again))
 
     def _compute(self, request: _Request) -> None:
-        """Have the step compute as much of a prompt as it has tokens left."""
-        num_tokens = min(self._budget, request.tokens - request.computed)
+        """Add as much of a prompt to the step as the budget allows."""
+        step = self._step
+        num_tokens = min(step.budget, request.tokens - request.computed)
         if not num_tokens:
             return
         start, end = request.computed, request.computed + num_tokens
-        self._budget -= num_tokens
-        self._work_s += self._linear * num_tokens + self._squared * (end * end - start * start)
+        step.budget -= num_tokens
+        step.work_s += self._machine.prefill_s(start, end)
         self.prefill_tokens += num_tokens
-        self._step.append(request)
+        step.requests.append(request)
         self._grow(request, self._blocks_of(end))
-        # What one step computes can be found by the next request of the same step, as in vLLM.
+        # The next request of the same step finds the blocks that this step computes, as in vLLM.
         block_tokens = self._trace.block_tokens
         assert request.lease is not None
         self._pool.know(request.lease, request.codes[start // block_tokens : end // block_tokens])
@@ -244,41 +290,31 @@ class Engine:
 
     def _end_step(self) -> None:
         now, self._stepping = self._events.now, False
-        self._generated += 1.0
-        self._generated_at = now
-        for request in self._step:
+        self._generating.count_step(now)
+        for request in self._step.requests:
             self._store(request)
             if request.computed < request.tokens:
                 continue
             self._prefilling.remove(request)
             self.first_token_s[request.number] = now
             self._grow(request, request.blocks + self._answer(request))
-            more = max(0, self._answers[request.number] - 1)
-            heapq.heappush(self._generating, (self._generated + more, request.number, request))
+            self._generating.add(request, max(0, self._answers[request.number] - 1))
         self._end_answers()
         self.wake()
 
-    def _generated_meanwhile(self) -> bool:
-        """Since the last step those that generate went on; whether answers have ended."""
-        seconds = self._events.now - self._generated_at
-        self._generated_at = self._events.now
-        if self._generating:
-            self.busy_s += seconds
-            self._generated += seconds * self._tokens_per_s
-        return self._end_answers()
-
     def _end_answers(self) -> bool:
+        """End the requests whose answers are complete; returns whether there were any."""
         num_ended = self.num_ended
-        while self._generating and self._generating[0][0] <= self._generated + _NO_TOKENS:
-            self._end(heapq.heappop(self._generating)[2])
+        for request in self._generating.take_ended():
+            self._end(request)
         return self.num_ended > num_ended
 
     def _sleep(self) -> None:
-        """Nothing to compute: until the next answer ends, or until it is time to ask again."""
+        """Pause an idle engine until the next answer ends, or until the next lookup of a waiting request."""
         now = self._events.now
         until = []
         if self._generating:
-            until.append(now + (self._generating[0][0] - self._generated) / self._tokens_per_s)
+            until.append(now + self._generating.seconds_to_next_end())
         if self._queues[1]:
             is_quiet = now - self._happened_at > self._timing.deadline_s
             asks = _ASKS_WHEN_QUIET if is_quiet else _ASKS_PER_DEADLINE
@@ -294,7 +330,7 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Give it more of the blocks that it has reserved, up to so many in all."""
+        """Give a request `num_blocks` of its reserved blocks in total."""
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))
@@ -304,18 +340,17 @@ class Engine:
         return -(-tokens // self._trace.block_tokens)
 
     def _answer(self, request: _Request) -> int:
-        """Blocks that its answer takes."""
+        """Compute the number of blocks of a request's answer."""
         return self._blocks_of(self._answers[request.number])
 
 
 def check_room(trace: Trace, device_blocks: int) -> None:
-    """Raise a `ConfigError` if a request does not fit the device, alone."""
+    """Raise a `ConfigError` if the longest request does not fit on the device."""
     prompts = np.maximum(1, np.diff(trace.offsets))
     needed = int((prompts + -(-trace.output_tokens // trace.block_tokens)).max(initial=1))
     if device_blocks < needed:
         raise ConfigError(
             "device-blocks",
             device_blocks,
-            f"the longest request takes {needed:,} blocks of the device, with its answer; allowed: so many "
-            "or more",
+            f"the longest request and its answer take {needed:,} blocks; allowed: {needed} or more",
         )

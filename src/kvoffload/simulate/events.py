@@ -1,7 +1,4 @@
-"""Time that passes only in a simulation: what happens later, in order; and queues that take time.
-
-Knows no blocks and no engine.
-"""
+"""Simulated time: an event queue, and links that move bytes. Knows no blocks and no engine."""
 
 from __future__ import annotations
 
@@ -12,35 +9,35 @@ from kvoffload.simulate.report import LinkReport
 
 
 class Events:
-    """What will happen, in order of time; what happens at one time, in the order in which it was announced.
+    """Queue of events in the order of time; simultaneous events in the order of scheduling.
 
     Attributes:
-        now: seconds since the simulation began. Nothing else in a timed replay is a clock.
+        now: seconds since the simulation began; the only clock of a timed replay.
     """
 
     def __init__(self) -> None:
         self.now = 0.0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._announced = 0
+        self._num_scheduled = 0
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Announce a call; one in the past happens now. Cost: O(log n)."""
-        self._announced += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._announced, call))
+        """Schedule a call; a time in the past means now. Cost: O(log n)."""
+        self._num_scheduled += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._num_scheduled, call))
 
     def run(self) -> None:
-        """Let everything happen, until nothing is announced any more."""
+        """Run events until the queue is empty."""
         while self._heap:
             self.now, _, call = heapq.heappop(self._heap)
             call()
 
 
 class Link:
-    """A direction of a bus, or of a disk: moves one job after the other, each for a latency and its bytes.
+    """One direction of a bus or disk, which moves one job after another.
 
     Args:
-        name: for the report.
-        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` once it is its turn.
+        name: name in the report.
+        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s``, after the jobs before it.
     """
 
     def __init__(self, events: Events, name: str, bytes_per_s: float, latency_s: float) -> None:
@@ -50,7 +47,7 @@ class Link:
         self._jobs = self._bytes_moved = self._bytes_waiting = self._most_bytes_waiting = 0
 
     def submit(self, num_bytes: int, done: Callable[[], None]) -> None:
-        """Queue a job; `done` is called when it has ended."""
+        """Queue a job; `done` is called at its end."""
         begins = max(self._events.now, self._free_at)
         takes = self._latency_s + num_bytes / self._bytes_per_s
         self._free_at = begins + takes
@@ -69,11 +66,11 @@ class Link:
 
     @property
     def seconds_waiting(self) -> float:
-        """How long what it has not yet moved will take."""
+        """Seconds until all queued jobs have ended."""
         return max(0.0, self._free_at - self._events.now)
 
     def report(self) -> LinkReport:
-        """What it has done until now; now is the end of the run."""
+        """Report the counters at the end of a run, which is now."""
         seconds = self._events.now
         busy_s = self._busy_s - self.seconds_waiting
         return LinkReport(

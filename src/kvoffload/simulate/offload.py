@@ -1,7 +1,7 @@
-"""What offloading does in a timed replay: the manager that serves in production, and copies that take time.
+"""Offloading in a timed replay: the production manager, with copies in simulated time.
 
-`NoOffload` is an engine without it, `Offload` stores what is computed, `VictimOffload` what the device drops,
-when vLLM's connector of this package does. All have the same verbs. Decides nothing itself.
+`NoOffload` stores nothing, `Offload` stores computed blocks, `VictimOffload` stores blocks that the device is
+about to drop, as our vLLM connector does. All have the same methods. The manager decides.
 """
 
 from __future__ import annotations
@@ -30,69 +30,68 @@ from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""A queue of writes that has more to do than this when the last request ends does not keep up."""
+"""Seconds of queued writes at the end of a run above which a tier does not keep up."""
 
 
 class NoOffload:
-    """The engine's own cache, and nothing behind it.
+    """An engine without offloading.
 
     Attributes:
-        counts: for `TimedOutcome`: not_worth, no_room, gave_up, lost.
+        counts: the counters not_worth, no_room, gave_up and lost of `TimedOutcome`.
     """
 
     def begin(self, request: int) -> RequestContext | None:
-        """A request comes, and waits for its turn."""
+        """Register a request that has arrived and waits."""
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """How many of its blocks `first` to `end` can be loaded, from the first on; None: ask again."""
+        """Count the leading blocks of `first` to `end` that can be loaded; None: ask again later."""
         return 0
 
     def load(
         self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
     ) -> None:
-        """It begins, and loads these blocks; `done` is called when they are there, or at once if none."""
+        """Start a request and load these blocks; `done` is called at the end, at once without blocks."""
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        """Its blocks up to `end` are computed, and those from `first` on not yet offered; False: offer them
-        again later."""
+        """Offer the computed blocks `first` to `end` of a request; False: offer them again later."""
         return True
 
     def finish(self, request: int, ctx: RequestContext | None) -> None:
-        """It has ended."""
+        """Finish a request."""
 
     def dropped(self, codes: Sequence[int]) -> None:
-        """The device drops these blocks, the coldest first."""
+        """Record that the device drops these blocks, coldest first."""
 
     def scheduled(self) -> None:
-        """The engine has decided what its next step does."""
+        """Called when the engine has scheduled a step."""
 
     def poll(self) -> None:
-        """The engine is about to decide."""
+        """Called before the engine schedules a step."""
 
     @property
     def counts(self) -> dict[str, int]:
         return {}
 
     def hits(self) -> int:
-        """Block references that were loaded."""
+        """Number of block references that were loaded."""
         return 0
 
     def links(self) -> list[LinkReport]:
-        """What each queue did until now."""
+        """Reports of all links until now."""
         return []
 
     def tiers(self) -> list[TimedTierReport]:
-        """What each tier did until now, RAM first."""
+        """Reports of all tiers until now, RAM first."""
         return []
 
 
 class Offload(NoOffload):
-    """Offers blocks when they are computed.
+    """Offloading of blocks when they are computed.
 
     Args:
-        wake: called when something has ended for which a request may wait.
+        wake: called at the end of each job for which a request may wait.
     """
 
     def __init__(
@@ -114,32 +113,26 @@ class Offload(NoOffload):
         self._links, self._writes = [self._loads, self._stores], list[Link]()
         self._num_loaded = self._lost = 0
         num_slots = slots_needed(trace, config.capacity_blocks)
-        options: dict[str, Any] = {
-            "key_bytes": KEY_BYTES,
-            "policy": config.policy,
-            "admission": config.admission,
-            "store": config.store,
-        }
         self._tiered: TieredManager | None = None
         self.manager: AnyManager
         if not config.tiers:
-            self.manager = OffloadingManager(num_slots, **options)
+            self.manager = OffloadingManager(num_slots, **config.manager_options)
             return
         self.manager = self._tiered = TieredManager(
             num_slots,
             ram=NoMemory(num_slots),
-            tiers=[self._open(number, one, timing) for number, one in enumerate(config.tiers)],
+            tiers=[self._open(number, options, timing) for number, options in enumerate(config.tiers)],
             deadline_s=timing.deadline_s,
             recompute_s_per_block=machine.value("prefill_s_per_token") * trace.block_tokens,
             clock=lambda: events.now,
-            **options,
+            **config.manager_options,
         )
 
     def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
-        """A tier with a disk of its own, or several side by side."""
+        """Open a tier with one disk of its own, or several striped disks."""
         if not isinstance(options, SizedTierOptions):
             raise ConfigError(
-                "tiers", str(options), "its time is not known; allowed: disk:..., simulated:..."
+                "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."
             )
         name = options.name if number == 0 else f"{options.name} {number + 1}"
         num_disks = len(getattr(options, "path", ())) or 1
@@ -147,11 +140,11 @@ class Offload(NoOffload):
         reads, writes = (
             Link(
                 self._events,
-                f"{name} {what}",
-                num_disks * machine.value(f"disk_{what}_bytes_per_s"),
-                machine.value(f"disk_{what}_latency_s"),
+                f"{name} {direction}",
+                num_disks * machine.value(f"disk_{direction}_bytes_per_s"),
+                machine.value(f"disk_{direction}_latency_s"),
             )
-            for what in ("read", "write")
+            for direction in ("read", "write")
         )
         self._links += [reads, writes]
         self._writes.append(writes)
@@ -177,17 +170,17 @@ class Offload(NoOffload):
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
         if first >= end:
             return 0
-        found = self.manager.lookup(self._path(request, first, end), ctx)
-        if found.stopped_by in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+        lookup = self.manager.lookup(self._path(request, first, end), ctx)
+        if lookup.stopped_by in (LookupResult.RETRY, LookupResult.HIT_PENDING):
             return None
-        return found.num_ready
+        return lookup.num_ready
 
     def load(
         self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
     ) -> None:
         assert ctx is not None
         self.manager.withdraw(ctx)
-        # Also a load of nothing: the policy of a victim tier hears of the request.
+        # Even without blocks: a victim tier notifies its policy of the request.
         plan = self.manager.prepare_load(self._path(request, first, end), ctx)
         self._num_loaded += end - first
 
@@ -219,11 +212,11 @@ class Offload(NoOffload):
 
     @property
     def counts(self) -> dict[str, int]:
-        found = {"lost": self._lost}
+        counters = {"lost": self._lost}
         if self._tiered is not None:
             counts = self._tiered.counts
-            found |= {"not_worth": counts.not_worth, "no_room": counts.no_room, "gave_up": counts.gave_up}
-        return found
+            counters |= {"not_worth": counts.not_worth, "no_room": counts.no_room, "gave_up": counts.gave_up}
+        return counters
 
     def hits(self) -> int:
         return self._num_loaded
@@ -251,12 +244,12 @@ class Offload(NoOffload):
         ]
 
     def _path(self, request: int, first: int = 0, end: int | None = None) -> Keys:
-        """Keys of some blocks of a request."""
+        """Keys of blocks `first` to `end` of a request."""
         begin, last = self._offsets[request : request + 2]
         return self._keys.of_blocks(self._trace.refs[begin + first : last if end is None else begin + end])
 
     def _copy(self, plan: StorePlan) -> None:
-        """Copy what is to be stored; it is not ready before that has ended."""
+        """Copy the blocks of a plan, which are ready when the copy has ended."""
 
         def copied() -> None:
             self.manager.complete_store(plan)
@@ -269,11 +262,11 @@ class Offload(NoOffload):
 
 
 class VictimOffload(Offload):
-    """Offers blocks shortly before the device drops them, as vLLM's scheduler with our connector does.
+    """Offloading of blocks shortly before the device drops them, as in vLLM with our connector.
 
-    After each step the blocks that the next step may take, the *window*, are offered, the warmest first. It
-    follows the largest recent step, up to half of the device. A block that is dropped without having been in
-    the window is lost. While fewer blocks are free than the window has, requests store what they compute.
+    After each step, the blocks of the window (`core.window`) are offered, warmest first. A block that is
+    dropped without having been in the window is lost. While fewer blocks are free than the window has,
+    requests store their computed blocks at once.
     """
 
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, *rest: Any) -> None:
@@ -284,7 +277,7 @@ class VictimOffload(Offload):
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
         if self._pool.num_available >= self._window.size:
-            return False  # they are offered with the others once that is no longer so
+            return False
         return super().store(request, ctx, first, end)
 
     def dropped(self, codes: Sequence[int]) -> None:

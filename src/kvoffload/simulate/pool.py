@@ -1,7 +1,7 @@
-"""The device's KV blocks over time, as vLLM's block pool has them.
+"""KV blocks of a device, managed as in vLLM's block pool.
 
-A request holds its blocks until it ends. Blocks of requests that have ended stay, can be found, and leave in
-the order in which they became free, of one request the tail first. Knows no bytes and no time.
+A request holds its blocks until it ends. Free blocks stay findable and are evicted in the order in which they
+became free, the tail of a request first. Knows no bytes and no time.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from itertools import islice
 
 
 class Lease:
-    """The blocks that one request holds.
+    """Blocks that one request holds.
 
     Attributes:
-        known: codes of those that have contents, in prefix order.
-        copies: those of them of which another block is the one that is found.
-        num_blank: those that nobody can find: not yet computed, generated, or a second copy.
-        num_reserved: that it does not have yet, and will need.
+        known: codes of the blocks with contents, in prefix order.
+        copies: codes for which another block is the findable one.
+        num_blank: blocks that cannot be found: not yet computed, generated, or second copies.
+        num_reserved: blocks reserved for later.
     """
 
     __slots__ = ("copies", "known", "num_blank", "num_reserved")
@@ -30,32 +30,28 @@ class Lease:
 
 
 class DevicePool:
-    """`num_blocks` blocks, each blank, free and known, or held.
+    """Pool of `num_blocks` blocks, each blank, free with known contents, or held.
 
-    Unlike vLLM's it keeps room for all that running requests will need, so none is ever preempted.
+    Differs from vLLM's: blocks for the whole request are reserved, so no request is preempted.
 
     Attributes:
-        version: rises whenever the order of free blocks changes.
+        version: increases whenever the order of free blocks changes.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blank, self._num_reserved = num_blocks, 0
-        # How many requests hold each known block; those held by none are also in `_free`, coldest first.
+        # Number of holders of each known block; blocks without holders are also in `_free`, coldest first.
         self._holders: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
         self.version = 0
 
     def find(self, codes: Sequence[int]) -> int:
         """Length of the leading run of known blocks."""
-        holders, found = self._holders, 0
-        for code in codes:
-            if code not in holders:
-                break
-            found += 1
-        return found
+        holders = self._holders
+        return next((length for length, code in enumerate(codes) if code not in holders), len(codes))
 
     def lease(self, codes: Sequence[int], num_more: int) -> Lease | None:
-        """Hold these known blocks, and reserve room for more; None if there is no room."""
+        """Hold these known blocks and reserve `num_more`; None if there is no room."""
         free = self._free
         num_free = sum(code in free for code in codes)
         if self._num_blank + len(free) - num_free - self._num_reserved < num_more:
@@ -67,7 +63,7 @@ class DevicePool:
         return lease
 
     def take(self, lease: Lease, num_blocks: int) -> list[int]:
-        """Make room for so many of the blocks that it has reserved; which blocks leave, the coldest first."""
+        """Turn `num_blocks` reserved blocks into blank ones; returns the evicted blocks, coldest first."""
         assert num_blocks <= lease.num_reserved
         lease.num_reserved -= num_blocks
         self._num_reserved -= num_blocks
@@ -81,9 +77,9 @@ class DevicePool:
         return dropped
 
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
-        """Blocks that it has taken have these contents, and can be found from now on.
+        """Give contents to blank blocks of a lease, which can be found from now on.
 
-        Of one that is known already this is a second copy, which nobody finds while the first is there.
+        A block that is already known becomes a second copy, which cannot be found while the first exists.
         """
         for code in codes:
             lease.known.append(code)
@@ -94,7 +90,7 @@ class DevicePool:
                 self._holders[code] = 1
 
     def release(self, lease: Lease) -> None:
-        """The request has ended. Of two copies one stays, used now."""
+        """Free the blocks of an ended request. Of two copies one stays, as the most recent block."""
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
             if code not in lease.copies:
@@ -110,12 +106,12 @@ class DevicePool:
         self.version += 1
 
     def next_to_leave(self, num_blocks: int) -> list[int]:
-        """The known ones among the blocks that are taken next, the coldest first."""
+        """List the known blocks among the next `num_blocks` to be taken, coldest first."""
         return list(islice(self._free, max(0, num_blocks - self._num_blank)))
 
     @property
     def num_available(self) -> int:
-        """Blocks that nobody holds."""
+        """Number of blocks without a holder."""
         return self._num_blank + len(self._free)
 
     def _hold(self, code: int, lease: Lease) -> None:

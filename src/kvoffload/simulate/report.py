@@ -1,4 +1,4 @@
-"""What a timed replay found: with offloading, without it, and what lies between."""
+"""Report of a timed replay: the run with offloading, the run without, and their comparison."""
 
 from __future__ import annotations
 
@@ -9,11 +9,24 @@ import numpy.typing as npt
 from kvoffload.simulate.machine import Machine
 
 _OVERLOADED = 3.0
-"""Times as long as they are served requests wait, on average, where more comes than can be served."""
+"""Mean waiting time over mean service time above which a machine counts as overloaded."""
+
+
+OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the length of the recording."
+"""Sentence about an overloaded run (`TimedOutcome.is_overloaded`)."""
+
+
+def break_even_sentence(place: str, tokens: float | None) -> str:
+    """Describe from which prompt length on loading from a place beats computing; None: never."""
+    if tokens is None:
+        return f"Loading from {place} never beats computing on this machine."
+    if round(tokens) <= 1:
+        return f"Loading from {place} beats computing at any length."
+    return f"Loading from {place} beats computing from {round(tokens):,} tokens on."
 
 
 class Distribution(msgspec.Struct, frozen=True):
-    """Seconds of all requests, summed up. All 0 for no requests."""
+    """Mean and percentiles of a time over all requests, in seconds; 0 without requests."""
 
     mean: float
     p50: float
@@ -22,7 +35,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: npt.NDArray[np.float64]) -> Distribution:
-        """Of these; each percentile is a value that occurs."""
+        """Summarise times; each percentile is an observed value."""
         if len(seconds) == 0:
             return cls(0.0, 0.0, 0.0, 0.0)
         p50, p90, p99 = np.percentile(seconds, (50, 90, 99), method="inverted_cdf").tolist()
@@ -30,14 +43,15 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one queue of the machine did: copies in one direction, or reads or writes of one disk.
+    """Counters of one link: copies in one direction, or reads or writes of one disk.
 
     Attributes:
         name: ``load`` (RAM to device), ``store`` (device to RAM), ``TIER read``, ``TIER write``.
-        jobs, bytes_moved: all of them. busy_s: how long it moved bytes; busy_share: of the whole run.
-        waited_s: of all jobs, the time from when they were submitted to when they began.
-        most_bytes_waiting: the longest that its queue ever was, with the job under way.
-        bytes_left: what it had not done when the last request ended.
+        jobs, bytes_moved: totals.
+        busy_s, busy_share: time in use, and its share of the run.
+        waited_s: waiting time of all jobs before their start.
+        most_bytes_waiting: longest queue, including the current job.
+        bytes_left: bytes still queued when the last request ended.
     """
 
     name: str
@@ -51,16 +65,15 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one tier did, in blocks.
+    """Counters of one tier, in blocks.
 
     Attributes:
-        name: ``ram``, or the tier's; of several alike with a number.
-        hit_blocks: loaded by requests from here.
-        written, evicted: of RAM also what came up from below.
-        not_offered: left RAM before a tier could take them, which writes slower than blocks come: of all
-            tiers together, as the manager counts them. Of RAM: offered while all slots were in use.
-        keeps_up: nothing of that, and its queue of writes was empty, or no longer than half a minute's work,
-            when the last request ended.
+        name: ``ram``, or the tier's name, with a number if several tiers have one name.
+        hit_blocks: blocks that requests loaded from this tier.
+        written, evicted: for RAM, promotions from lower tiers count as well.
+        not_offered: blocks evicted from RAM before slow tiers could take them, all tiers together. For RAM:
+            blocks offered while all slots were in use.
+        keeps_up: no block was missed, and at most 30 s of writes were queued when the last request ended.
     """
 
     name: str
@@ -72,22 +85,23 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One run of a trace on a machine.
+    """Result of one run of a trace on a machine.
 
     Attributes:
-        requests: all of them; each is served, however late.
-        seconds: from the first arrival to the end of the last request.
-        device_hit_blocks, offload_hit_blocks: block references that were not computed, by where they were;
-            hit_ratio: the share of both.
-        prefill_s: how long the device computed prompts. prefill_tokens: tokens in full blocks that it
-            computed. device_busy_share: steps of any kind, of the whole run.
-        ttft_s: from the arrival of a request to its first token. waiting_s: of that, until it got a place
-            and room in the device; loading_s: until what was loaded for it was there (0 for the others).
-        most_waiting: requests in the queue at its longest.
-        not_worth: blocks in tiers that were left alone, because to read them was expected to take longer
-            than to compute them ("do no harm"). no_room: that RAM had no room for. gave_up: requests that
-            stopped waiting for a tier. lost: blocks that a victim tier was not offered in time.
-        links, tiers: what was how busy; RAM first. Empty without offloading.
+        requests: number of requests; all are served, however late.
+        seconds: time from the first arrival to the end of the last request.
+        device_hit_blocks, offload_hit_blocks, hit_ratio: block references not computed, by place, and their
+            share of all references.
+        prefill_s, prefill_tokens: time of steps that computed prompts, and computed tokens of full blocks.
+        device_busy_share: share of the run with any step.
+        ttft_s: time to first token, from the arrival of a request.
+        waiting_s, loading_s: parts of it: waiting for a place and room on the device, and loading.
+        most_waiting: most requests in the queue.
+        not_worth: blocks in tiers that were not read, because computing them was expected to be faster.
+        no_room: blocks in tiers for which RAM had no room.
+        gave_up: requests that stopped waiting for a tier.
+        lost: blocks that the device dropped before a victim tier could store them.
+        links, tiers: counters, RAM first. Empty without offloading.
     """
 
     requests: int
@@ -109,29 +123,37 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     links: list[LinkReport] = []
     tiers: list[TimedTierReport] = []
 
+    def misses(self) -> list[str]:
+        """Describe blocks in tiers that were not used, and blocks that were lost."""
+        counts = (
+            (self.not_worth, "blocks in tiers were not read, because computing them was faster"),
+            (self.no_room, "blocks in tiers found no room in RAM"),
+            (self.gave_up, "requests stopped waiting for a tier"),
+            (self.lost, "blocks left the GPU before they could be stored"),
+        )
+        return [f"{number:,} {text}" for number, text in counts if number]
+
     @property
     def is_overloaded(self) -> bool:
-        """Whether more came than could be served: then waits say how long that lasted."""
+        """Whether requests arrived faster than they were served; waits then depend on the trace's length."""
         return self.waiting_s.mean > _OVERLOADED * (self.ttft_s.mean - self.waiting_s.mean)
 
 
 class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A trace on a machine with offloading and without; the fields are the keys of its JSON object.
+    """Comparison of a trace with and without offloading; the fields are the keys of its JSON object.
 
     Attributes:
-        trace, policy, admission, store, capacity_blocks, device_blocks: what was replayed through what.
-        block_bytes, block_tokens: of a block.
-        machine: its numbers, each with its source.
-        load: how much closer sessions were packed than recorded. at_once: requests that clients kept under
-            way instead, whatever the recorded times; 0: recorded times.
-        max_running, step_tokens: of the engine.
+        trace, policy, admission, store, capacity_blocks, device_blocks: trace and configuration.
+        block_bytes, block_tokens: size of a block.
+        machine: speeds, each with its source.
+        load, at_once, max_running, step_tokens: as in `Timing`.
         with_offload, without: the two runs.
-        gpu_seconds_saved: of computing prompts. speed_up: how much sooner all was done (with `at_once`, the
-            ratio of throughputs).
-        ttft_p50_ratio, ttft_p90_ratio: of time to first token, without over with: more than 1 is better.
-        break_even_tokens: from how many tokens on a load from RAM, alone on the machine, beats computing;
+        gpu_seconds_saved: prefill time saved.
+        speed_up: duration without offloading over duration with; with `at_once`, the ratio of throughputs.
+        ttft_p50_ratio, ttft_p90_ratio: time to first token without over with; above 1 is better.
+        break_even_tokens: prompt length from which on loading from RAM beats computing, on an idle machine;
             None if never.
-        version: of kvoffload.
+        version: version of kvoffload.
     """
 
     trace: str
@@ -157,5 +179,5 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
 
     def to_json(self) -> bytes:
-        """One JSON object, indented."""
+        """Encode as one indented JSON object."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"

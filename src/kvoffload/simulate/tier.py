@@ -1,4 +1,4 @@
-"""A disk behind RAM over time: decides as a real one, and its reads and writes take as long as the disk's."""
+"""Disk tier in simulated time: decides as in production, and takes as long as the disk."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from kvoffload.transfer import Blocks, Rows
 
 
 class TimedTier(SimulatedTier):
-    """A `SimulatedTier` whose jobs end when a link has moved their bytes: one for reads, one for writes; they
-    do not wait for each other. What is being written cannot be read.
+    """A `SimulatedTier` whose jobs end when a link has moved their bytes.
+
+    Reads and writes have separate links. A block cannot be read while it is being written.
 
     Args:
-        name: for the report.
-        moved_bytes: of a block.
+        name: name in the report.
+        moved_bytes: bytes of a block.
         wake: called when a job has ended.
-        The others: as for `SimulatedTier`.
+        options: options of `SimulatedTier`.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class TimedTier(SimulatedTier):
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if isinstance(request, RequestContext):
-            request.extend(keys)  # what it asks for is not evicted for what it writes
+            request.extend(keys)  # requested blocks are not evicted for this request's writes
         readable: Mask = self._manager.ready_slots_of(keys) >= 0
         return readable
 

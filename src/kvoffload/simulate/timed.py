@@ -1,6 +1,6 @@
-"""The timed replay: the same trace through the same manager, with a clock.
+"""Timed replay: a trace through the production manager, in simulated time.
 
-`replay_in_time` makes two runs, with offloading and without, and compares them.
+`replay_in_time` compares two runs, with offloading and without.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvoffload.simulate.report import Distribution, TimedOutcome, TimedReport
 from kvoffload.traces.trace import Trace
 
 Progress = Callable[[int], None]
-"""Is told how many requests have ended, about 200 times a run."""
+"""Receives the number of ended requests, about 200 times per run."""
 
 
 def run_in_time(
@@ -32,10 +32,10 @@ def run_in_time(
     config: ReplayConfig | None = None,
     progress: Progress = lambda requests: None,
 ) -> TimedOutcome:
-    """One run. `config` None: without offloading, the engine's own cache of `device_blocks` alone.
+    """Run a trace once; `config` None means without offloading, with the device cache alone.
 
-    For a planner: the run without offloading is the same for all that is tried with one `timing` and
-    `device_blocks`; it is made once. Deterministic, cost and errors: as `replay_in_time`.
+    The run without offloading depends on `timing` and `device_blocks` only, so a planner makes it once.
+    Deterministic. Cost and errors as for `replay_in_time`.
     """
     _check(trace, timing, device_blocks, config)
     events, pool = Events(), DevicePool(device_blocks)
@@ -56,18 +56,21 @@ def replay_in_time(
     progress: Progress = lambda requests: None,
     without: TimedOutcome | None = None,
 ) -> TimedReport:
-    """Both runs, compared. `without`: the run without offloading, if it is known already.
+    """Run a trace with offloading and without, and compare both.
 
-    `progress` counts the requests of all runs that are made. Deterministic: no clock of this machine is read.
-    Cost: O(log n) a request and O(1) a step, besides what manager and pool do with the blocks. Raises:
-    `ConfigError` if the machine lacks a number that is needed, a tier has no known time, or the longest
-    request does not fit the device.
+    Args:
+        progress: counts the requests of all runs made here.
+        without: the run without offloading, if it is known already.
+
+    Deterministic: reads no clock of this machine. Cost: O(log n) per request and O(1) per step, besides the
+    work of manager and pool. Raises: `ConfigError` if the machine lacks a required number, a tier cannot be
+    simulated, or the longest request does not fit on the device.
     """
-    device_blocks, before = config.device_blocks, 0
+    device_blocks, offset = config.device_blocks, 0
     _check(trace, timing, device_blocks, config)
     if without is None:
-        without, before = run_in_time(trace, timing, device_blocks, progress=progress), trace.requests
-    done = run_in_time(trace, timing, device_blocks, config, lambda requests: progress(before + requests))
+        without, offset = run_in_time(trace, timing, device_blocks, progress=progress), trace.requests
+    done = run_in_time(trace, timing, device_blocks, config, lambda requests: progress(offset + requests))
     machine = timing.machine
     break_even = machine.break_even_tokens(timing.block_bytes / trace.block_tokens)
     return TimedReport(
@@ -99,12 +102,14 @@ def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfi
     timing.machine.check(has_ram=config is not None, has_disk=config is not None and bool(config.tiers))
     check_room(trace, device_blocks)
     if config is not None and config.device_blocks != device_blocks:
-        raise ConfigError("device_blocks", device_blocks, f"those of config are {config.device_blocks}")
+        raise ConfigError(
+            "device_blocks", device_blocks, f"config has {config.device_blocks}: set both to one value"
+        )
     if config is not None and (config.decode_tokens_per_s or config.queue_requests):
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",
             config.decode_tokens_per_s or config.queue_requests,
-            "in time, requests wait and end by themselves: leave both out",
+            "a timed replay simulates queue and decode: leave both out",
         )
 
 

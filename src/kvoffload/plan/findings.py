@@ -1,0 +1,48 @@
+"""Findings of a plan: everything that sentences, assumptions and the answer are written from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvoffload.plan.clock import InTime
+from kvoffload.plan.evidence import Evidence
+from kvoffload.plan.fleet import Fleet
+from kvoffload.plan.rows import Measured, PlanRow, difference
+from kvoffload.plan.targets import Choice, Target
+from kvoffload.sweep.bootstrap import Interval
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Inputs and results of a search.
+
+    Attributes:
+        rows: rows measured on all sessions.
+        in_time: timed replays of the choice; None if they are not possible.
+        one_in: the search used one session in this many; 1: all.
+        sampled: rows of a search on a sample.
+    """
+
+    fleet: Fleet
+    target: Target
+    evidence: Evidence
+    rows: Sequence[Measured]
+    choice: Choice
+    in_time: InTime | None = None
+    one_in: int = 1
+    sampled: Sequence[Measured] = ()
+
+    @property
+    def row(self) -> PlanRow:
+        """The recommended row."""
+        return self.choice.chosen.row
+
+    @property
+    def currency(self) -> str:
+        """Currency of all prices."""
+        return self.fleet.prices.currency
+
+    def difference(self, one: Measured, other: Measured) -> Interval | None:
+        """Compute the paired interval of one row's savings minus another's."""
+        return difference(self.evidence, one, other)
