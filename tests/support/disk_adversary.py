@@ -130,8 +130,8 @@ class Case:
         """Count blocks of other producers that left for this producer as evicted."""
         left: dict[str, set[int]] = {}
         for path in slabs_in(self.directory):
-            with contextlib.suppress(ConfigError), opened(path) as (found_slab, found):
-                keys = found.contents.keys(found.contents.slots())
+            with contextlib.suppress(ConfigError), opened(path) as (found_slab, recovered):
+                keys = recovered.contents.keys(recovered.contents.slots())
                 left[found_slab.identity.text] = {int(key[3:]) for key in keys}
         for other in PRODUCERS:
             if other != producer:
@@ -206,8 +206,8 @@ class Case:
 
     def _cut(self) -> None:
         path = self._a_slab()
-        with opened(path) as (found_slab, found):
-            contents, layout = found.contents, found_slab.layout
+        with opened(path) as (found_slab, recovered):
+            contents, layout = recovered.contents, found_slab.layout
             slots = contents.slots()
             end = self.chance.randint(layout.first_slot, layout.num_slots)
             gone = {int(key[3:]) for key in contents.keys(slots[slots >= end])}
@@ -250,11 +250,11 @@ class Case:
         if self.was_damaged:
             return
         for path in slabs_in(self.directory):
-            with opened(path) as (found_slab, found):
-                bad = [one for one in verify(found_slab, found) if one.slot < found_slab.num_reserved]
-            if bad or found.damaged:
+            with opened(path) as (found_slab, recovered):
+                bad = [one for one in verify(found_slab, recovered) if one.slot < found_slab.num_reserved]
+            if bad or recovered.damaged:
                 self._problem(
-                    "unsound", f"{len(bad)} blocks, {found.damaged} parts", len(bad) + found.damaged
+                    "unsound", f"{len(bad)} blocks, {recovered.damaged} parts", len(bad) + recovered.damaged
                 )
 
     def _interrupt(self) -> None:

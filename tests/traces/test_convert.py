@@ -46,13 +46,13 @@ def converted(path: Path, out: str = "out.jsonl", **options: Any) -> tuple[Trace
 
 
 def chains(trace: Trace) -> list[list[int]]:
-    """The codes of each request: equal lists are equal chains, whatever the ids are."""
-    return [part.tolist() for part in np.split(trace.refs, trace.offsets[1:-1])]
+    """Return the codes of each request; equal lists are equal chains."""
+    return [codes.tolist() for codes in np.split(trace.refs, trace.offsets[1:-1])]
 
 
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A word is a token; so is a line's end, and the marks of a message."""
+    """A tokenizer whose tokens are words, line ends and the marks of a message."""
     tokenizers = pytest.importorskip("tokenizers", reason="the library tokenizers is not installed")
     words = sorted({*SENTENCE.split(), "user", "assistant", "system", "<|im_start|>", "<|im_end|>", "\n"})
     model = tokenizers.models.WordLevel({"?": 0, **{word: 1 + i for i, word in enumerate(words)}}, "?")
@@ -92,7 +92,7 @@ def test_equal_salts_give_equal_ids(tmp_path: Path) -> None:
 
 
 def test_ids_of_contents_become_ids_of_prefixes(tmp_path: Path) -> None:
-    """A source whose ids stand for a block alone: the same block behind another one is another prefix."""
+    """Ids of a source may cover only a block's content; equal blocks after other blocks get other ids."""
     path = write(tmp_path / "in.jsonl", [request([1, 7]), request([2, 7]), request([1, 7, 7])])
     with pytest.raises(TraceError, match="id 7 follows id 2 here"):
         read_trace(path)
@@ -102,13 +102,13 @@ def test_ids_of_contents_become_ids_of_prefixes(tmp_path: Path) -> None:
 @given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=8), st.binary(max_size=80))
 def test_equal_prefixes_and_only_they_have_equal_ids(prompts: list[list[int]], salt: bytes) -> None:
     keys = Keys(salt)
-    seen: dict[object, tuple[int, ...]] = {}
+    prefix_of: dict[object, tuple[int, ...]] = {}
     for prompt in prompts:
         ids = keys.after((), [bytes([block]) for block in prompt])
         assert keys.after(ids[:2], [bytes([block]) for block in prompt[2:]]) == ids
-        assert all(-(2**63) <= one < 2**63 for one in ids)
-        for length, one in enumerate(ids, 1):
-            assert seen.setdefault(one, tuple(prompt[:length])) == tuple(prompt[:length])
+        assert all(-(2**63) <= block_id < 2**63 for block_id in ids)
+        for length, block_id in enumerate(ids, 1):
+            assert prefix_of.setdefault(block_id, tuple(prompt[:length])) == tuple(prompt[:length])
 
 
 def test_names_of_tenants_are_hashed(tmp_path: Path) -> None:
@@ -155,9 +155,9 @@ def test_a_kvoffload_trace_keeps_its_block_size(tmp_path: Path) -> None:
 
 
 def test_the_header_of_a_recording_is_kept(tmp_path: Path) -> None:
-    said = {"kvoffload_trace": 1, "block_tokens": 16, "assumed": "none-shared", "in_order": False}
+    header = {"kvoffload_trace": 1, "block_tokens": 16, "assumed": "none-shared", "in_order": False}
     lines = [
-        said,
+        header,
         request([1, 2], input_length=32, timestamp=900),
         request([3], input_length=16, timestamp=100),
     ]
@@ -168,10 +168,10 @@ def test_the_header_of_a_recording_is_kept(tmp_path: Path) -> None:
     assert trace.name == "o (assumed: none-shared)"
     assert trace.timestamps_ms.tolist() == [100, 900]
     assert chains(trace) == [[0], [1, 2]]
-    write(path, [*lines, {**said, "assumed": "gap-2s"}])
+    write(path, [*lines, {**header, "assumed": "gap-2s"}])
     with pytest.raises(TraceError, match=":4: field assumed: 'gap-2s', but 'none-shared' before"):
         converted(path, "o.none-shared.jsonl")
-    write(path, [request([1]), {**said, "assumed": "", "in_order": True}])
+    write(path, [request([1]), {**header, "assumed": "", "in_order": True}])
     with pytest.raises(TraceError, match=":2: field block_tokens: 16, but 512 before; give --block-tokens"):
         converted(path)
 
@@ -209,7 +209,7 @@ def test_times_in_mixed_units_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([1], timestamp=0.5), request([2], timestamp=3)])
     with pytest.raises(TraceError, match=":2: field timestamp: 3: some times are seconds, some are ms"):
         converted(path)
-    assert sorted(tmp_path.iterdir()) == [path], "what was written until then is gone"
+    assert sorted(tmp_path.iterdir()) == [path], "the partial output is deleted"
     path = write(tmp_path / "in.jsonl", [request([1], timestamp=0.5), request([2], timestamp=3.0)])
     assert converted(path)[0].timestamps_ms.tolist() == [0, 2500]
 
@@ -255,7 +255,7 @@ def test_lengths_need_an_assumption(tmp_path: Path, table: str) -> None:
         ConfigError, match=r"its name must contain the assumption: .*/out\.none-shared\.jsonl\.gz"
     ):
         converted(path, "out.jsonl.gz", source="lengths:none")
-    assert sorted(tmp_path.iterdir()) == [path], "nothing is left behind"
+    assert sorted(tmp_path.iterdir()) == [path], "no partial output"
 
 
 def test_azure_without_reuse(tmp_path: Path) -> None:
@@ -323,8 +323,8 @@ def test_a_table_without_a_required_column_is_refused(tmp_path: Path) -> None:
 
 
 def sharegpt(number: int) -> Any:
-    said = [("human", f"{SENTENCE} {number}"), ("gpt", SENTENCE), ("human", "fox"), ("gpt", "dog")]
-    return {"id": str(number), "conversations": [{"from": who, "value": text} for who, text in said]}
+    messages = [("human", f"{SENTENCE} {number}"), ("gpt", SENTENCE), ("human", "fox"), ("gpt", "dog")]
+    return {"id": str(number), "conversations": [{"from": role, "value": text} for role, text in messages]}
 
 
 @pytest.mark.parametrize("form", ["array", "pretty", "lines"])
@@ -535,15 +535,15 @@ def test_kv_events(tmp_path: Path) -> None:
     trace, done = converted(path, "k.gap-2s.jsonl")
     assert (done.source, trace.block_tokens, done.assumed) == ("kv_events", 16, "gap-2s")
     assert trace.timestamps_ms.tolist() == [0, 0, 2000, 11_000, 30_000]
-    a_to_d, rest = [0, 1, 2, 3], chains(trace)
-    assert rest == [a_to_d, [4], [0, 1, 5], [*a_to_d, 6, 7, 8, 9], [10, 11]]
+    a_to_d = [0, 1, 2, 3]
+    assert chains(trace) == [a_to_d, [4], [0, 1, 5], [*a_to_d, 6, 7, 8, 9], [10, 11]]
     assert trace.output_tokens.tolist() == [32, 0, 0, 0, 0]
     assert any("1 requests continue blocks from before" in remark for remark in done.remarks)
     assert any("the engine had more reuse" in remark for remark in done.remarks)
 
 
 def test_removed_blocks_are_forgotten(tmp_path: Path) -> None:
-    """So that memory is that of the cache; nothing stands on it until it is stored again."""
+    """Memory is bounded by the cache; no request continues a removed block until it is stored again."""
     records = [
         [1.0, [stored(["a", "b", "c"], None)]],
         [5.0, [removed("c", "b")]],
@@ -585,7 +585,7 @@ def test_bad_kv_events_are_named_or_skipped(tmp_path: Path, bad: Any, reason: st
 
 @pytest.fixture
 def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
-    """Publishes numbered batches for ever, as vLLM does, from a port of its own."""
+    """A publisher of numbered batches, as vLLM's."""
     zmq = pytest.importorskip("zmq", reason="the library pyzmq is not installed")
     over, threads = Event(), []
     context = zmq.Context()
@@ -597,7 +597,7 @@ def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
 
         def send() -> None:
             with socket:
-                # XPUB tells when somebody listens: so nothing is sent before, and nothing is waited for.
+                # XPUB receives a message for each subscriber, so nothing is sent too early.
                 while not socket.poll(100):
                     if over.is_set():
                         return
@@ -624,17 +624,17 @@ def test_kv_events_live(publisher: Callable[[list[tuple[int, Any]]], str]) -> No
     sent = [(0, [1.0, [stored([b"\xff\x00"], None)]]), (3, [2.0, [stored([5], None)]])]
     lost = [0]
     reader = batches(publisher(sent), lost)
-    found = [json.loads(text) for _, text in islice(reader, 2)]
+    received = [json.loads(text) for _, text in islice(reader, 2)]
     reader.close()  # type: ignore[attr-defined]
-    assert found[0][1][0]["block_hashes"] == ["ff00"]
-    assert found[1] == [2.0, [stored([5], None)]]
+    assert received[0][1][0]["block_hashes"] == ["ff00"]
+    assert received[1] == [2.0, [stored([5], None)]]
     assert lost == [2]
 
 
 def test_a_live_recording_ends_with_ctrl_c(
     tmp_path: Path, publisher: Callable[[list[tuple[int, Any]]], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between two batches, and what came before is kept."""
+    """Ctrl-C ends between two batches and keeps earlier requests."""
     import os
     import signal
 

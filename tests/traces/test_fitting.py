@@ -1,4 +1,4 @@
-"""What a trace is like: working set, likeness, and a workload that is fitted to it."""
+"""Working set, likeness to workloads, and fitted workloads of traces."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_workload_with_other_dice_is_most_like_itself(name: str, seed: int) ->
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
 def test_small_blocks_are_made_large_ones(name: str) -> None:
-    """As if the same texts had been cut into large ones at once."""
+    """Merged small blocks equal blocks that were generated large."""
     small = generate(builtin(name, **SMALL[name], block_tokens=64))
     large = generate(builtin(name, **SMALL[name], block_tokens=512))
     found = comparable(small)
@@ -134,7 +134,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(STRANGE))
 def test_a_workload_with_other_parameters_is_found_again(name: str) -> None:
-    """Nearer than the preset is, in features and in what LRU would have."""
+    """A fit is nearer than the preset, in features and in LRU hits."""
     trace = generate(builtin(name, **STRANGE[name], seed=11))
     found = fit(trace, name)
     preset = distance(features(describe(trace)), features(describe(generate(BUILTIN[name]))))

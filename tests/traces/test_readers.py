@@ -1,4 +1,4 @@
-"""Trace files: what is read, what is written, and each complaint word for word."""
+"""Reading and writing trace files, and the exact error messages."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ def test_recorded_traces(
 
 
 def test_a_new_file_is_a_new_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One file in the room, nothing else."""
+    """A new format needs one file only."""
     (tmp_path / "lengths.py").write_text(
         "from kvoffload.traces.format import TraceFormat\n"
         "from kvoffload.traces.formats.mooncake import Mooncake\n\n"

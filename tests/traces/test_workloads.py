@@ -1,4 +1,4 @@
-"""Built-in workloads: the same bytes everywhere, what each parameter does, the recordings' shape."""
+"""Built-in workloads: equal bytes everywhere, effects of parameters, likeness to recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A crash of the disk tier at every write and every sync, by the book, and `kill -9` at random moments."""
+"""Crashes of the disk tier at every write and sync, and `kill -9` at random moments."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ BOOKS = int(os.environ.get("KVOFFLOAD_CRASH_SEEDS", "2"))
 
 
 class Life:
-    """What a tier was told, and what it promised: by block, version and position in the record.
+    """Record of writes, acknowledgements and clears, by block, version and position.
 
-    Clears are a step, and the position from which on it is durable.
+    A clear is recorded as its step and the position from which it is durable.
     """
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class Life:
         self.promises.setdefault(number, []).append([version, position, 1 << 60])
 
     def gone(self, number: int, position: int) -> None:
-        """It may be forgotten from here on."""
+        """Allow the loss of a block from this position on."""
         for promise in self.promises.get(number, []):
             promise[2] = min(promise[2], position)
 
     def owed(self, position: int) -> dict[int, int]:
-        """Blocks that a crash here must not lose, and the version that each has."""
+        """Return the blocks that a crash here must not lose, with their versions."""
         return {
             number: version
             for number, promises in self.promises.items()
@@ -61,17 +61,17 @@ class Life:
         }
 
     def allowed(self, number: int, position: int) -> set[int]:
-        """Versions that a block may have after a crash here.
+        """Return the versions that a block may have after a crash here.
 
-        By steps, as versions are: a clear of what is empty writes nothing, and what is stored after it has
-        the same position.
+        Compares clears by step: a clear of an empty tier writes nothing, so later writes may have the same
+        position.
         """
         forgotten = max((step for step, durable in self.clears if durable <= position), default=-1)
         return {v for v, since in self.written.get(number, []) if v > forgotten and since <= position}
 
 
 def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
-    """Write, use, delete, overwrite and clear, now one job at a time and now several at once."""
+    """Write, use, delete, overwrite and clear blocks, with one or several jobs in flight."""
     chance, life, everything = random.Random(seed), Life(), list(range(NUM_KEYS))
     open_jobs: dict[int, tuple[list[int], int]] = {}
     pools, forgotten = [], -1
@@ -117,26 +117,26 @@ def live(disk: Disk, recorder: Recorder, seed: int, steps: int) -> Life:
 
 
 def check_image(directory: Path, life: Life, position: int) -> None:
-    """Every entry verifies, nothing that was promised is missing, and what is there is what was written."""
-    with opened(directory, BufferedFiles()) as (slab, found):
-        assert found.damaged == 0
-        slots = found.contents.slots()
-        numbers = [int(key[3:]) for key in found.contents.keys(slots)]
+    """Check that every entry verifies, no owed block is missing, and all contents were written."""
+    with opened(directory, BufferedFiles()) as (slab, recovered):
+        assert recovered.damaged == 0
+        slots = recovered.contents.slots()
+        numbers = [int(key[3:]) for key in recovered.contents.keys(slots)]
         assert len(set(numbers)) == len(numbers)
         scratch, pool = Scratch(slab), aligned(slab.layout.block_bytes).reshape(1, -1)
         held = {}
         for slot, number in zip(slots.tolist(), numbers, strict=True):
             at, row = np.array([slot]), np.zeros(1, np.int64)
-            generation, expected = found.contents.generation[at], found.contents.checksum[at]
+            generation, expected = recovered.contents.generation[at], recovered.contents.checksum[at]
             outcomes = slab.read_blocks(keys_of([number]), at, generation, expected, pool, row, scratch)
             assert outcomes[0] == SOUND
             allowed = life.allowed(number, position)
             versions = [v for v in allowed if np.array_equal(pool[0], block_of(number, v, pool.shape[1]))]
-            assert versions, f"block {number} holds what was never written under its key"
+            assert versions, f"block {number} holds bytes that were never written under its key"
             held[number] = versions[0]
         for number, version in life.owed(position).items():
             assert number in held, f"block {number} was acknowledged and is lost"
-            assert held[number] >= version, f"block {number} is older than what was acknowledged"
+            assert held[number] >= version, f"block {number} is older than its acknowledged version"
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,16 @@ def test_life_goes_on_after_a_crash(tmp_path: Path, seed: int, crashes: int) -> 
         survivor.audit()
         assert survivor.tier.stats().mismatches == 0
         survivor.tier.close()
-        with opened(directory) as (slab, found):
-            assert verify(slab, found) == []
-            assert len(found.contents) == survivor.tier.stats().ready
+        with opened(directory) as (slab, recovered):
+            assert verify(slab, recovered) == []
+            assert len(recovered.contents) == survivor.tier.stats().ready
 
 
-def test_a_life_rests_on_nothing_that_a_killed_one_left_unsynced(tmp_path: Path) -> None:
-    """A removal is in the log and not durable when the process dies. The next one reads it, and writes into
-    the slot: were the power to fail then, the slot must not be named by the entry of its old block."""
+def test_unsynced_removals_of_a_killed_process_are_synced_before_slots_are_reused(tmp_path: Path) -> None:
+    """A process dies with a removal in the log that is not durable, and its successor reuses the slot.
+
+    After a power loss the old block's entry must not name that slot.
+    """
 
     class Medium(Recorder):
         syncs = True
@@ -232,19 +234,19 @@ def test_a_life_rests_on_nothing_that_a_killed_one_left_unsynced(tmp_path: Path)
     killed.tier.close()
     medium.syncs, start = True, medium.position
     next_one = Disk(tmp_path / "life", len(slots), files=medium)
-    assert next_one.here(slots) == slots[1:], "the system lives, and so does what it was given"
+    assert next_one.here(slots) == slots[1:], "the page cache survives a kill"
     assert next_one.write([9]) == [9]
     next_one.tier.close()
     chance = random.Random(0)
     for position in range(start, medium.position + 1):
         for kind in KINDS:
             write_image(tmp_path / "crash", slab_name(), medium.image(position, chance, kind))
-            with opened(tmp_path / "crash", BufferedFiles()) as (slab, found):
-                assert (found.damaged, verify(slab, found)) == (0, []), f"position {position}, {kind}"
+            with opened(tmp_path / "crash", BufferedFiles()) as (slab, recovered):
+                assert (recovered.damaged, verify(slab, recovered)) == (0, []), f"position {position}, {kind}"
 
 
-def test_a_crash_amid_more_than_a_group_takes_leaves_a_beginning_of_it(tmp_path: Path) -> None:
-    """It is written as several groups, and none of them before the one in front of it is durable."""
+def test_a_crash_between_several_groups_leaves_the_first_ones(tmp_path: Path) -> None:
+    """Each of several groups is written only after its predecessor is durable."""
     recorder, layout = Recorder(), Layout(512, KEY_BYTES, 300)
     geometry = Geometry(layout, layout.file_bytes + LOCK_FILE_BYTES, "model")
     lock, slab, journal, _ = open_directory(
@@ -259,23 +261,21 @@ def test_a_crash_amid_more_than_a_group_takes_leaves_a_beginning_of_it(tmp_path:
     slab.close()
     lock.release()
     groups = [write for write in recorder.writes if write.begin > start]
-    assert len(groups) == 3, "removals, and the entries in two parts"
+    assert len(groups) == 3, "removals, and the entries in two groups"
     sizes, chance = set(), random.Random(0)
     for position in range(start, recorder.position + 1):
         for kind in KINDS:
             write_image(tmp_path / "crash", geometry.slab_name, recorder.image(position, chance, kind))
-            with opened(tmp_path / "crash", BufferedFiles()) as (_, found):
-                assert found.damaged == 0, f"position {position}, {kind}"
-                sizes.add(len(found.contents))
+            with opened(tmp_path / "crash", BufferedFiles()) as (_, recovered):
+                assert recovered.damaged == 0, f"position {position}, {kind}"
+                sizes.add(len(recovered.contents))
     assert len(sizes) == 3
     assert sizes > {0, layout.num_slots}
 
 
 @pytest.mark.parametrize("bad", [None, 0, PAGE_BYTES])
-def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
-    tmp_path: Path, bad: int | None
-) -> None:
-    """At the mending of a bad one, and at a reset after it. What no sync has covered is lost at its worst."""
+def test_a_crash_during_a_superblock_write_leaves_a_complete_one(tmp_path: Path, bad: int | None) -> None:
+    """Crash during the repair of a bad superblock and during a reset; unsynced pages are zeroed."""
     path, files = tmp_path / "life" / slab_name(), FailingFiles()
     disk = Disk(path.parent, NUM_SLOTS)
     disk.write([1])
@@ -284,7 +284,7 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
         with path.open("r+b") as file:
             file.seek(bad)
             file.write(b"bad")
-    unsynced, left = set(), []
+    unsynced, images = set(), []
 
     def crash(operation: str, offset: int) -> None:
         if operation == "sync":
@@ -294,16 +294,16 @@ def test_a_crash_amid_the_writing_of_a_superblock_leaves_one_that_is_whole(
             image = bytearray(path.read_bytes())
             for at in unsynced:
                 image[at : at + PAGE_BYTES] = bytes(PAGE_BYTES)
-            left.append(tmp_path / f"crash {len(left)}")
-            write_image(left[-1], slab_name(), bytes(image))
+            images.append(tmp_path / f"crash {len(images)}")
+            write_image(images[-1], slab_name(), bytes(image))
 
     files.fail = crash
     disk = Disk(path.parent, NUM_SLOTS, files=files)
     disk.tier.clear()
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
-    assert len(left) >= 2
-    for directory in left:
+    assert len(images) >= 2
+    for directory in images:
         slab = Slab.open(slab_in(directory), Files(), RateLimitedLog("test"))
         assert isinstance(slab, Slab), f"{directory.name}: {slab}"
         slab.close()
@@ -333,12 +333,12 @@ for seed in sys.stdin:
     os.waitpid(child, 0)
     print("dead", flush=True)
 """
-"""Forks a process for each life, so that only the first one waits for imports."""
+"""Forks a process for each life, so that modules are imported once."""
 
 
 @pytest.mark.slow
 def test_kill_9_at_random_moments(tmp_path: Path) -> None:
-    """One directory, killed again and again: it always opens, warm, sound, and with its books in order."""
+    """A directory whose owners are killed always opens, warm and with sound contents and accounting."""
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     chance, warm = random.Random(seed), 0
@@ -361,9 +361,9 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
             while not (line := mother.stdout.readline()).endswith("dead\n"):
                 assert line, f"the mother has ended: seed {seed}, life {life}"
                 acknowledged += 1
-            with opened(tmp_path) as (slab, found):
-                assert found.damaged == 0, f"seed {seed}, life {life}"
-                assert verify(slab, found) == [], f"seed {seed}, life {life}"
-                assert len(found.contents) > 0 or not acknowledged, f"seed {seed}, life {life}"
+            with opened(tmp_path) as (slab, recovered):
+                assert recovered.damaged == 0, f"seed {seed}, life {life}"
+                assert verify(slab, recovered) == [], f"seed {seed}, life {life}"
+                assert len(recovered.contents) > 0 or not acknowledged, f"seed {seed}, life {life}"
         mother.stdin.close()
     assert warm >= KILLS // 2

@@ -1,4 +1,4 @@
-"""Slabs that were cut short: only the blocks behind the cut are lost, also after the file has grown again."""
+"""Truncated slabs lose only the blocks behind the cut, also after the file has grown again."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def test_blocks_that_are_written_again_after_a_cut_are_kept(tmp_path: Path, cut_
     assert disk.read(numbers) == numbers
     assert disk.tier.stats().mismatches == 0
     closed(disk)
-    with opened(tmp_path) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
 @settings(max_examples=settings().max_examples // 5)
@@ -63,17 +63,18 @@ def test_random_cuts_lose_only_what_was_cut(tmp_path_factory: pytest.TempPathFac
         assert sorted(here) == sorted(versions), f"seed {seed}, life {life}"
         assert disk.read(here) == here
         for step in range(3):
-            some = chance.sample(everything, chance.randint(1, 8))
-            disk.tier.delete(keys_of(some))
-            for number in some:
+            numbers = chance.sample(everything, chance.randint(1, 8))
+            disk.tier.delete(keys_of(numbers))
+            for number in numbers:
                 versions.pop(number, None)
-            assert sorted(disk.write(some, version=10 * life + step)) == sorted(some)
+            assert sorted(disk.write(numbers, version=10 * life + step)) == sorted(numbers)
         assert disk.tier.stats().mismatches == 0
         closed(disk)
-        with opened(directory) as (slab, found):
-            assert verify(slab, found) == []
+        with opened(directory) as (slab, recovered):
+            assert verify(slab, recovered) == []
             slot_of = {
-                int(found.contents.keys([slot])[0][3:]): slot for slot in found.contents.slots().tolist()
+                int(recovered.contents.keys([slot])[0][3:]): slot
+                for slot in recovered.contents.slots().tolist()
             }
             end = chance.randint(0, slab.layout.num_slots)
         os.truncate(slab_in(directory), LAYOUT.slot_offset(end) + chance.choice([0, 100]))

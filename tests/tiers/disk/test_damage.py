@@ -1,6 +1,6 @@
-"""The disk tier on a medium that flips, swaps, zeroes, cuts, fails, fills up, crawls or hangs.
+"""The disk tier on a medium that flips, swaps, zeroes, cuts, fails, fills up, slows down or hangs.
 
-Of each: bytes that are wrong are never served, nothing is raised, and a counter moves.
+In each case no wrong bytes are served, nothing is raised, and a counter rises.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from kvoffload.tiers.disk.files import PAGE_BYTES, Files
 from kvoffload.tiers.disk.format import fingerprint_of
 from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
-from kvoffload.tiers.disk.pause import FIRST_PAUSE_S, LONGEST_PAUSE_S
-from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Scratch
+from kvoffload.tiers.disk.slab import FIRST_PAUSE_S, LONGEST_PAUSE_S, MISMATCH, SOUND, Scratch
 from kvoffload.tiers.disk.tier import REFUSED_READS_S
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in
@@ -43,7 +42,7 @@ LAYOUT = Layout.holding(BLOCK_BYTES, KEY_BYTES, NUM_SLOTS)
 
 @pytest.fixture
 def filled(tmp_path: Path) -> Path:
-    """A directory that holds ten blocks, closed."""
+    """A closed directory with ten blocks."""
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
     assert disk.write(NUMBERS) == NUMBERS
     disk.tier.close()
@@ -51,14 +50,14 @@ def filled(tmp_path: Path) -> Path:
 
 
 def reopened(directory: Path, **options: object) -> Disk:
-    """The same directory in a new life, which knows what was written."""
+    """Reopen a directory, with the versions of the blocks in `filled`."""
     disk = Disk(directory, NUM_SLOTS, BLOCK_BYTES, **options)
     disk.versions = dict.fromkeys(NUMBERS, 0)
     return disk
 
 
 def flip(directory: Path, offset: int) -> None:
-    """One bit of the slab is wrong."""
+    """Flip a bit of the slab."""
     with slab_in(directory).open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -93,18 +92,18 @@ def test_a_flipped_bit_in_a_block(filled: Path, byte: int, caplog: pytest.LogCap
     assert disk.read(sorted(lost)) == sorted(lost)
     assert disk.wrong == 0
     disk.tier.close()
-    with opened(filled) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(filled) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
-def test_what_verify_lists_is_what_reads_catch(filled: Path) -> None:
+def test_verify_lists_damaged_blocks(filled: Path) -> None:
     flip(filled, LAYOUT.slot_offset(3) + 17)
     flip(filled, LAYOUT.slot_offset(5) + PAGE_BYTES)
-    with opened(filled) as (slab, found):
-        assert [problem.slot for problem in verify(slab, found)] == [3, 5]
+    with opened(filled) as (slab, recovered):
+        assert [problem.slot for problem in verify(slab, recovered)] == [3, 5]
 
 
-def test_verify_says_which_block_and_why(filled: Path) -> None:
+def test_verify_reports_blocks_and_reasons(filled: Path) -> None:
     flip(filled, LAYOUT.slot_offset(3) + 17)
     bad, steps = LAYOUT.slot_offset(5), []
 
@@ -114,10 +113,10 @@ def test_verify_says_which_block_and_why(filled: Path) -> None:
             raise OSError(errno.EIO, "unreadable sector")
 
     files = FailingFiles()
-    with opened(filled, files) as (slab, found):
+    with opened(filled, files) as (slab, recovered):
         slab.chunk_blocks = 6  # the first run is slots 0 to 5
         files.fail = fail
-        problems = verify(slab, found, lambda done, total: steps.append((done, total)))
+        problems = verify(slab, recovered, lambda done, total: steps.append((done, total)))
     # Slot 0 has failed with its neighbours, and alone.
     keys = keys_of(NUMBERS)
     assert problems == [
@@ -148,15 +147,15 @@ def test_a_flipped_bit_amid_the_log_costs_one_group(tmp_path: Path) -> None:
     assert len(disk.read(NUMBERS)) == 9
     assert (disk.wrong, disk.tier.stats().journal_damage) == (0, 1)
     disk.tier.close()
-    with opened(tmp_path) as (_, found):
-        assert found.damaged == 0, "a damaged journal begins a new epoch"
+    with opened(tmp_path) as (_, recovered):
+        assert recovered.damaged == 0, "a damaged journal starts a new epoch"
 
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_flipped_bit_in_a_checkpoint(filled: Path, copies: int) -> None:
-    with opened(filled) as (slab, found):
-        compact(slab, found)
-    start = LAYOUT.checkpoint_offset(found.epoch + 1)
+    with opened(filled) as (slab, recovered):
+        compact(slab, recovered)
+    start = LAYOUT.checkpoint_offset(recovered.epoch + 1)
     for offset in (start + 40, start + LAYOUT.checkpoint_bytes - PAGE_BYTES + 40)[:copies]:
         flip(filled, offset)
     disk = reopened(filled)
@@ -168,12 +167,12 @@ def test_a_flipped_bit_in_a_checkpoint(filled: Path, copies: int) -> None:
 
 
 def test_a_lost_checkpoint_does_not_cost_the_log_behind_it(filled: Path) -> None:
-    with opened(filled) as (slab, found):
-        compact(slab, found)
+    with opened(filled) as (slab, recovered):
+        compact(slab, recovered)
     disk = reopened(filled)
     assert disk.write([20, 21]) == [20, 21]
     disk.tier.close()
-    start = LAYOUT.checkpoint_offset(found.epoch + 1)
+    start = LAYOUT.checkpoint_offset(recovered.epoch + 1)
     for offset in (start + 40, start + LAYOUT.checkpoint_bytes - PAGE_BYTES + 40):
         flip(filled, offset)
     disk = reopened(filled)
@@ -181,15 +180,15 @@ def test_a_lost_checkpoint_does_not_cost_the_log_behind_it(filled: Path) -> None
     assert disk.read([*NUMBERS, 20, 21]) == [20, 21]
     assert (disk.wrong, disk.tier.stats().journal_damage) == (0, 1)
     disk.tier.close()
-    with opened(filled) as (_, found):
-        assert found.damaged == 0, "a damaged journal begins a new epoch"
-        assert len(found.contents.slots()) == 2
+    with opened(filled) as (_, recovered):
+        assert recovered.damaged == 0, "a damaged journal starts a new epoch"
+        assert len(recovered.contents.slots()) == 2
 
 
 def test_a_flipped_bit_in_the_entries_of_a_checkpoint(filled: Path) -> None:
-    with opened(filled) as (slab, found):
-        compact(slab, found)
-    flip(filled, LAYOUT.checkpoint_offset(found.epoch + 1) + PAGE_BYTES + 200)
+    with opened(filled) as (slab, recovered):
+        compact(slab, recovered)
+    flip(filled, LAYOUT.checkpoint_offset(recovered.epoch + 1) + PAGE_BYTES + 200)
     disk = reopened(filled)
     assert disk.read(NUMBERS) == []
     assert disk.tier.stats().journal_damage == 1
@@ -209,15 +208,15 @@ def test_a_flipped_bit_in_the_superblock(filled: Path, copies: int, caplog: pyte
 
 
 def test_swapped_slots(filled: Path) -> None:
-    one, other = read_slot(filled, 2), read_slot(filled, 7)
-    write_slot(filled, 2, other)
-    write_slot(filled, 7, one)
+    second, seventh = read_slot(filled, 2), read_slot(filled, 7)
+    write_slot(filled, 2, seventh)
+    write_slot(filled, 7, second)
     disk = reopened(filled)
     assert len(disk.read(NUMBERS)) == 8
     assert (disk.wrong, disk.tier.stats().mismatches) == (0, 2)
     disk.tier.close()
-    with opened(filled) as (slab, found):
-        assert verify(slab, found) == [], "what was caught is forgotten for good"
+    with opened(filled) as (slab, recovered):
+        assert verify(slab, recovered) == [], "detected blocks are forgotten for good"
 
 
 def test_a_zeroed_slot_and_a_zeroed_slab(filled: Path) -> None:
@@ -252,7 +251,7 @@ def test_a_truncated_slab(filled: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_a_slot_of_an_earlier_generation(tmp_path: Path) -> None:
-    """A write that the disk lost, though it said otherwise: the old block of the same key is still there."""
+    """The disk lost an acknowledged write, and the old block of the same key is still there."""
     disk = Disk(tmp_path, 1, BLOCK_BYTES)
     disk.write([1], version=0)
     disk.tier.drain(5)
@@ -281,7 +280,7 @@ def put_slot_of(directory: Path, layout: Layout, content: bytes) -> None:
 def test_a_slot_of_another_producer_is_not_served(
     filled: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Slots of another model were copied over ours: they are sound there, and key and slot are right."""
+    """Slots of another model, with equal keys and slots, were copied over the slab."""
     other = tmp_path_factory.mktemp("other")
     disk = Disk(other, NUM_SLOTS, BLOCK_BYTES, fingerprint="another model")
     assert disk.write(NUMBERS, version=1) == NUMBERS
@@ -295,9 +294,9 @@ def test_a_slot_of_another_producer_is_not_served(
     disk.tier.close()
 
 
-@pytest.mark.parametrize("what", ["nothing", "key", "slot", "generation", "producer", "checksum", "bytes"])
-def test_a_block_is_bound_to_everything_that_its_header_says(tmp_path: Path, what: str) -> None:
-    """It is written once and asked for with one thing different."""
+@pytest.mark.parametrize("changed", ["nothing", "key", "slot", "generation", "producer", "checksum", "bytes"])
+def test_a_block_is_bound_to_every_field_of_its_header(tmp_path: Path, changed: str) -> None:
+    """Write a block, then read it with one field changed."""
     geometry = Geometry(LAYOUT, LAYOUT.file_bytes + LOCK_FILE_BYTES, "model")
     lock, slab, _, _ = open_directory(tmp_path, geometry, Files(), RateLimitedLog("test"), None)
     scratch, pool = Scratch(slab), np.stack([block_of(3, 0, BLOCK_BYTES)] * 2)
@@ -305,20 +304,20 @@ def test_a_block_is_bound_to_everything_that_its_header_says(tmp_path: Path, wha
     keys, row = keys_of([3]), np.array([0])
     written, sums = slab.write_blocks(keys, slot, generation, pool, row, scratch)
     assert written.all()
-    wanted, expected = SOUND if what == "nothing" else MISMATCH, sums
-    if what == "slot":
+    wanted, expected = SOUND if changed == "nothing" else MISMATCH, sums
+    if changed == "slot":
         slab.write_pages(LAYOUT.slot_offset(5), slab.read_pages(LAYOUT.slot_offset(4), LAYOUT.slot_bytes)[0])
         slot = np.array([5])
-    elif what == "generation":
+    elif changed == "generation":
         generation = generation + np.uint64(1)
-    elif what == "producer":
+    elif changed == "producer":
         slab.identity = slab.identity._replace(fingerprint=fingerprint_of("another model"))
-    elif what == "checksum":
+    elif changed == "checksum":
         expected = sums ^ np.uint64(1)
-    elif what == "bytes":
+    elif changed == "bytes":
         flip(tmp_path, LAYOUT.slot_offset(4) + 100)
-    asked = keys_of([2 if what == "key" else 3])
-    outcomes = slab.read_blocks(asked, slot, generation, expected, pool, np.array([1]), scratch)
+    read_keys = keys_of([2 if changed == "key" else 3])
+    outcomes = slab.read_blocks(read_keys, slot, generation, expected, pool, np.array([1]), scratch)
     assert outcomes.tolist() == [wanted]
     slab.close()
     lock.release()
@@ -398,19 +397,19 @@ def test_reads_that_the_system_refuses_for_a_while_lose_no_block(
     files.fail = raises(number, "read")
     files.passed_s += 10
     assert disk.read(NUMBERS) == []
-    assert disk.here(NUMBERS) == NUMBERS[:5], "of the others this has been so for a minute"
+    assert disk.here(NUMBERS) == NUMBERS[:5], "the others have been refused for a minute"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENODEV])
 def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], number: int) -> None:
-    """The medium takes no data: what it holds stays, and after a pause it is tried again."""
+    """Stored blocks stay while the medium takes no data; writes are tried again after a pause."""
     disk, files = failing
     files.fail = raises(number, "write", above=LAYOUT.slots_offset)
     assert disk.write([20, 21]) == []
     assert disk.tier.stats().failed == 2
     assert disk.here([20, 21]) == []
     assert disk.write([22]) == []
-    assert disk.tier.stats().dropped == 1, "nothing is tried, and nothing evicted, for a while"
+    assert disk.tier.stats().dropped == 1, "no write and no eviction for a while"
     assert disk.read(NUMBERS) == NUMBERS
     files.fail = works
     files.passed_s += 2 * FIRST_PAUSE_S
@@ -418,7 +417,7 @@ def test_blocks_that_cannot_be_written(failing: tuple[Disk, FailingFiles], numbe
     assert disk.read([23]) == [23]
 
 
-def test_of_a_batch_that_fails_in_part_the_rest_is_here(failing: tuple[Disk, FailingFiles]) -> None:
+def test_a_partly_failed_batch_keeps_its_other_blocks(failing: tuple[Disk, FailingFiles]) -> None:
     disk, files = failing
     bad: list[int] = []
 
@@ -434,7 +433,7 @@ def test_of_a_batch_that_fails_in_part_the_rest_is_here(failing: tuple[Disk, Fai
     assert disk.tier.stats().failed == 1
     manager = disk.manager
     audit(manager)
-    assert manager.stats().writing == 0, "of nobody who has failed or succeeded"
+    assert manager.stats().writing == 0, "no block is in flight"
     assert disk.here([20, 21, 22]) == stored
     assert disk.read(stored) == stored
 
@@ -488,7 +487,7 @@ def test_pauses_after_writes_that_fail_double_until_one_succeeds(
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
 def test_a_journal_that_cannot_be_written(failing: tuple[Disk, FailingFiles], operation: str) -> None:
-    """Nothing is acknowledged any more, and nothing written; what is here is still read."""
+    """No write is acknowledged or started; stored blocks are still read."""
     disk, files = failing
     files.fail = raises(errno.EIO, operation)
     if operation == "write":
@@ -514,8 +513,8 @@ def test_a_journal_that_fails_while_writes_wait_for_it(filled: Path) -> None:
     assert disk.tier.drain(HANGS_S)
     files.fail = works
     disk.tier.close()
-    with opened(filled) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(filled) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
 def test_a_slab_that_is_deleted_while_open(filled: Path) -> None:
@@ -537,7 +536,7 @@ def test_a_full_file_system_refuses_the_tier_at_once(tmp_path: Path) -> None:
 
 
 def test_a_small_tmpfs(tmp_path: Path) -> None:
-    """A real file system that is too small: one that has no direct I/O either, on older kernels."""
+    """A real file system that is too small, without direct I/O on older kernels."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1M,mode=0700", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a tmpfs")
@@ -561,7 +560,7 @@ def test_a_small_tmpfs(tmp_path: Path) -> None:
 
 
 class Gate:
-    """Holds operations back until it is opened."""
+    """Blocks operations until it is opened."""
 
     def __init__(self, *operations: str) -> None:
         self._operations, self.opened, self.waiting = operations, threading.Event(), threading.Semaphore(0)
@@ -573,7 +572,7 @@ class Gate:
 
 
 def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(tmp_path: Path) -> None:
-    """Of 17 slots one is empty: a block goes there at once, the next one waits for a removal."""
+    """With 17 slots, one of them empty, the first write starts at once; the second waits for a removal."""
     files, data = FailingFiles(), threading.Semaphore(0)
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files)
     numbers = list(range(NUM_SLOTS))
@@ -600,11 +599,11 @@ def test_a_write_into_a_full_slab_waits_for_no_removal_while_there_is_a_reserve(
     disk.versions.update({20: 0, 21: 0})
     assert disk.read([20, 21]) == [20, 21]
     disk.tier.close()
-    with opened(tmp_path) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
-def test_a_drain_lasts_as_long_as_the_commit_that_is_on_its_way(
+def test_a_drain_waits_for_the_commit_in_flight(
     failing: tuple[Disk, FailingFiles],
 ) -> None:
     disk, files = failing
@@ -616,10 +615,10 @@ def test_a_drain_lasts_as_long_as_the_commit_that_is_on_its_way(
     assert disk.tier.drain(HANGS_S)
 
 
-def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
+def test_a_write_that_waits_for_a_removal_does_not_wait_for_other_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While blocks are being written the journal pauses: a write that needs it ends the pause."""
+    """The journal pauses while blocks are written, and a write that waits for a removal ends the pause."""
     files, begun, writes, first_may_end = FailingFiles(), threading.Semaphore(0), count(), threading.Event()
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
     assert len(disk.write(list(range(NUM_SLOTS - 1)))) == NUM_SLOTS - 1
@@ -655,7 +654,7 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
     delete_while_the_journal_pauses(0)
     delete_while_the_journal_pauses(1)
     disk.tier.submit_write(keys_of([21, 22]), disk.pool, np.array([21, 22]))
-    assert begun.acquire(timeout=HANGS_S), "there is no other room, and the second removal is not durable yet"
+    assert begun.acquire(timeout=HANGS_S), "no other slot is free, and the second removal is not durable yet"
     first_may_end.set()
     assert disk.tier.drain(HANGS_S)
     assert [result.ok.all() for result in disk.tier.finished()] == [True, True]
@@ -663,11 +662,8 @@ def test_a_write_that_waits_for_a_removal_does_not_wait_for_the_write_beside_it(
 
 
 @pytest.mark.parametrize("operation", ["write", "sync"])
-def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
-    tmp_path: Path, operation: str
-) -> None:
-    """Threads end when there is nothing left to do: neither a write that hangs, nor one that waits until the
-    removal of the block before it is durable, is without the others when it goes on."""
+def test_writes_in_flight_end_after_a_close_that_does_not_wait(tmp_path: Path, operation: str) -> None:
+    """Threads end only when no work is left: a write that hangs or waits for a removal finds all threads."""
     files = FailingFiles()
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files, num_threads=3)
     numbers = list(range(NUM_SLOTS - 2 if operation == "write" else NUM_SLOTS))
@@ -682,7 +678,7 @@ def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
     gate.opened.set()
     for thread in (*disk.tier._pipeline._threads, disk.committer.thread):
         thread.join(20)
-    assert disk.tier._pipeline.close(0.0), "all threads have ended, without being told again"
+    assert disk.tier._pipeline.close(0.0), "all threads have ended"
     disk.tier.close()
     assert [(result.job, result.ok.tolist()) for result in disk.tier.finished()] == [(job, [True, True])]
     again = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES)
@@ -693,7 +689,7 @@ def test_a_close_that_does_not_wait_leaves_no_block_on_its_way_for_ever(
 @pytest.mark.parametrize("mended", [True, False])
 @pytest.mark.parametrize("bad", [0, PAGE_BYTES])
 def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended: bool) -> None:
-    """It is mended, and the sound one is not touched; if it cannot be, the slab serves all the same."""
+    """A bad superblock is repaired and the sound one stays; the slab works even if the repair fails."""
     flip(filled, bad + 40)
     files, written = FailingFiles(), []
 
@@ -708,8 +704,8 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
     assert written == [bad]
     assert disk.read(NUMBERS) == NUMBERS
     disk.tier.clear()
-    assert disk.tier.drain(HANGS_S), "one place is enough"
-    assert written[1] == bad, "the sound one is written when the other may be whole again"
+    assert disk.tier.drain(HANGS_S), "one superblock is enough"
+    assert written[1] == bad, "the bad superblock is written first"
     disk.tier.close()
     flip(filled, (PAGE_BYTES - bad if mended else bad) + 40)
     disk = reopened(filled)
@@ -722,7 +718,7 @@ def test_a_superblock_that_differs_from_its_copy(filled: Path, bad: int, mended:
     [["journal"], ["superblocks"], ["journal", "superblocks"]],
     ids=["the journal had failed", "the superblocks fail for a while", "both"],
 )
-def test_a_reset_is_durable_whatever_fails(
+def test_a_reset_becomes_durable_despite_failures(
     filled: Path, failing: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(committer, "VOID_RETRY_S", 0.05)
@@ -737,7 +733,7 @@ def test_a_reset_is_durable_whatever_fails(
         files.fail = lambda operation, offset: refuse(operation, offset) if offset <= PAGE_BYTES else None
     disk.tier.clear()
     if "superblocks" in failing:
-        assert not disk.tier.drain(0.1), "not before it is so"
+        assert not disk.tier.drain(0.1), "the reset is not durable yet"
         files.fail = works
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
@@ -747,8 +743,8 @@ def test_a_reset_is_durable_whatever_fails(
     disk.tier.close()
 
 
-def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(filled: Path) -> None:
-    """Its floor is above all that was ever written, also when nothing of it was here any more to compare."""
+def test_a_reset_voids_blocks_of_every_life_despite_journal_damage(filled: Path) -> None:
+    """The void generation exceeds all earlier generations, even if all blocks had been deleted."""
     disk = reopened(filled)
     assert disk.tier.delete(keys_of(NUMBERS)) == len(NUMBERS)
     disk.tier.close()
@@ -758,7 +754,7 @@ def test_a_reset_holds_for_blocks_of_every_life_whatever_the_journal_has_lost(fi
     disk.tier.close()
     flip(filled, LAYOUT.log_offset + PAGE_BYTES + 72)
     disk = reopened(filled)
-    assert disk.tier.stats().journal_damage == 1, "that they were deleted"
+    assert disk.tier.stats().journal_damage == 1, "the group with the deletions"
     assert disk.read(NUMBERS) == []
     disk.tier.close()
 
@@ -769,13 +765,13 @@ def test_generations_grow_although_the_clock_is_wrong(filled: Path) -> None:
         disk = reopened(filled, files=FailingFiles(0.0))
         assert disk.write([number]) == [number]
         disk.tier.close()
-        with opened(filled) as (_, found):
-            newest.append(int(found.contents.generation.max()))
+        with opened(filled) as (_, recovered):
+            newest.append(int(recovered.contents.generation.max()))
     assert newest == sorted({*newest})
 
 
-def test_slots_that_a_reset_has_emptied_are_not_written_before_it_is_durable(filled: Path) -> None:
-    """Until then a crash would bring their blocks back."""
+def test_slots_emptied_by_a_reset_are_written_only_after_it_is_durable(filled: Path) -> None:
+    """A crash before that would revive their blocks."""
     files, written = FailingFiles(), threading.Event()
     disk = reopened(filled, files=files)
 
@@ -794,7 +790,7 @@ def test_slots_that_a_reset_has_emptied_are_not_written_before_it_is_durable(fil
 
 
 def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
-    """The sync of one batch fails while another waits, both with removals: every job ends all the same."""
+    """Every job ends if the sync of a batch fails while another batch waits."""
     files = FailingFiles()
     disk = Disk(tmp_path, NUM_SLOTS, BLOCK_BYTES, files=files)
     assert len(disk.write(list(range(NUM_SLOTS)))) == NUM_SLOTS
@@ -809,7 +805,7 @@ def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
 
     files.fail = fail
     jobs = [disk.tier.submit_write(keys_of([20, 21]), disk.pool, np.arange(2))[0]]
-    assert appending.wait(HANGS_S), "the first batch is on its way, and not synced"
+    assert appending.wait(HANGS_S), "the first batch is written and not synced"
     jobs.append(disk.tier.submit_write(keys_of([22, 23]), disk.pool, np.arange(2))[0])
     assert NO_JOB not in jobs
     assert disk.tier.drain(HANGS_S)
@@ -817,11 +813,11 @@ def test_a_journal_that_fails_amid_evictions(tmp_path: Path) -> None:
     assert sorted(result.job for result in disk.tier.finished()) == jobs
     files.fail = works
     disk.tier.close()
-    with opened(tmp_path) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
-def test_a_slow_disk_drops_writes_and_delays_nobody(filled: Path) -> None:
+def test_a_slow_disk_drops_writes_and_delays_no_call(filled: Path) -> None:
     files = FailingFiles()
     disk = reopened(filled, files=files, queue_bytes=3 * LAYOUT.slot_bytes)
     files.fail = gate = Gate("write")
@@ -834,7 +830,7 @@ def test_a_slow_disk_drops_writes_and_delays_nobody(filled: Path) -> None:
             jobs[job] = number
     assert (len(jobs), dropped, disk.tier.stats().dropped) == (3, 7, 7)
     assert disk.tier.finished() == []
-    assert disk.here(list(jobs.values())) == [], "not before they are written"
+    assert disk.here(list(jobs.values())) == [], "blocks appear after their write"
     assert not disk.tier.drain(0.01)
     read = disk.tier.submit_read(keys_of(NUMBERS[:5]), disk.pool, np.arange(5))
     assert disk.wait(read).all(), "reads do not wait behind writes"
@@ -865,8 +861,8 @@ def test_a_disk_that_hangs_does_not_hang_the_engine(
     gate.opened.set()
     disk.tier.close_timeout_s = HANGS_S
     disk.tier.close()
-    with opened(filled) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(filled) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
 def test_a_bug_in_a_thread_is_a_failed_block(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:

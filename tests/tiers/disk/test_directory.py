@@ -1,4 +1,4 @@
-"""A directory over months: producers come and go, others may write there, the medium is not always there."""
+"""Directories with several producers, failing media, forks, links and wrong clocks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def life(directory: Path, producer: str = "model", **options: object) -> Disk:
 
 
 def used_bytes(directory: Path) -> int:
-    """The lengths of all files; how a file system keeps its own books is not ours to bound."""
+    """Return the lengths of all files, without the file system's own metadata."""
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
@@ -56,24 +56,24 @@ def test_producers_that_take_turns_find_their_blocks_again(tmp_path: Path) -> No
     for turn in range(4):
         for number, producer in enumerate(["llama", "mistral"]):
             disk = life(tmp_path, producer)
-            mine = list(range(10 * number, 10 * number + 5))
-            disk.versions = dict.fromkeys(mine, 0)
-            assert disk.read(mine) == (mine if turn else [])
-            assert disk.write(mine) == ([] if turn else mine)
+            numbers = list(range(10 * number, 10 * number + 5))
+            disk.versions = dict.fromkeys(numbers, 0)
+            assert disk.read(numbers) == (numbers if turn else [])
+            assert disk.write(numbers) == ([] if turn else numbers)
             assert used_bytes(tmp_path) <= CAPACITY
             disk.tier.close()
     assert len(slabs_in(tmp_path)) == 2
 
 
 def on_the_medium(directory: Path) -> int:
-    """Bytes that the files of a directory take, also those that have no name any more."""
+    """Return the bytes in use on the file system, including deleted open files."""
     status = os.statvfs(directory)
     return (status.f_blocks - status.f_bfree) * status.f_frsize
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, that has little more room than a directory may take."""
+    """A separate file system with little more space than the capacity."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={CAPACITY + 64 * 1024},mode=0700", "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root can mount a tmpfs")
@@ -81,7 +81,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_slab_that_nobody_can_use_gives_its_room_back_at_once(small_disk: Path) -> None:
+def test_the_space_of_an_unusable_slab_is_free_at_once(small_disk: Path) -> None:
     disk = life(small_disk)
     disk.write(NUMBERS)
     disk.tier.close()
@@ -93,8 +93,8 @@ def test_a_slab_that_nobody_can_use_gives_its_room_back_at_once(small_disk: Path
     disk.tier.close()
 
 
-def test_a_cache_that_has_turned_over_gives_up_what_is_needed_and_not_all(tmp_path: Path) -> None:
-    """Its blocks are everywhere in the slab: nothing can be cut off behind them."""
+def test_a_full_slab_loses_only_as_many_blocks_as_another_producer_needs(tmp_path: Path) -> None:
+    """Blocks are spread over the whole slab, so that no end can be cut off."""
     disk = life(tmp_path)
     for number in range(3 * NUM_BLOCKS):
         disk.write([number])
@@ -104,17 +104,17 @@ def test_a_cache_that_has_turned_over_gives_up_what_is_needed_and_not_all(tmp_pa
     life(tmp_path, "a look with another model").tier.close()
     again = life(tmp_path)
     again.versions = dict.fromkeys(here, 0)
-    left = again.read(here)
-    assert NUM_BLOCKS // 3 < len(left) < 2 * NUM_BLOCKS // 3
+    kept = again.read(here)
+    assert NUM_BLOCKS // 3 < len(kept) < 2 * NUM_BLOCKS // 3
     assert again.wrong == again.tier.stats().mismatches == 0
     assert again.write(list(range(1000, 1020))) == list(range(1000, 1020))
     again.tier.close()
-    with opened(tmp_path / name_of("model")) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path / name_of("model")) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
 def test_a_reset_reaches_the_slabs_of_others(tmp_path: Path) -> None:
-    """An upgrade is reset because of new weights, and rolled back: the old version has the old blocks."""
+    """After a reset by the new version, a rolled-back old version has no old blocks."""
     disk = life(tmp_path, "version 1")
     disk.write(NUMBERS)
     disk.tier.close()
@@ -125,8 +125,8 @@ def test_a_reset_reaches_the_slabs_of_others(tmp_path: Path) -> None:
     assert life(tmp_path, "version 1").here(NUMBERS) == []
 
 
-def test_a_reset_does_not_delete_a_slab_that_is_just_making_way(tmp_path: Path) -> None:
-    """A thread that writes is taking half of it; the thread that commits would delete it meanwhile."""
+def test_a_reset_does_not_delete_a_slab_that_is_shrinking(tmp_path: Path) -> None:
+    """A writer thread shrinks the other slab while the committer would delete it."""
     disk = life(tmp_path, "other")
     disk.write([1])
     disk.tier.close()
@@ -141,7 +141,7 @@ def test_a_reset_does_not_delete_a_slab_that_is_just_making_way(tmp_path: Path) 
 
 
 def test_a_full_disk_costs_no_other_producer_its_blocks(small_disk: Path) -> None:
-    """What is only a wish, the rest of the capacity, is not had; what is there stays, and works."""
+    """On a full disk slabs do not grow to the capacity, but keep their blocks and work."""
     for producer in ("first", "second"):
         disk = life(small_disk, producer)
         disk.write(NUMBERS)
@@ -179,17 +179,17 @@ def test_a_slab_grows_into_the_room_of_the_others_the_oldest_first(tmp_path: Pat
         disk.tier.close()
     disk = life(tmp_path, "third")
     names = {path.name for path in slabs_in(tmp_path)}
-    gone = []
+    deleted = []
     for number in range(100, 100 + NUM_BLOCKS - 1):
         assert disk.write([number]) == [number]
         assert used_bytes(tmp_path) <= CAPACITY
-        left = {path.name for path in slabs_in(tmp_path)}
-        gone += sorted(names - left)
-        names = left
-    assert disk.tier.stats().ready == NUM_BLOCKS, "all of the capacity is its own in the end"
+        remaining = {path.name for path in slabs_in(tmp_path)}
+        deleted += sorted(names - remaining)
+        names = remaining
+    assert disk.tier.stats().ready == NUM_BLOCKS, "the slab finally has the whole capacity"
     assert disk.tier.stats().failed == 0
     disk.tier.close()
-    assert gone == [name_of("first"), name_of("second")]
+    assert deleted == [name_of("first"), name_of("second")]
     assert life(tmp_path, "third").tier.stats().restored == NUM_BLOCKS
 
 
@@ -199,7 +199,7 @@ def name_of(producer: str) -> str:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_any_order_of_producers_and_capacities_keeps_the_bound(tmp_path: Path, seed: int) -> None:
-    """What is found again is what was written last; a smaller capacity holds from the opening on."""
+    """Recovered blocks have the last version; a smaller capacity holds from the opening on."""
     chance, written, found_again = random.Random(seed), dict[str, dict[int, int]](), 0
     for step in range(40):
         producer = chance.choice("abcd")
@@ -226,7 +226,7 @@ def test_any_order_of_producers_and_capacities_keeps_the_bound(tmp_path: Path, s
 
 
 def test_a_crash_leaves_room_for_others_all_the_same(tmp_path: Path) -> None:
-    """A killed life has reserved all; the next one of another producer takes what no block needs."""
+    """A killed tier has reserved the capacity; another producer takes the space without blocks."""
     disk = life(tmp_path, "killed")
     assert disk.write(NUMBERS) == NUMBERS
     disk.kill()
@@ -310,13 +310,13 @@ def test_a_slab_that_cannot_grow_any_more_reads_on(tmp_path: Path) -> None:
         if disk.write([number]) != [number]:
             break
         last = number
-    assert 100 <= last < 100 + NUM_BLOCKS - 1, "until the room of the other would be needed"
+    assert 100 <= last < 100 + NUM_BLOCKS - 1, "until the other slab would have to shrink"
     assert disk.read([1, last]) == [1, last]
     assert disk.tier.stats().failed == 1
     disk.tier.close()
 
 
-def test_a_slab_that_somebody_has_deleted_is_not_missed(tmp_path: Path) -> None:
+def test_growth_works_after_another_slab_was_deleted(tmp_path: Path) -> None:
     for producer in ("other", "model"):
         disk = life(tmp_path, producer)
         disk.write([1])
@@ -342,7 +342,7 @@ def filled(tmp_path: Path) -> Path:
 
 
 def metadata(*regions: tuple[int, int]) -> Callable[[str, int], None]:
-    """Reads that begin in these regions fail."""
+    """Make reads fail that begin in these regions."""
 
     def fail(operation: str, offset: int) -> None:
         if operation == "read" and any(first <= offset < end for first, end in regions):
@@ -381,8 +381,8 @@ def test_a_damaged_superblock_beside_one_that_cannot_be_read_is_not_the_end(fill
 
 
 @pytest.mark.parametrize("page", [3, LAYOUT.log_bytes // PAGE_BYTES - 1], ids=["used", "never used"])
-def test_what_stays_unreadable_is_given_up_by_hand(tmp_path: Path, page: int) -> None:
-    """`kvoffload disk compact` keeps what can be read. A bad sector reads again once it has been written."""
+def test_compact_repairs_an_unreadable_journal(tmp_path: Path, page: int) -> None:
+    """`kvoffload disk compact` keeps the readable blocks. Writing a bad sector makes it readable."""
     disk = life(tmp_path)
     for number in NUMBERS:
         disk.write([number])
@@ -402,9 +402,9 @@ def test_what_stays_unreadable_is_given_up_by_hand(tmp_path: Path, page: int) ->
     with pytest.raises(UnavailableError, match=r"1 pages of its journal cannot be read: .* disk compact"):
         life(tmp_path, files=files)
     tries = itertools.count()
-    with opened(tmp_path, files) as (slab, found):
+    with opened(tmp_path, files) as (slab, recovered):
         compacting = True
-        compact(slab, found)
+        compact(slab, recovered)
     disk = life(tmp_path, files=files)
     disk.versions = dict.fromkeys(NUMBERS, 0)
     assert len(disk.read(NUMBERS)) == (9 if page == 3 else 10)
@@ -422,7 +422,7 @@ def test_a_journal_that_cannot_be_read_when_its_log_is_full_is_not_written_over(
             break
         disk.write([number])
         disk.tier.delete(keys_of([number]))
-    assert not disk.tier.accepts_writes, "writing has ended for this life"
+    assert not disk.tier.accepts_writes, "the journal is broken"
     disk.versions = dict.fromkeys(NUMBERS, 0)
     assert disk.read(NUMBERS) == NUMBERS
     files.fail = works
@@ -469,7 +469,7 @@ def test_an_owner_that_is_killed_leaves_no_lock_with_its_children(tmp_path: Path
 
 
 def in_a_fork(act: Callable[[], bool]) -> bool:
-    """What `act` answers in a forked process."""
+    """Return the result of `act` in a forked process."""
     child = os.fork()
     if child == 0:
         answer = False
@@ -482,27 +482,27 @@ def in_a_fork(act: Callable[[], bool]) -> bool:
 
 @contextlib.contextmanager
 def a_child_that_lives_on() -> Iterator[None]:
-    """A forked process that has begun, and ends when this does."""
-    (read_end, write_end), (told, tells) = os.pipe(), os.pipe()
+    """Run a forked process until the end of the context."""
+    (read_end, write_end), (ready_read, ready_write) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write_end)
-        os.write(tells, b"!")
+        os.write(ready_write, b"!")
         os.read(read_end, 1)
         os._exit(0)
-    os.read(told, 1)
+    os.read(ready_read, 1)
     yield
-    for end in (write_end, read_end, told, tells):
+    for end in (write_end, read_end, ready_read, ready_write):
         os.close(end)
     os.waitpid(child, 0)
 
 
-def test_a_process_forked_while_the_lock_is_waited_for_has_no_part_in_it(
+def test_a_process_forked_during_the_wait_does_not_hold_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = RateLimitedLog("test")
     first = DirectoryLock(tmp_path, log)
-    # As if it were another process's: one's own is not waited for.
+    # As if another process held the lock, since a lock of this process is not waited for.
     monkeypatch.setattr(lock, "_held", {})
     with contextlib.ExitStack() as children:
 
@@ -511,14 +511,14 @@ def test_a_process_forked_while_the_lock_is_waited_for_has_no_part_in_it(
             first.release()
 
         second = DirectoryLock(tmp_path, log, sleep=fork_and_let_go)
-        # The owner dies: nobody unlocks, its files are closed.
+        # The owner dies: its files are closed, not unlocked.
         while second._fds:
             os.close(second._fds.pop())
         DirectoryLock(tmp_path, log, wait_s=0.0).release()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_process_has_no_part_in_the_tier(tmp_path: Path) -> None:
+def test_a_forked_process_cannot_use_the_tier(tmp_path: Path) -> None:
     disk = life(tmp_path)
     disk.write([1])
 
@@ -541,7 +541,7 @@ def test_a_forked_process_has_no_part_in_the_tier(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("call", ["drain", "clear", "delete", "finish_request", "finished"])
-def test_a_forked_process_waits_for_no_lock_that_nobody_in_it_releases(tmp_path: Path, call: str) -> None:
+def test_calls_in_a_forked_process_do_not_block(tmp_path: Path, call: str) -> None:
     disk = life(tmp_path)
     disk.write([1])
     request = disk.tier.begin_request("r")
@@ -570,22 +570,22 @@ def test_a_forked_process_waits_for_no_lock_that_nobody_in_it_releases(tmp_path:
     disk.tier.clear()
     assert disk.tier.drain(HANGS_S)
     disk.tier.close()
-    assert disk.tier.finished() == [], "after its end too: only a child is refused"
+    assert disk.tier.finished() == [], "only forked processes are refused"
     assert disk.tier.drain(HANGS_S)
 
 
 def test_the_lock_ends_when_a_hang_does(tmp_path: Path) -> None:
-    files, answers, asked = FailingFiles(), threading.Event(), threading.Event()
+    files, answers, is_called = FailingFiles(), threading.Event(), threading.Event()
     disk = life(tmp_path, files=files)
     disk.tier.close_timeout_s = 0.1
 
     def hang(operation: str, offset: int) -> None:
-        asked.set()
+        is_called.set()
         answers.wait(HANGS_S)
 
     files.fail = hang
     disk.tier.submit_write(keys_of([1]), disk.pool, np.array([1]))
-    assert asked.wait(HANGS_S)
+    assert is_called.wait(HANGS_S)
     disk.tier.close()
     with pytest.raises(UnavailableError, match="has it open"):
         life(tmp_path)
@@ -600,7 +600,7 @@ def test_the_lock_ends_when_a_hang_does(tmp_path: Path) -> None:
 
 
 def open_files(directory: Path) -> list[str]:
-    """What this process has open there."""
+    """Return the files of a directory that this process has open."""
     names = []
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -720,7 +720,7 @@ def test_a_directory_of_another_user_is_refused(filled: Path, monkeypatch: pytes
     ids=["directory", "pipe", "socket"],
 )
 @pytest.mark.parametrize("end", ["", ".new"])
-def test_what_is_no_file_is_named_and_left_alone(
+def test_a_name_of_a_slab_that_is_not_a_file_is_refused(
     tmp_path: Path, make: Callable[[Path], None], what: str, end: str
 ) -> None:
     path = tmp_path / (name_of("model") + end)
@@ -737,7 +737,7 @@ def test_what_is_no_file_is_named_and_left_alone(
 
 
 def bind(path: Path) -> None:
-    """A socket, by a short name: that of a test's directory may be too long."""
+    """Create a socket by a relative name, since the absolute path may be too long."""
     with socket.socket(socket.AF_UNIX) as made:
         before = os.getcwd()
         os.chdir(path.parent)
@@ -760,8 +760,8 @@ def test_a_reset_is_for_good_though_the_clock_is_set_back(tmp_path: Path, checkp
     disk.tier.delete(keys_of(NUMBERS))
     disk.tier.close()
     for _ in range(checkpoints):
-        with opened(tmp_path, files) as (slab, found):
-            compact(slab, found)
+        with opened(tmp_path, files) as (slab, recovered):
+            compact(slab, recovered)
     files.clock_s = 2e9 - 86400
     disk = life(tmp_path, files=files)
     disk.tier.clear()
@@ -789,8 +789,8 @@ def test_a_clock_before_1970(tmp_path: Path) -> None:
     assert disk.read(NUMBERS) == NUMBERS
     assert disk.write([20]) == [20]
     disk.tier.close()
-    with opened(tmp_path) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
 def test_blocks_written_in_future_hours_count_in_the_present_hour(tmp_path: Path) -> None:
@@ -804,8 +804,8 @@ def test_blocks_written_in_future_hours_count_in_the_present_hour(tmp_path: Path
         disk = life(tmp_path, files=files)
         assert disk.tier.written_before == {int(now_s) // 3600: 10}
         disk.tier.close()
-        with opened(tmp_path, files) as (slab, found):
-            compact(slab, found)
+        with opened(tmp_path, files) as (slab, recovered):
+            compact(slab, recovered)
 
 
 def test_a_clock_ahead_at_one_start_costs_one_day_of_budgeted_writes(

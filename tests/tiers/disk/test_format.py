@@ -1,4 +1,4 @@
-"""docs/formats.md, its reader in examples/, and our own code say the same of every byte."""
+"""docs/formats.md, the reader in examples/ and the code agree on every byte."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_the_reader_in_examples_reads_what_the_tier_wrote(tmp_path: Path, policy
     here = set(disk.here(range(40)))
     disk.tier.close()
     assert inspect(tmp_path)[0].epoch > 0, "there was a checkpoint"
-    found = {int(key[3:]): payload for key, _, _, payload in read_slab(slab_in(tmp_path))}
-    assert set(found) == here
-    for number, payload in found.items():
+    payloads = {int(key[3:]): payload for key, _, _, payload in read_slab(slab_in(tmp_path))}
+    assert set(payloads) == here
+    for number, payload in payloads.items():
         assert payload == block_of(number, disk.versions[number], 5000).tobytes()
 
 
@@ -57,7 +57,7 @@ def test_the_reader_is_short_and_imports_nothing_of_ours() -> None:
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, DAMAGES))]
 )
 def test_the_reader_reads_what_is_left_of_a_damaged_slab(tmp_path: Path, seed: int) -> None:
-    """The page says it all: pages of the journal that are flipped, lost, of an earlier life or elsewhere."""
+    """The example reader handles pages that are flipped, zeroed, outdated or moved as the tier does."""
     read_slab = runpy.run_path(str(READER))["read_slab"]
     chance = random.Random(seed)
     earlier = live_and_close(tmp_path, chance)
@@ -67,14 +67,14 @@ def test_the_reader_reads_what_is_left_of_a_damaged_slab(tmp_path: Path, seed: i
         damaged = bytearray(later)
         for _ in range(chance.randrange(1, 6)):
             at, size = chance.randrange(2, layout.slots_offset // 4096) * 4096, 4096
-            what = chance.choice(["flip", "zero", "earlier", "copy", "place"])
-            if what == "flip":
+            kind = chance.choice(["flip", "zero", "earlier", "copy", "place"])
+            if kind == "flip":
                 damaged[at + chance.randrange(size)] ^= 1 << chance.randrange(8)
-            elif what == "zero":
+            elif kind == "zero":
                 damaged[at : at + size] = bytes(size)
-            elif what == "earlier":
+            elif kind == "earlier":
                 damaged[at : at + size] = earlier[at : at + size]
-            elif what == "copy":
+            elif kind == "copy":
                 other = chance.randrange(2, layout.slots_offset // 4096) * 4096
                 damaged[at : at + size] = later[other : other + size]
             else:
@@ -83,20 +83,20 @@ def test_the_reader_reads_what_is_left_of_a_damaged_slab(tmp_path: Path, seed: i
                     begin = layout.checkpoint_offset(place) + head
                     damaged[begin : begin + 4096] = bytes(4096)
         slab_in(tmp_path).write_bytes(bytes(damaged))
-        with opened(tmp_path) as (slab, found):
-            bad = {problem.slot for problem in verify(slab, found)}
-            contents = found.contents
-            ours = {
+        with opened(tmp_path) as (slab, recovered):
+            bad = {problem.slot for problem in verify(slab, recovered)}
+            contents = recovered.contents
+            expected = {
                 (contents.keys(np.array([slot]))[0], slot, int(contents.generation[slot]))
                 for slot in contents.slots().tolist()
                 if slot not in bad
             }
-        theirs = {(key, slot, generation) for key, slot, generation, _ in read_slab(slab_in(tmp_path))}
-        assert theirs == ours, f"seed {seed}"
+        blocks = {(key, slot, generation) for key, slot, generation, _ in read_slab(slab_in(tmp_path))}
+        assert blocks == expected, f"seed {seed}"
 
 
 def live_and_close(directory: Path, chance: random.Random) -> bytes:
-    """The slab after a while of reading and writing, with checkpoints."""
+    """Return the bytes of a slab after writes with checkpoints."""
     disk = Disk(directory, 12, 5000)
     for step in range(30):
         disk.write(chance.sample(range(40), 4), version=step)
@@ -106,7 +106,7 @@ def live_and_close(directory: Path, chance: random.Random) -> bytes:
     return slab_in(directory).read_bytes()
 
 
-# ---- sound checksums over what cannot be
+# ---- sound checksums over impossible values
 
 NOT_POSSIBLE = [0, 4097, 2**63]
 MORE_NOT_POSSIBLE = [1, 4095, 70_000, 2**31, 2**32 - 1, 2**40, 2**60, 2**64 - 1]
@@ -120,12 +120,12 @@ def absurd(field: np.dtype[Any], value: int) -> int:
 
 
 def opens_or_is_refused(directory: Path) -> None:
-    """No exception but ours, in no time and little memory; inspection and verification likewise."""
+    """Open, inspect and verify a slab; only `ConfigError` is allowed."""
     reports = inspect(directory)
     assert len(reports) == 1
     try:
-        with opened(directory) as (slab, found):
-            verify(slab, found)
+        with opened(directory) as (slab, recovered):
+            verify(slab, recovered)
     except ConfigError:
         assert reports[0].problem
     try:
@@ -232,7 +232,7 @@ def test_absurd_groups(tmp_path: Path, sound_slab: tuple[str, bytes], name: str,
 
 
 def documented(heading: str) -> dict[int, int]:
-    """Offsets and lengths in the table under a heading of docs/formats.md."""
+    """Return offsets and lengths of the table under a heading of docs/formats.md."""
     text = (ROOT / "docs" / "formats.md").read_text()
     section = re.split(r"\n##", text.split(f"### {heading}\n")[1])[0]
     return {int(at): int(size) for at, size in re.findall(r"^\| (\d+) \| (\d+) \|", section, re.M)}
@@ -279,10 +279,10 @@ def test_a_group_comes_back_as_it_went(
     memory = aligned(65536)
     encoded = forms.encode_group(layout, 99, group, memory)
     assert len(encoded) == size
-    found = forms.decode_group(layout, 99, memory)
-    assert found is not None
-    for mine, its in zip(group, found, strict=True):
-        assert np.array_equal(mine, its)
+    decoded = forms.decode_group(layout, 99, memory)
+    assert decoded is not None
+    for before, after in zip(group, decoded, strict=True):
+        assert np.array_equal(before, after)
     assert forms.decode_group(layout, 98, memory) is None, "another slab's"
     body_end = 72 + (removed + 1) // 2 * 8 + added * layout.entry_bytes + used * 8
     at = int(chance.integers(0, body_end))

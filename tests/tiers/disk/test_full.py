@@ -25,13 +25,13 @@ def full(tmp_path: Path) -> tuple[Disk, FailingFiles]:
     return Disk(tmp_path, NUM_BLOCKS, files=files), files
 
 
-def test_the_capacity_is_what_is_reserved(full: tuple[Disk, FailingFiles]) -> None:
+def test_the_capacity_is_the_reserved_slots(full: tuple[Disk, FailingFiles]) -> None:
     disk, _ = full
     stats = disk.tier.stats()
     assert SMALL <= stats.capacity <= SMALL + 1
     assert stats.free == stats.capacity
     for number in range(100):
-        assert disk.write([number]) == [number], "nothing fails, and nothing is dropped"
+        assert disk.write([number]) == [number], "no write fails or is dropped"
         disk.audit()
     stats = disk.tier.stats()
     assert (stats.failed, stats.dropped, stats.ready, stats.free) == (0, 0, stats.capacity, 0)

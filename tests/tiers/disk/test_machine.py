@@ -22,9 +22,9 @@ NUMBERS = st.lists(st.integers(0, 39), min_size=1, max_size=9, unique=True)
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Compares a tier with a dict of what was written, acknowledged and not deleted since.
+    """Compares a tier with a dict of acknowledged blocks.
 
-    Writes and reads stay under way until a rule collects them; a crash may find any of them so.
+    Writes and reads stay in flight until a rule collects them, so a crash may interrupt them.
     """
 
     @initialize(policy=st.sampled_from(["lru", "arc", "fifo", "s3fifo"]))
@@ -76,7 +76,7 @@ class DiskMachine(RuleBasedStateMachine):
                     assert any(
                         np.array_equal(pool[row], block_of(number, known, BLOCK_BYTES))
                         for known in self.allowed[number]
-                    ), "served what was never written under this key"
+                    ), "served bytes that were never written under this key"
         assert not self.under_way
         self._forget_what_is_gone()
         assert sorted(self.owed) == self.disk.here(range(40))
@@ -94,7 +94,7 @@ class DiskMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.life < 6)
     @rule(seed=st.integers(0, 1000), kind=st.sampled_from(KINDS))
     def crash(self, seed: int, kind: str) -> None:
-        """At this very moment, with whatever is under way."""
+        """Crash now, with all jobs in flight."""
         position = self.files.position
         self.files.size_bytes = slab_in(self.directory).stat().st_size
         image = self.files.image(position, random.Random(seed), kind, self.base)
@@ -127,17 +127,17 @@ class DiskMachine(RuleBasedStateMachine):
         job = self.disk.tier.submit_read(keys_of(here), self.disk.pool, np.arange(len(here)))
         assert self.disk.wait(job).all(), "every entry is sound after a crash"
         for row, number in enumerate(here):
-            found = [
+            versions = [
                 v
                 for v in self.allowed[number]
                 if np.array_equal(self.disk.pool[row], block_of(number, v, 512))
             ]
-            assert found, "served what was never written under this key"
-            assert found[0] >= self.owed.get(number, 0)
-            self.owed[number], self.allowed[number] = found[0], {found[0]}
+            assert versions, "served bytes that were never written under this key"
+            assert versions[0] >= self.owed.get(number, 0)
+            self.owed[number], self.allowed[number] = versions[0], {versions[0]}
 
     def _forget_what_is_gone(self) -> None:
-        """Evicted or deleted: from now on a crash may lose it, or bring it back as it was."""
+        """Drop evicted and deleted blocks, which a crash may lose or revive."""
         for number in set(self.owed) - set(self.disk.here(range(40))):
             del self.owed[number]
 

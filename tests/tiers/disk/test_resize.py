@@ -1,4 +1,4 @@
-"""A slab whose capacity changes between starts: what fits is kept, the hottest first, also after a crash."""
+"""Changes of the capacity between starts keep as many blocks as fit, hottest first, also after a crash."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ def test_a_larger_capacity_keeps_all(
         (message,) = [record.getMessage() for record in caplog.records]
         assert f"from {capacity_for(100, 4096)} to {capacity_for(num_blocks, 4096)} bytes" in message
         assert "100 of 100 blocks are kept" in message
-    more = list(range(1000, 1000 + num_blocks - 100))
-    for number in more:
+    new = list(range(1000, 1000 + num_blocks - 100))
+    for number in new:
         assert disk.write([number]) == [number]
-    assert len(disk.here(numbers + more)) == num_blocks
+    assert len(disk.here(numbers + new)) == num_blocks
     assert used_bytes(tmp_path) <= capacity_for(num_blocks, 4096)
     close(disk)
-    with opened(tmp_path) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path) as (slab, recovered):
+        assert verify(slab, recovered) == []
     caplog.clear()
     Disk(tmp_path, num_blocks).tier.close()
     assert caplog.records == [], "logged once"
@@ -92,8 +92,8 @@ def test_a_smaller_capacity_keeps_the_hottest(tmp_path: Path, num_blocks: int) -
     assert set(read_all(disk, disk.here(numbers))) == {*hot, *recent}
     assert used_bytes(tmp_path) <= capacity_for(num_blocks, 4096)
     close(disk)
-    with opened(tmp_path) as (slab, found):
-        assert verify(slab, found) == []
+    with opened(tmp_path) as (slab, recovered):
+        assert verify(slab, recovered) == []
 
 
 def test_a_capacity_too_small_for_the_journal_begins_anew(
@@ -166,7 +166,7 @@ def test_a_larger_capacity_on_a_full_disk_stays_as_it_was(
 
 
 def test_disks_side_by_side_change_their_capacity(tmp_path: Path) -> None:
-    """Also when one is added, and each gets a smaller share: keys keep their homes."""
+    """Keys keep their disks, also when a disk is added and shares shrink."""
 
     def several(names: str, num_blocks: int) -> Driver:
         return Driver(StripedTier([Disk(tmp_path / name, num_blocks).tier for name in names]))
@@ -185,7 +185,7 @@ def test_disks_side_by_side_change_their_capacity(tmp_path: Path) -> None:
     three = several("abc", 60)
     three.versions = dict.fromkeys(numbers, 0)
     kept = read_all(three, numbers)
-    assert 40 <= len(kept) <= 90, "two thirds keep their disk, as far as they fit"
+    assert 40 <= len(kept) <= 90, "two thirds of the blocks keep their disk, if they fit"
     assert three.wrong == 0
     three.tier.close()
 
@@ -201,9 +201,9 @@ def test_other_producers_make_way_for_a_larger_capacity_and_a_smaller_one(tmp_pa
         close(disk)
     disk = Disk(tmp_path, 200, fingerprint="other")
     disk.versions = dict.fromkeys(range(50), 0)
-    left = disk.here(range(50))
-    assert disk.read(left) == left
-    assert 15 <= len(left) <= 50
+    kept = disk.here(range(50))
+    assert disk.read(kept) == kept
+    assert 15 <= len(kept) <= 50
     close(disk)
 
 
@@ -230,9 +230,9 @@ def test_a_crash_at_every_write_and_sync_of_a_change(tmp_path: Path, before: int
             image = recorder.image(position, chance, kind, base)
             write_image(tmp_path / "crash", slab_name(), image)
             place = f"position {position} of {position_end}, {kind}"
-            with opened(tmp_path / "crash", BufferedFiles()) as (slab, found):
-                assert (found.damaged, verify(slab, found)) == (0, []), place
-                names = {int(key[3:]) for key in found.contents.keys(found.contents.slots())}
+            with opened(tmp_path / "crash", BufferedFiles()) as (slab, recovered):
+                assert (recovered.damaged, verify(slab, recovered)) == (0, []), place
+                names = {int(key[3:]) for key in recovered.contents.keys(recovered.contents.slots())}
                 assert names >= kept, place
             if position % 5 == 0 and kind != "all":
                 survivor = Disk(tmp_path / "crash", capacity := chance.choice([before, after, 100]))
@@ -320,14 +320,14 @@ def test_a_second_crash_at_every_write_and_sync_of_the_resumption(tmp_path: Path
             kind = chance.choice(("all", "zeros", "prefix", "torn"))
             write_image(twice, slab_name(), second.image(next_position, chance, kind, image))
             place = f"positions {position} and {next_position} of {second.position}, {kind}"
-            with opened(twice, BufferedFiles()) as (slab, found):
-                assert (found.damaged, verify(slab, found)) == (0, []), place
-                names = {int(key[3:]) for key in found.contents.keys(found.contents.slots())}
+            with opened(twice, BufferedFiles()) as (slab, recovered):
+                assert (recovered.damaged, verify(slab, recovered)) == (0, []), place
+                names = {int(key[3:]) for key in recovered.contents.keys(recovered.contents.slots())}
                 assert names >= kept, place
 
 
 def padded(base: bytes, recorder: Recorder) -> bytes:
-    """What a file held before a record, as long as the record needs it."""
+    """Pad the content before a record to the length that the record needs."""
     size = max([len(base), *(write.offset + len(write.data) for write in recorder.writes)])
     return base + bytes(size - len(base))
 
@@ -366,9 +366,9 @@ def test_another_producer_takes_the_coldest_blocks_and_a_margin(tmp_path: Path, 
     close(other)
     disk = Disk(tmp_path, 200)
     disk.versions = dict.fromkeys(numbers, 0)
-    left = disk.here(numbers)
-    assert set(hot) <= set(left)
+    kept = disk.here(numbers)
+    assert set(hot) <= set(kept)
     margin = disk.layout.num_usable // 16
-    assert 200 - len(left) <= journal + num_new + 2 * margin
-    assert sorted(read_all(disk, left)) == sorted(left)
+    assert 200 - len(kept) <= journal + num_new + 2 * margin
+    assert sorted(read_all(disk, kept)) == sorted(kept)
     close(disk)

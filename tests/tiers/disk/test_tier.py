@@ -1,4 +1,4 @@
-"""The disk tier keeps the contract of secondary tiers, its bounds, and the order of its policy."""
+"""The disk tier keeps its contract, its bounds, and the order of its policy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ OTHER_POLICIES = ["fifo", "sieve", "slru", "s3fifo", "2q", "lfu", "gdsf"]
 
 
 def as_tier(tier: DiskTier) -> SecondaryTier:
-    """mypy holds that it is one."""
+    """Let mypy check that it is a `SecondaryTier`."""
     return tier
 
 
 def order_of(disk: Disk) -> list[bytes]:
-    """Keys in the order of the policy, the coldest first."""
+    """Return keys in the order of the policy, coldest first."""
     manager = disk.manager
     slots = manager.policy.order()
     assert slots is not None
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_also_after_reopening(tmp_path: Path, block_byte
 
 
 def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
-    """Not aligned, with gaps, and read back into others."""
+    """Rows that are unaligned, have gaps, and are read into other rows."""
     tier = DiskTier(tmp_path, capacity_for(20, 8192), 8192, key_bytes=KEY_BYTES, fingerprint="model")
     memory = np.random.default_rng(0).integers(0, 256, 20 * 8200 + 7, np.uint8)
     pool = memory[7 : 7 + 20 * 8200].reshape(20, 8200)[:, :8192]
@@ -77,18 +77,16 @@ def test_rows_of_a_pool_that_lie_badly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [100, 5000])
-def test_a_call_that_moves_fewer_bytes_than_it_was_asked_for_is_not_believed(
-    tmp_path: Path, num_bytes: int
-) -> None:
-    """Blocks, log, checkpoint and superblocks: the rest is moved by further calls."""
+def test_short_reads_and_writes_are_continued(tmp_path: Path, num_bytes: int) -> None:
+    """Further calls move the rest of blocks, log, checkpoint and superblocks."""
     few = ShortFiles(num_bytes)
     disk = Disk(tmp_path, 20, 8192, files=few)
     assert disk.write(NUMBERS) == NUMBERS
     disk.tier.clear()
     assert disk.write(NUMBERS[:5], version=1) == NUMBERS[:5]
     disk.tier.close()
-    with opened(tmp_path, few) as (slab, found):
-        compact(slab, found)
+    with opened(tmp_path, few) as (slab, recovered):
+        compact(slab, recovered)
     for files, anew in ((few, NUMBERS[5:]), (Files(), [])):
         life = Disk(tmp_path, 20, 8192, files=files)
         life.versions = disk.versions | dict.fromkeys(NUMBERS, 1)
@@ -100,7 +98,7 @@ def test_a_call_that_moves_fewer_bytes_than_it_was_asked_for_is_not_believed(
 
 
 def test_a_call_that_moves_nothing_is_a_failure(tmp_path: Path) -> None:
-    """It is not tried for ever."""
+    """The tier does not retry forever."""
     files = ShortFiles(4096)
     disk = Disk(tmp_path, 20, files=files)
     assert disk.write([1]) == [1]
@@ -112,7 +110,7 @@ def test_a_call_that_moves_nothing_is_a_failure(tmp_path: Path) -> None:
     disk.tier.close()
 
 
-def test_it_takes_no_byte_more_than_it_may(tmp_path: Path) -> None:
+def test_files_stay_within_the_capacity(tmp_path: Path) -> None:
     for capacity in (400_000, 1_000_001, 5_000_000):
         directory = tmp_path / str(capacity)
         tier = DiskTier(directory, capacity, 4096, key_bytes=32, fingerprint="model", num_threads=1)
@@ -126,7 +124,7 @@ def test_it_takes_no_byte_more_than_it_may(tmp_path: Path) -> None:
         used = sum(path.stat().st_size for path in directory.iterdir())
         slots = tier.stats().capacity
         assert used <= capacity
-        assert Layout.holding(4096, 32, slots + 1).file_bytes + 4096 > capacity, "and as many slots as fit"
+        assert Layout.holding(4096, 32, slots + 1).file_bytes + 4096 > capacity, "no further slot would fit"
 
 
 def test_its_files_are_its_owners_alone(tmp_path: Path) -> None:
@@ -161,7 +159,7 @@ def test_a_job_is_not_seen_before_it_ended(tmp_path: Path) -> None:
 
 
 def test_a_block_deleted_while_it_is_read(tmp_path: Path) -> None:
-    """The reader gets what was there; nobody counts damage, also when the key is stored anew meanwhile."""
+    """The reader gets the old block, and no damage is counted, even if the key is stored again."""
     disk = Disk(tmp_path, 20)
     disk.write([1], version=0)
     disk.tier.submit_read(keys_of([1]), disk.pool, np.array([9]))
@@ -179,7 +177,7 @@ def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) ->
     disk = Disk(tmp_path, 40, queue_bytes=5 * 4096)
     assert disk.write(list(range(12))) == [0, 1, 2, 3, 4]
     assert disk.tier.stats().dropped == 7
-    assert disk.write(list(range(12))) == [5, 6, 7, 8, 9], "what is here needs no room"
+    assert disk.write(list(range(12))) == [5, 6, 7, 8, 9], "present blocks need no queue"
     disk.tier.close()
 
 
@@ -187,7 +185,7 @@ def test_the_head_of_a_batch_is_taken_when_the_queue_is_small(tmp_path: Path) ->
     "policy", ["lru", "arc", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHER_POLICIES)]
 )
 def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
-    """Contents, and the order exactly where it goes by insertion or by use."""
+    """A reopened tier has the contents, and for policies by insertion or use the exact order."""
     disk, chance = Disk(tmp_path, 30, policy=policy), np.random.default_rng(1)
     for _ in range(40):
         numbers = chance.choice(60, 6, replace=False).tolist()
@@ -196,7 +194,6 @@ def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
         disk.tier.finish_request(request, keys_of(numbers))
     before = order_of(disk)
     assert disk.tier.drain(HANGS_S)
-    # No farewell: what counts is what a crash would leave.
     disk.kill()
     again = Disk(tmp_path, 30, policy=policy)
     after = order_of(again)
@@ -207,8 +204,8 @@ def test_it_comes_back_warm(tmp_path: Path, policy: str) -> None:
     again.tier.close()
 
 
-def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
-    """ARC keeps blocks that were used twice apart: they are what scans do not wash out."""
+def test_uses_are_known_after_reopening(tmp_path: Path) -> None:
+    """ARC keeps blocks with two uses, which scans do not evict."""
     disk = Disk(tmp_path, 20, policy="arc")
     disk.write(NUMBERS)
     disk.use(NUMBERS[:4])
@@ -220,8 +217,8 @@ def test_what_was_used_is_known_after_reopening(tmp_path: Path) -> None:
     again.tier.close()
 
 
-def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A commit of their own takes a page of the log; `drain` makes one, and none after it."""
+def test_accesses_wait_for_the_next_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accesses alone cause no commit, which would take a page of the log; `drain` commits them."""
     monkeypatch.setattr(committer, "ACCESS_INTERVAL_S", 1e9)
     disk = Disk(tmp_path, 20)
     disk.write(NUMBERS)
@@ -231,8 +228,8 @@ def test_uses_wait_for_a_commit_to_go_along_with(tmp_path: Path, monkeypatch: py
     assert not commits._pending.accesses
     disk.use(NUMBERS)
     with commits.lock:
-        assert commits._pending.accesses, "they wait"
-        assert not commits._has_work(), "and nobody is about to write them"
+        assert commits._pending.accesses, "accesses wait"
+        assert not commits._has_work(), "no commit is due"
     disk.tier.close()
 
 
@@ -346,8 +343,8 @@ def test_an_unfinished_slab_of_a_crash_at_its_making_is_replaced(tmp_path: Path)
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.002])
-def test_clear_is_for_good_also_for_what_is_on_its_way(tmp_path: Path, pause_s: float) -> None:
-    """Weights have changed: no block from before may answer, in this life or the next."""
+def test_clear_also_forgets_blocks_in_flight_for_good(tmp_path: Path, pause_s: float) -> None:
+    """After a change of weights no old block is served, now or after reopening."""
     disk = Disk(tmp_path, 40)
     disk.write(NUMBERS)
     pool = np.ones((20, disk.block_bytes), np.uint8)

@@ -24,6 +24,7 @@ from kvoffload.tiers.disk.layout import (
     entry_dtype,
     group_bytes,
     header_dtype,
+    record_type,
     removed_bytes,
 )
 from kvoffload.tiers.producer_text import pack, unpack
@@ -39,44 +40,17 @@ SlabSlots: TypeAlias = npt.NDArray[np.uint32]
 
 SLAB_MAGIC, GROUP_MAGIC, CHECKPOINT_MAGIC = b"KVOFSLAB", b"KVOGROUP", b"KVOCHECK"
 
-SUPERBLOCK = np.dtype(
-    [
-        ("magic", "S8"),
-        ("checksum", "<u8"),
-        ("version", "<u4"),
-        ("page_bytes", "<u4"),
-        ("capacity_bytes", "<u8"),
-        ("num_slots", "<u8"),
-        ("block_bytes", "<u8"),
-        ("key_bytes", "<u4"),
-        ("text_bytes", "<u4"),
-        ("slab_id", "<u8"),
-        ("fingerprint", "u1", 16),
-        ("created_at_s", "<u8"),
-        ("checkpoint_bytes", "<u8"),
-        ("checkpoint_group_bytes", "<u8"),
-        ("log_bytes", "<u8"),
-        ("void_before", "<u8"),
-        ("revision", "<u8"),
-        ("first_slot", "<u8"),
-        ("origin", "<u8"),
-        ("journal_slots", "<u8"),
-        ("journal_offset", "<u8"),
-    ]
+SUPERBLOCK = record_type(
+    "magic:S8 checksum:<u8 version:<u4 page_bytes:<u4 capacity_bytes:<u8 num_slots:<u8 block_bytes:<u8 "
+    "key_bytes:<u4 text_bytes:<u4 slab_id:<u8 fingerprint:16u1 created_at_s:<u8 checkpoint_bytes:<u8 "
+    "checkpoint_group_bytes:<u8 log_bytes:<u8 void_before:<u8 revision:<u8 first_slot:<u8 origin:<u8 "
+    "journal_slots:<u8 journal_offset:<u8"
 )
-HEAD = np.dtype(
-    [
-        ("magic", "S8"),
-        ("checksum", "<u8"),
-        ("slab_id", "<u8"),
-        ("epoch", "<u8"),
-        ("num_entries", "<u8"),
-        ("num_groups", "<u8"),
-        ("num_hours", "<u8"),
-        ("last_generation", "<u8"),
-    ]
+HEAD = record_type(
+    "magic:S8 checksum:<u8 slab_id:<u8 epoch:<u8 num_entries:<u8 num_groups:<u8 num_hours:<u8 "
+    "last_generation:<u8"
 )
-HOUR = np.dtype([("hour", "<u8"), ("num_blocks", "<u8")])
+HOUR = record_type("hour:<u8 num_blocks:<u8")
 MAX_NUMBER = 1 << 62
 """Limit of epochs, sequences and generations; greater numbers are damage and would overflow."""
 MAX_HOURS = 48

@@ -23,53 +23,37 @@ the removal of evicted blocks is not durable yet."""
 LOCK_FILE_BYTES = PAGE_BYTES
 """Size of the lock file; it counts towards the capacity."""
 
-GROUP = np.dtype(
-    [
-        ("magic", "S8"),
-        ("checksum", "<u8"),
-        ("slab_id", "<u8"),
-        ("epoch", "<u8"),
-        ("sequence", "<u8"),
-        ("first_stamp", "<u8"),
-        ("body_bytes", "<u8"),
-        ("kind", "<u4"),
-        ("num_removed", "<u4"),
-        ("num_entries", "<u4"),
-        ("num_accessed", "<u4"),
-    ]
+
+def record_type(fields: str) -> np.dtype[Any]:
+    """Make a packed record type from words ``name:type``."""
+    members: Any = [tuple(field.split(":")) for field in fields.split()]
+    dtype: np.dtype[Any] = np.dtype(members)
+    return dtype
+
+
+GROUP = record_type(
+    "magic:S8 checksum:<u8 slab_id:<u8 epoch:<u8 sequence:<u8 first_stamp:<u8 body_bytes:<u8 "
+    "kind:<u4 num_removed:<u4 num_entries:<u4 num_accessed:<u4"
 )
-ACCESS = np.dtype([("slot", "<u4"), ("after", "<u4")])
+ACCESS = record_type("slot:<u4 after:<u4")
 """A slot that was used, with flag `REUSE` for a counted use, and its stamp less the group's first stamp."""
 
 
 @functools.cache
 def entry_dtype(key_bytes: int) -> np.dtype[Any]:
     """Return the type of the journal's record of a block."""
-    return np.dtype(
-        [
-            ("slot", "<u4"),
-            ("uses", "<u4"),
-            ("generation", "<u8"),
-            ("stamp", "<u8"),
-            ("written_at_s", "<u8"),
-            ("checksum", "<u8"),
-            ("key", "<u8", (words_per_key(key_bytes),)),
-        ]
+    return record_type(
+        "slot:<u4 uses:<u4 generation:<u8 stamp:<u8 written_at_s:<u8 checksum:<u8 "
+        f"key:({words_per_key(key_bytes)},)<u8"
     )
 
 
 @functools.cache
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
     """Return the type of a block's header, which its checksum covers; the header is not stored."""
-    return np.dtype(
-        [
-            ("fingerprint", "u1", 16),
-            ("slot", "<u8"),
-            ("generation", "<u8"),
-            ("block_bytes", "<u8"),
-            ("key_bytes", "<u8"),
-            ("key", "<u8", (words_per_key(key_bytes),)),
-        ]
+    return record_type(
+        "fingerprint:16u1 slot:<u8 generation:<u8 block_bytes:<u8 key_bytes:<u8 "
+        f"key:({words_per_key(key_bytes)},)<u8"
     )
 
 

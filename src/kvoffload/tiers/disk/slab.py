@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
+from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.checksum import checksums
 from kvoffload.tiers.contract import Checksums, Mask
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned
@@ -33,7 +34,6 @@ from kvoffload.tiers.disk.format import (
     void_before,
 )
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.pause import WritePause
 from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
@@ -45,6 +45,9 @@ CHUNK_BYTES = 4 * 1024 * 1024
 """Bytes per system call. Longer calls are not faster and occupy a thread for longer."""
 MAX_RUN_BLOCKS = 1000
 """Blocks per system call, which takes at most 1024 buffers."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+"""Back-off after failed writes: each write evicts a block, and a failing disk must not lose all."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
 """Outcomes of moving a block. `SOUND`: moved, and verified if read. `UNREADABLE`: the medium failed (EIO).
@@ -94,7 +97,8 @@ class Slab:
         self._superblock, layout = superblock, self.layout
         self._superblocks_at = 0, PAGE_BYTES
         self._fd, self._files, self._log = fd, files, log
-        self.room, self._growing, self._growth = room, threading.Lock(), WritePause(files.monotonic_s)
+        self.room, self._growing = room, threading.Lock()
+        self._growth_backoff, self._may_grow_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
         self._num_reserved = layout.slots_before(files.size(fd))
         self.chunk_blocks = max(1, min(MAX_RUN_BLOCKS, CHUNK_BYTES // layout.slot_bytes))
 
@@ -195,7 +199,7 @@ class Slab:
     @property
     def may_grow(self) -> bool:
         """False for a while after a failed growth; the capacity is then the reserved slots."""
-        return self._growth.is_over
+        return self._files.monotonic_s() >= self._may_grow_at_s
 
     def reserve_all(self) -> None:
         """Extend the file to the space that the directory has; other slabs shrink until it fits on the disk.
@@ -213,15 +217,14 @@ class Slab:
         Raises `OSError`. `may_grow` is false for a while after a failure, or if the disk has too little space
         for the full length.
         """
+        has_all = False
         try:
             has_all = self._reserve(num_slots)
-        except OSError:
-            self._growth.failed()
-            raise
-        if has_all:
-            self._growth.succeeded()
-        else:
-            self._growth.failed()
+        finally:
+            if has_all:
+                self._growth_backoff.reset()
+            else:
+                self._may_grow_at_s = self._files.monotonic_s() + self._growth_backoff.next_s()
 
     def _reserve(self, num_slots: int) -> bool:
         """Do the work of `reserve`; returns False if the disk has too little space for the full length."""

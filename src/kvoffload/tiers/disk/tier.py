@@ -24,6 +24,7 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
+from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import (
     NO_JOB,
     Checksums,
@@ -39,11 +40,19 @@ from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.format import REUSE
 from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.pause import WritePause
 from kvoffload.tiers.disk.pipeline import Pipeline
 from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
-from kvoffload.tiers.disk.slab import MISMATCH, REFUSED, SOUND, UNREADABLE, Outcomes, Positions
+from kvoffload.tiers.disk.slab import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    MISMATCH,
+    REFUSED,
+    SOUND,
+    UNREADABLE,
+    Outcomes,
+    Positions,
+)
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
@@ -192,7 +201,7 @@ class DiskTier(SecondaryTier):
             if write_budget is not None:
                 write_budget.add_tier(self.stored_bytes, self.written_before)
             self._counts = TierStats(restored=self._manager.stats().ready)
-            self._pause = WritePause(self._files.monotonic_s)
+            self._write_backoff, self._may_write_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
             self._use_before = self._reserved_then = self._slab.layout.num_slots
             if not self._slab.may_grow:
                 self._confine()
@@ -336,7 +345,7 @@ class DiskTier(SecondaryTier):
     @property
     def accepts_writes(self) -> bool:
         """False for a while after a failed write, and forever after a failure of the journal."""
-        return not self._committer.broken and self._pause.is_over
+        return not self._committer.broken and self._files.monotonic_s() >= self._may_write_at_s
 
     def stats(self) -> TierStats:
         counts, blocks = self._counts, self._manager.stats()
@@ -466,7 +475,7 @@ class DiskTier(SecondaryTier):
         self._counts.written += num_sound
         if num_sound == len(sound):
             self._manager.complete_store(plan)
-            self._pause.succeeded()
+            self._write_backoff.reset()
             return
         self._counts.failed += len(sound) - num_sound
         self._placement.generation[plan.slots[~sound]] = 0
@@ -474,7 +483,7 @@ class DiskTier(SecondaryTier):
         for block_plan, success in zip(plan.split(), sound.tolist(), strict=True):
             self._manager.complete_store(block_plan, success)
         if has_grown:
-            self._pause.failed()
+            self._may_write_at_s = self._files.monotonic_s() + self._write_backoff.next_s()
         else:
             self._confine()
 
