@@ -1,4 +1,4 @@
-"""Our manager behind vLLM's interface, without an engine: what the connector may do, in every order."""
+"""Our manager behind vLLM's interface, without an engine: the connector's calls in every order."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_retries_count_once(world: Callable[..., World]) -> None:
 
 @needs(*POSITIONS)
 def test_a_partial_store_keeps_the_head_of_every_group(world: Callable[..., World]) -> None:
-    """vLLM offers one group after the other; what is stored comes back in its order."""
+    """vLLM offers one group after the other; the stored keys keep the order of the offer."""
     rig = world(4)
     keys = [key(number, group) for group in (0, 1) for number in range(5)]
     ctx = rig.request("r", keys, groups=2)
@@ -181,8 +181,8 @@ def test_a_verification_that_fails_is_a_miss(
     rig.check()
 
 
-def test_waiting_for_verification_holds_up_nobody(world: Callable[..., World]) -> None:
-    """Requests that wait, verified, pin at most half of the pool; others get what is left, or a miss."""
+def test_a_wait_for_verification_blocks_no_other_request(world: Callable[..., World]) -> None:
+    """Verified blocks of waiting requests pin at most half of the pool; other requests get the rest."""
     rig = world(8, verify="always")
     path = [key(number) for number in range(8)]
     rig.serve("r", path)

@@ -35,9 +35,9 @@ NINE = 9
 
 def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llama: Expected) -> None:
     engine = start_engine(llama, {"ram": "32MiB"}, connector=True, **SMALL_STEPS)
-    asked: list[int] = []
+    prefix_lengths: list[int] = []
     lookup = engine.manager.lookup_prefix
-    engine.manager.lookup_prefix = lambda keys, ctx: asked.append(len(keys)) or lookup(keys, ctx)
+    engine.manager.lookup_prefix = lambda keys, ctx: prefix_lengths.append(len(keys)) or lookup(keys, ctx)
     engine.manager.lookup = None  # key by key: never
     side = engine.connector.connector_scheduler
     sources: list[tuple[Any, Any]] = []
@@ -49,7 +49,7 @@ def test_prefixes_at_once(start_engine: Callable[..., Any], llama: Path, on_llam
     for _ in range(2):
         on_llama.check(engine, NINE)
     engine.drain()
-    assert max(asked) == 9
+    assert max(prefix_lengths) == 9
     assert sources
     assert all(our_item == vllm_item for our_item, vllm_item in sources)
     assert engine.manager.core.stats().loaded >= 9
@@ -168,14 +168,14 @@ def test_what_the_engine_knows_of_a_request_reaches_the_policy(
     start_engine: Callable[..., Any], llama: Path, on_llama: Expected
 ) -> None:
     engine = start_engine(llama, {"ram": "32MiB", "policy": "hazard"}, connector=True, **SMALL_STEPS)
-    heard: list[tuple[Hints, Hints]] = []
+    hints_seen: list[tuple[Hints, Hints]] = []
     core = engine.manager.core
     finish = core.finish_request
 
     def finish_and_write_down(ctx: Any, *, hints: Hints = NO_HINTS) -> None:
         began_with = ctx.hints
         finish(ctx, hints=hints)
-        heard.append((began_with, ctx.hints))
+        hints_seen.append((began_with, ctx.hints))
 
     core.finish_request = finish_and_write_down
     first = on_llama.answers[0][0]
@@ -191,7 +191,7 @@ def test_what_the_engine_knows_of_a_request_reaches_the_policy(
     salted = {"prompt_token_ids": on_llama.prompts[0], "cache_salt": "their secret"}
     engine.llm.generate([salted], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
     engine.drain()
-    assert heard == [
+    assert hints_seen == [
         (NO_HINTS, Hints("length")),
         (NO_HINTS, Hints(f"stop {first}")),
         (
@@ -210,12 +210,12 @@ def test_what_waiting_requests_will_ask_for_is_expected(
 ) -> None:
     """A single request runs at a time, and the others wait."""
     engine = start_engine(llama, {"ram": "32MiB"}, connector=True, max_num_seqs=1, **SMALL_STEPS)
-    core, seen = engine.manager.core, list[int]()
+    core, expected_blocks = engine.manager.core, list[int]()
     withdraw = core.withdraw
-    core.withdraw = lambda ctx: seen.append(core.counters().expected) or withdraw(ctx)
+    core.withdraw = lambda ctx: expected_blocks.append(core.counters().expected) or withdraw(ctx)
     assert engine.tokens(on_llama.prompts[:NINE]) == on_llama.answers[:NINE]
     engine.drain()
-    assert seen == [*range(81, 0, -9)], "81 blocks in all, nine fewer with each that is served"
+    assert expected_blocks == [*range(81, 0, -9)], "81 blocks in all, nine fewer with each that is served"
     assert core.counters().expected == 0
     audit(core)
 

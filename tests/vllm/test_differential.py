@@ -90,7 +90,7 @@ def test_difference_ghost_hits_enter_t2() -> None:
 
 @needs(*ORDER)
 def test_difference_a_hit_refreshes_what_the_device_served() -> None:
-    """Head on the device, tail here: vLLM's manager hears only of the tail and evicts the head."""
+    """Head on the device, tail here: vLLM's manager sees only the tail and evicts the head."""
     head, tail, new = [key(1), key(2)], [key(3)], [key(9)]
     vllm_side, our_side = Theirs(4, "lru"), Ours(4, "lru")
     for manager in (vllm_side, our_side):

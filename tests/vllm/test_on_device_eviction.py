@@ -26,7 +26,7 @@ TOKENS = 16
 
 
 class Manager:
-    """Takes what it is offered, and tells; or has no room."""
+    """A stand-in for our manager: records offers, and accepts them if it has room."""
 
     def __init__(self) -> None:
         self.offered: list[str] = []
@@ -38,7 +38,7 @@ class Manager:
         return SimpleNamespace(keys_to_store=keys, store_spec="slots") if self.has_room else None
 
     def withdraw(self, request_id: str) -> None:
-        """The request that begins waits no more."""
+        """Do nothing when a request begins."""
 
     def keep_dropped(self, keys: list[bytes]) -> None:
         self.kept.append(text(keys))
@@ -95,7 +95,7 @@ class Setting:
         self.pool.free_blocks(reversed(blocks))
 
     def step(self) -> dict[int, Any]:
-        """The end of a step; what was offered in it is in `manager.offered`."""
+        """End a step; its offers are in `manager.offered`."""
         self.manager.offered.clear()
         jobs: dict[int, Any] = self.side._build_store_jobs(None)
         return jobs

@@ -105,8 +105,8 @@ def come_up(rig: World, ctx: Any) -> int | None:
     assert rig.lookup(ctx, [key(1), key(2)]) is None
     for _ in range(4):
         rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
-        found = rig.lookup(ctx, [key(1), key(2)])
-    return found
+        hits = rig.lookup(ctx, [key(1), key(2)])
+    return hits
 
 
 @needs(*SOURCES)
@@ -135,7 +135,7 @@ def test_requests_that_leave_out_storage(tmp_path: Path) -> None:
 
 
 def test_a_load_that_failed_is_no_failure_of_what_comes_into_its_slot_next(tmp_path: Path) -> None:
-    """A tier fills the slot: no worker stores there, and says that the slot is sound again."""
+    """A tier fills the slot, so no worker removes the mark of the failed load."""
     rig, keys = World(tmp_path, 2), [key(1)]
     tier = ScriptedTier(rig.pool.slot_stride, immediate=True)
     rig.manager._open_tiers = lambda block_bytes, key_bytes: [tier]
@@ -165,8 +165,8 @@ def test_problems_with_options_are_lines_of_their_own(caplog: pytest.LogCaptureF
     assert all(line.startswith("kvoffload: not started: ") for line in caplog.messages)
     assert "polcy" in caplog.text
     assert "often" in caplog.text
-    mine = {"ram": "1GiB", "sync_load_budget_bytes": 1 << 20, "enable_telemetry": True}
-    assert not KVOffloadConnector.requires_piecewise_for_cudagraph(mine)
+    options = {"ram": "1GiB", "sync_load_budget_bytes": 1 << 20, "enable_telemetry": True}
+    assert not KVOffloadConnector.requires_piecewise_for_cudagraph(options)
 
 
 def test_what_the_library_logs_is_vllms(caplog: pytest.LogCaptureFixture) -> None:

@@ -170,8 +170,8 @@ def test_calls_of_other_versions(version: str) -> None:
         if version == "0.33":
             policy.on_store_miss([rig], ctx)
         if len(policy.chunks) == 2:
-            ((gone, chunk),) = policy.evict(1, {rig})
-            assert chunk == gone.hex()
+            ((evicted_key, chunk),) = policy.evict(1, {rig})
+            assert chunk == evicted_key.hex()
         policy.insert(rig, rig.hex(), **({"req_context": ctx} if version == "0.33" else {}))
         policy.mark_evictable(rig)
         if version == "0.27":
@@ -188,8 +188,8 @@ def test_what_vllm_touches_again_and_again_is_one_use(policy: str) -> None:
         path, ctx = [key(2 * number), key(2 * number + 1)], ReqContext(str(number))
         assert [rig.get(name) for name in path] == [None, None]
         rig.touch(path, ctx)
-        for gone, _ in rig.evict(2, set(path)) if number == 2 else ():
-            assert gone in {key(0), key(1)}
+        for evicted_key, _ in rig.evict(2, set(path)) if number == 2 else ():
+            assert evicted_key in {key(0), key(1)}
         for name in path:
             rig.insert(name, name.hex())
             rig.mark_evictable(name)

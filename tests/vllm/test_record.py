@@ -26,8 +26,8 @@ def test_what_was_asked_is_recorded(
     """Prompts of nine whole blocks, and room for two of them on the device."""
     path = tmp_path / "kv.jsonl"
     engine = start_engine(llama, {"ram": "8MiB", "record": str(path)}, connector=True)
-    asked = [0, 1, 2, 0, 0]
-    for number in asked:
+    order = [0, 1, 2, 0, 0]
+    for number in order:
         assert engine.tokens([on_llama.prompts[number]])[0] == on_llama.answers[number]
         engine.drain()
     (output,) = engine.generate([on_llama.prompts[0][:40]], 3)
@@ -36,7 +36,7 @@ def test_what_was_asked_is_recorded(
     engine.connector._recording.recorder.close()
     header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert (header["block_tokens"], header["in_order"]) == (32, False)
-    lengths = [len(on_llama.prompts[number]) for number in asked] + [40]
+    lengths = [len(on_llama.prompts[number]) for number in order] + [40]
     assert [line["input_length"] for line in lines] == lengths
     assert [line["output_length"] for line in lines] == [len(on_llama.answers[0])] * 5 + [3]
     assert {line["finish_reason"] for line in lines} == {"length"}

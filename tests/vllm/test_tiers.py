@@ -90,8 +90,8 @@ def test_the_second_life_answers_from_the_firsts_disk(lives: Any, first_life: Ex
 def test_a_damaged_slab_changes_nothing_but_the_hit_rate(lives: Any, first_life: Expected) -> None:
     """Every third block is damaged, and sixty places anywhere, in the journal as well."""
     lives.engine.close()
-    with opened(lives.path) as (slab, found):
-        offsets = [slab.layout.slot_offset(slot) + 1000 for slot in found.contents.slots().tolist()[::3]]
+    with opened(lives.path) as (slab, recovered):
+        offsets = [slab.layout.slot_offset(slot) + 1000 for slot in recovered.contents.slots().tolist()[::3]]
     (path,) = slabs_in(lives.path)
     offsets += np.random.default_rng(11).integers(0, path.stat().st_size, 60).tolist()
     with path.open("r+b") as file:
