@@ -106,7 +106,7 @@ def test_size_of_the_tracker() -> None:
     rule = create_admission(text, 36, 100)
     assert isinstance(rule, ReuseAdmission)
     assert len(rule._counts) == 7
-    assert "belongs to reuse" in message(ram=1, admission="tinylfu", max_tracker_size=7)
+    assert "a parameter of reuse" in message(ram=1, admission="tinylfu", max_tracker_size=7)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ tests/vllm_interfaces/signatures.json has the interfaces; tools/vllm_signatures.
 from __future__ import annotations
 
 import ast
+import functools
 import logging
 import sys
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ OURS = {
 """Interface -> our class that implements it."""
 
 
+@functools.cache
 def our_classes() -> dict[str, dict[str, ast.arguments]]:
     """Return every class of the package with the parameters of its methods, read from the source."""
     result = {}
@@ -197,7 +199,7 @@ def test_an_old_version_is_refused(version: str) -> None:
 
 def test_a_feature_may_need_a_newer_version() -> None:
     with pytest.raises(ConfigError, match=r"the connector needs vLLM 0.32 to 0.33"):
-        check_version("0.31.0", since=(0, 32), what="the connector")
+        check_version("0.31.0", since=(0, 32), feature="the connector")
 
 
 @pytest.mark.parametrize("version", ["0.34.0", "1.0", "dev"])
