@@ -314,7 +314,13 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("module", MAKERS)
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(name, marks=() if name == "kvoffload.core.manager" else pytest.mark.slow)
+        for name in MAKERS
+    ],
+)
 def test_nothing_is_left_to_be_compiled_inside_a_request(module: str) -> None:
     code = (
         f"import numpy; from {module} import *; {MAKERS[module]}; "
