@@ -315,7 +315,7 @@ def _without_shrinking() -> Iterator[None]:
 def test_a_planted_fault_is_detected(fault: type[Any], check: str, message: str) -> None:
     twin = NaiveARC if issubclass(fault, NaiveARC) else NaiveLRU
     # As many as it takes: it ends with the first that fails.
-    suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 400})
+    suite = type("Suite", (PolicyConformance,), {"policy": fault, "twin": twin, "max_examples": 160})
     with pytest.raises(Exception, match=message):
         getattr(suite(), check)()
 
@@ -343,7 +343,7 @@ def test_an_endless_loop_is_reported() -> None:
 
 @pytest.mark.usefixtures("_without_shrinking")
 def test_a_failure_ends_with_what_is_wrong() -> None:
-    suite = type("Suite", (PolicyConformance,), {"policy": ChangesFreeSlots, "max_examples": 400})()
+    suite = type("Suite", (PolicyConformance,), {"policy": ChangesFreeSlots, "max_examples": 160})()
     with pytest.raises(AssertionError) as failure:
         suite.test_life_cycle()
     lines = str(failure.value).splitlines()
