@@ -60,26 +60,29 @@ class Problems:
     with problems:
         ...
     problems.check()
+
+    Attributes:
+        found: the errors so far.
     """
 
     def __init__(self, where: str) -> None:
-        self._where, self._errors = where, list[ConfigError]()
+        self._where, self.found = where, list[ConfigError]()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, traceback: object) -> bool:
         if isinstance(error, CombinedConfigError):
-            self._errors += error.problems
+            self.found += error.problems
         elif isinstance(error, ConfigError):
-            self._errors.append(error)
+            self.found.append(error)
         return isinstance(error, ConfigError)
 
     def check(self) -> None:
         """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several."""
-        if self._errors:
+        if self.found:
             raise (
-                self._errors[0] if len(self._errors) == 1 else CombinedConfigError(self._where, self._errors)
+                self.found[0] if len(self.found) == 1 else CombinedConfigError(self._where, self.found)
             )
 
 

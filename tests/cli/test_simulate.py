@@ -24,7 +24,7 @@ def test_it_says_who_waits_and_what_it_rests_on() -> None:
         "TTFT, mean",
         "GPU-hours of prompts saved",
         "simulated write",
-        "Loading from RAM beats computing from",
+        "Loading from RAM is faster than computing from",
         "NVIDIA H100 data sheet",
     ):
         assert words in done.stdout
@@ -53,13 +53,13 @@ def test_denser_sessions_are_said() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("simulate", "chat"), "model: None is not possible; what moves has bytes"),
+        (("simulate", "chat"), "model: None is not possible; copies need the bytes of a token"),
         ((*ON_CHAT, "--machine", "h100"), "machine: 'h100' is not possible; allowed: a file of"),
         ((*ON_CHAT, "--machine", "gone.json"), "machine: 'gone.json' is not possible; it cannot be read"),
         ((*ON_CHAT, "--load", "dense"), "load: 'dense' is not possible"),
         ((*ON_CHAT, "--load", "2", "--at-once", "3"), "give one of the two"),
         ((*ON_CHAT, "--device-blocks", "10"), "the longest request takes"),
-        ((*ON_CHAT, "--max-running", "0"), "max_running: 0 is not possible"),
+        ((*ON_CHAT, "--max-running", "0"), "max-running: 0 is not possible"),
     ],
 )
 def test_a_mistake_is_one_line(arguments: tuple[str, ...], words: str) -> None:

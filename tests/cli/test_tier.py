@@ -163,7 +163,7 @@ def test_what_is_in_a_namespace(server: Server) -> None:
     assert (others["in_epoch"], others["older"]) == (3, 0)
     done = kvoffload("tier", "inspect", url)
     assert [mine["about"], others["about"]] == texts
-    for text in ("ns: 82 of 82 names looked at", "30, 24 KiB each", client.tier.peer.keyspace.producer.hex()):
+    for text in ("ns: 82 of 82 names read", "30, 24 KiB each", client.tier.peer.keyspace.producer.hex()):
         assert text in done.stdout
     assert "rope_theta: 10000 / 1000000" in done.stdout
     server.say(

@@ -123,8 +123,8 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
         assert sentence in paragraphs
     by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
     for name, rows in (
-        ("can be had", [row for row in found["rows"] if row["feasible"]]),
-        ("cannot be", [row for row in found["rows"] if not row["feasible"]]),
+        ("feasible", [row for row in found["rows"] if row["feasible"]]),
+        ("infeasible", [row for row in found["rows"] if not row["feasible"]]),
         ("most for the money", found["frontier"]),
         ("recommended", [found["chosen"]]),
     ):
@@ -158,7 +158,7 @@ def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tup
     assert {row["one_in"] for row in found["sampled"]} == {2}
     by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
     for name, rows in (
-        ("can be had", found["rows"]),
+        ("feasible", found["rows"]),
         ("on one of 2 sessions", found["sampled"]),
         ("recommended", [found["chosen"]]),
     ):

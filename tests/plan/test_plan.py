@@ -704,7 +704,7 @@ def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
     ("more", "why"),
     [
         (("--target-saved", "0.9"), "target-saved: 0.9 is not possible; the ceiling is 0.4500"),
-        (("--load", "fast"), "no number such as 2.5 or 2x"),
+        (("--load", "fast"), "load: 'fast' is not possible; allowed: a number more than 0"),
         (("--policies", "lru,best"), "best"),
         (("--jobs", "0"), "jobs"),
         (("--jobs", "1", "--scheduler", "tcp://127.0.0.1:1"), "with a scheduler, the cluster decides"),

@@ -669,7 +669,7 @@ def test_the_command(tmp_path: Path) -> None:
     options = ("--from", "lengths:none", "--skip-bad-lines")
     done = kvoffload("trace", "convert", tmp_path / "in.csv", tmp_path / "b.none-shared.jsonl", *options)
     assert done.stderr == (
-        "kvoffload: assumed: none-shared; reports of this trace say it\nkvoffload: 1 bad lines left out\n"
+        "kvoffload: assumed: none-shared; reports of this trace mention it\nkvoffload: 1 bad lines left out\n"
     )
     shown = kvoffload("trace", "info", tmp_path / "b.none-shared.jsonl")
     assert "(assumed: none-shared)" in shown.stdout

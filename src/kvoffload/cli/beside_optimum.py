@@ -1,4 +1,4 @@
-"""LRU beside the optimum at some capacities, for commands that show what policies could win."""
+"""LRU beside the optimum at some capacities: the most that a policy could gain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CAPACITIES_PERCENT = (1, 2, 5, 10, 20)
 
 
 def beside_optimum(trace: Trace) -> list[dict[str, Any]]:
-    """The optimum at some capacities, and LRU beside it; the last one without a limit."""
+    """Replay LRU and the optimum at some capacities; the last row has no limit."""
     rows = []
     for percent in (*_CAPACITIES_PERCENT, None):
         capacity = None if percent is None else trace.unique_blocks * percent // 100

@@ -1,101 +1,102 @@
-"""``kvoffload calibrate``: measure this machine, for `kvoffload simulate` and for plans."""
+"""``kvoffload calibrate``: measure this machine, for ``kvoffload simulate`` and for plans."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
-from kvoffload.cli.replay import write_output
+from kvoffload.cli.options import option, options_of
+from kvoffload.cli.output import terminal_table, write_output
 from kvoffload.errors import Problems
-from kvoffload.settings.read import parse_size
+from kvoffload.pages.page import Table
+from kvoffload.settings.read import Count, Size
 from kvoffload.simulate.classes import parse_class
 from kvoffload.simulate.machine import QUANTITIES, Machine, Quantity
 
 
-@click.command("calibrate")
-@click.option("--out", type=click.Path(path_type=Path), metavar="FILE",
-              help="Where the machine is written, as JSON.")  # fmt: skip
-@click.option("--disk", type=click.Path(path_type=Path), metavar="DIR",
-              help="A directory on the disk to measure; it is left as it was.")  # fmt: skip
-@click.option("--url", help="An OpenAI-compatible server that runs: http://HOST:PORT.")
-@click.option("--model", "served_model", metavar="NAME",
-              help="A model that it serves.  [default: its first]")  # fmt: skip
-@click.option("--rest-from", metavar="CLASS[:PARAMETERS]",
-              help="Take what was not measured from a class of machines: h100-pcie5:8B.")  # fmt: skip
-@click.option("--name", default="measured", show_default=True, help="Of the machine, for reports.")
-@click.option("--block-bytes", default="2MiB", show_default=True, help="Of the blocks that are moved.")
-@click.option("--total-bytes", default="512MiB", show_default=True,
-              help="Moved at a time; the disk needs twice as much room, and memory.")  # fmt: skip
-@click.option("--repeats", type=int, default=7, show_default=True, help="Of every measurement.")
-@click.option("--step-tokens", type=int, default=8192, show_default=True, metavar="N",
-              help="Tokens that the server computes in a step (--max-num-batched-tokens).")  # fmt: skip
-@click.option("--quiet", is_flag=True, help="Do not say what is being measured.")
-def command(
-    out: Path | None,
-    disk: Path | None,
-    url: str | None,
-    served_model: str | None,
-    rest_from: str | None,
-    name: str,
-    block_bytes: str,
-    total_bytes: str,
-    repeats: int,
-    step_tokens: int,
-    quiet: bool,
-) -> None:
-    """Measure this machine: memory, GPU copies, a disk, and how fast a server computes prompts.
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions:
+    """Options of ``kvoffload calibrate``."""
 
-    What is not there or not asked for stays unknown. Nothing else should run meanwhile. With --url an API key
-    is read from OPENAI_API_KEY.
+    out: Path | None = option(None, "File for the machine, as JSON.", metavar="FILE")
+    disk: Path | None = option(None, "Directory on the disk to measure; it is left unchanged.", metavar="DIR")
+    url: str | None = option(None, "OpenAI-compatible server that is running: http://HOST:PORT.")
+    served_model: str | None = option(
+        None, "Model of that server.  [default: its first]", "--model", metavar="NAME"
+    )
+    rest_from: str | None = option(
+        None, "Class of machines for everything that is not measured: h100-pcie5:8B.",
+        metavar="CLASS[:PARAMETERS]",
+    )  # fmt: skip
+    name: str = option("measured", "Name of the machine, for reports.")
+    block_bytes: Size = option("2MiB", "Bytes of a copied block.")
+    total_bytes: Size = option(
+        "512MiB", "Bytes of one measurement; the disk needs twice as much room, and memory."
+    )
+    repeats: Count = option(7, "Repetitions of every measurement.")
+    step_tokens: Count = option(8192, "Tokens that the server computes in a step (--max-num-batched-tokens).")
+    quiet: bool = option(False, "Do not name the measurement in progress.")
+
+    def calibration(self) -> Calibration:
+        """Return the measurements to make. Raises `ConfigError`."""
+        return Calibration(
+            self.name, self.disk, self.url, self.served_model, self.block_bytes, self.total_bytes,
+            self.repeats, self.step_tokens,
+        )  # fmt: skip
+
+    def rest(self) -> Machine | None:
+        """Return the class of ``--rest-from``. Raises `ConfigError`."""
+        return None if self.rest_from is None else parse_class(self.rest_from)
+
+    def check(self) -> None:
+        """Check everything before the first measurement. Raises `ConfigError`, all problems at once."""
+        problems = Problems("calibrate")
+        with problems:
+            self.rest()
+        with problems:
+            self.calibration()
+        problems.check()
+
+
+@click.command("calibrate")
+@options_of(CalibrateOptions)
+def command(options: CalibrateOptions) -> None:
+    """Measure this machine: memory, GPU copies, a disk, and the speed of a server with prompts.
+
+    Everything absent or not requested stays unknown. The machine should be idle otherwise. With --url an API
+    key is read from OPENAI_API_KEY.
     """
-    problems, rest = Problems("calibrate"), None
-    with problems:
-        rest = parse_class(rest_from) if rest_from is not None else None
-    with problems:
-        options = Calibration(
-            name=name,
-            disk=disk,
-            url=url,
-            served_model=served_model,
-            block_bytes=parse_size("block-bytes", block_bytes),
-            total_bytes=parse_size("total-bytes", total_bytes),
-            repeats=repeats,
-            step_tokens=step_tokens,
-        )
-    problems.check()
+    out = options.out
     if out is not None and not out.exists():
-        # A file that cannot be written is known before the work is done, and none is left if that fails.
+        # Fails before the measurements; no file is left if they fail.
         write_output("out", out, b"")
         out.unlink()
-    machine = calibrate(options, lambda line: None if quiet else click.echo(f"kvoffload: {line}", err=True))
+    machine = calibrate(options.calibration(), lambda line: _report(line, options.quiet))
+    rest = options.rest()
     if rest is not None:
         machine = machine.filled_from(rest)
     if out is not None:
         write_output("out", out, machine.to_json())
-    Console().print(table(machine))
+    Console().print(terminal_table(table(machine)))
+
+
+def _report(line: str, quiet: bool) -> None:
+    if not quiet:
+        click.echo(f"kvoffload: {line}", err=True)
 
 
 def table(machine: Machine) -> Table:
-    """The machine for a terminal."""
-    table = Table(
-        title=f"{machine.name} {machine.made}".rstrip(),
-        title_justify="left",
-        caption=", ".join(f"{name} {fact}" for name, fact in machine.facts.items()),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for name in ("", "median", "p10", "p90", "which is"):
-        table.add_column(name, no_wrap=name != "which is", overflow="fold")
+    """Build the table of a machine."""
+    rows = []
     for name in QUANTITIES:
-        found: Quantity | None = getattr(machine, name)
-        if found is None:
-            table.add_row(name, "unknown")
-        else:
-            numbers = (found.value, found.p10, found.p90)
-            table.add_row(name, *(f"{number:.3g}" for number in numbers), found.source)
-    return table
+        quantity: Quantity | None = getattr(machine, name)
+        numbers = (quantity.value, quantity.p10, quantity.p90) if quantity else ()
+        cells = [f"{number:.3g}" for number in numbers] or ["unknown", "", ""]
+        rows.append((name, *cells, quantity.source if quantity else ""))
+    facts = ", ".join(f"{name} {fact}" for name, fact in machine.facts.items())
+    title = " ".join(part for part in (machine.name, machine.made, facts) if part)
+    return Table(title, ("quantity", "median#", "p10#", "p90#", "source"), rows)

@@ -1,4 +1,4 @@
-"""``kvoffload disk``: what is in the directory of a disk tier, whether it is sound, how to be rid of it."""
+"""``kvoffload disk``: inspect, verify, compact and delete the slabs of a disk tier."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from kvoffload.cli.options import in_form
+from kvoffload.cli.options import FormatOptions, argument, option, options_of
+from kvoffload.cli.output import properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.pages.page import Table
 from kvoffload.text import duration, percent, size
 from kvoffload.tiers.disk.inspection import Problem, SlabReport, find_slabs, opened
 from kvoffload.tiers.disk.inspection import compact as compact_slab
@@ -28,45 +27,60 @@ from kvoffload.tiers.disk.inspection import inspect as inspect_slabs
 from kvoffload.tiers.disk.inspection import verify as verify_slab
 from kvoffload.tiers.producer_text import summary
 
-_path = click.argument("path", type=click.Path(path_type=Path))
+
+@dataclass(frozen=True, kw_only=True)
+class PathOptions:
+    """Slab, or directory with slabs."""
+
+    path: Path = argument()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions(PathOptions, FormatOptions):
+    """Options of commands that report on slabs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeleteOptions(PathOptions):
+    """Options of ``kvoffload disk rm``."""
+
+    yes: bool = option(False, "Do not ask.")
 
 
 @click.group()
 def disk() -> None:
-    """Look into the directory of a disk tier, or delete it."""
+    """Inspect, verify, compact or delete the directory of a disk tier."""
 
 
 @disk.command()
-@_path
-@in_form
-def inspect(path: Path, form: str) -> None:
-    """Say what is in PATH, a directory or a slab in it: blocks, sizes and ages by model, last used first.
+@options_of(ReportOptions)
+def inspect(options: ReportOptions) -> None:
+    """List the blocks of PATH, a directory or a slab: counts, sizes and ages by model, last used first.
 
-    Of slabs of several producers also how each differs from the one used last, as in
-    `rope_theta: 10000 / 1000000`: its value first. Their whole texts are in `--format json`.
+    Slabs of several producers also show their differences from the slab used last, as in
+    `rope_theta: 10000 / 1000000`, with the value of the last used first. `--format json` has all fields.
 
-    Reads the journal only, and works while a process has it open; then it may be a moment behind.
+    Reads only the journal. Works while a process has PATH open; then the list may lag a moment behind.
     """
-    reports = inspect_slabs(path)
-    if form == "json":
+    reports = inspect_slabs(options.path)
+    if options.is_json:
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
         return
     console = Console()
     for report in reports:
-        console.print(_table(report, reports[0]))
+        console.print(terminal_table(_table(report, reports[0])))
 
 
 @disk.command()
-@_path
-@in_form
-def verify(path: Path, form: str) -> None:
-    """Read every block in PATH, a directory or a slab in it, and check it.
+@options_of(ReportOptions)
+def verify(options: ReportOptions) -> None:
+    """Read and verify every block of PATH, a directory or a slab.
 
-    Exit code 0: all are sound; 1: a list of those that are not. A block on the list would be a miss, and is
-    no danger. Not while a process has PATH open.
+    Exit code 1 if a block is damaged; the damaged blocks are listed. A damaged block is a miss for an engine,
+    never a wrong answer. PATH must not be open in another process.
     """
-    results = [_verified(slab) for slab in find_slabs(path)]
-    if form == "json":
+    results = [_verified(slab) for slab in find_slabs(options.path)]
+    if options.is_json:
         click.echo(json.dumps([result.as_json() for result in results], indent=2))
     else:
         for result in results:
@@ -76,14 +90,14 @@ def verify(path: Path, form: str) -> None:
 
 
 @disk.command()
-@_path
-def compact(path: Path) -> None:
+@options_of(PathOptions)
+def compact(options: PathOptions) -> None:
     """Write a fresh checkpoint into each slab of PATH and empty its log.
 
-    What was damaged in the journal, or cannot be read, is gone then. Not while a process has PATH open.
+    Damaged entries of the journal are dropped. PATH must not be open in another process.
     """
     left_alone = False
-    for place in find_slabs(path):
+    for place in find_slabs(options.path):
         used = place.stat()
         try:
             with opened(place) as (slab, found):
@@ -96,7 +110,7 @@ def compact(path: Path) -> None:
             click.echo(f"{place}: left alone: {error.allowed}")
             left_alone = True
             continue
-        # Nobody has used it: it does not stay longer than others for this.
+        # Compacting is no use: the slab keeps its place among the least recently used.
         os.utime(place, ns=(used.st_atime_ns, used.st_mtime_ns))
         click.echo(f"{place}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
     if left_alone:
@@ -104,17 +118,16 @@ def compact(path: Path) -> None:
 
 
 @disk.command()
-@_path
-@click.option("--yes", is_flag=True, help="Do not ask.")
-def rm(path: Path, yes: bool) -> None:
+@options_of(DeleteOptions)
+def rm(options: DeleteOptions) -> None:
     """Delete PATH, a slab or all slabs of a directory, with every block in it.
 
-    Not while a process has PATH open.
+    PATH must not be open in another process.
     """
-    slabs = find_slabs(path)
+    slabs = find_slabs(options.path)
     file_bytes = size(sum(slab.stat().st_size for slab in slabs))
     what = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {file_bytes} in {slabs[0].parent}"
-    if not yes:
+    if not options.yes:
         click.confirm(f"Delete {what}?", abort=True)
     delete_slabs(slabs)
     click.echo(f"{what}: deleted")
@@ -122,7 +135,7 @@ def rm(path: Path, yes: bool) -> None:
 
 @dataclass(frozen=True)
 class _Verified:
-    """What was found out about the blocks of one slab; `why` if it cannot be used at all."""
+    """Result of verifying one slab; `why` is set if the slab cannot be used."""
 
     slab: Path
     num_blocks: int = 0
@@ -147,9 +160,7 @@ class _Verified:
         for problem in self.problems:
             click.echo(f"slot {problem.slot}: block {problem.key} {problem.why}")
         if self.journal_damage:
-            click.echo(
-                f"{self.journal_damage} parts of the journal cannot be read: what they said is forgotten"
-            )
+            click.echo(f"{self.journal_damage} parts of the journal cannot be read, and are ignored")
         sound = self.num_blocks - len(self.problems)
         click.echo(
             f"{self.slab}: {self.why}" if self.why else
@@ -169,7 +180,7 @@ def _verified(path: Path) -> _Verified:
 
 
 def _progress(what: str) -> Callable[[int, int], None]:
-    """A line on a terminal's error output, renewed some times a second."""
+    """Return a callback that shows progress on a terminal, a few times a second."""
     last = 0.0
 
     def report(done: int, total: int) -> None:
@@ -182,14 +193,8 @@ def _progress(what: str) -> Callable[[int, int], None]:
 
 
 def _table(report: SlabReport, newest: SlabReport) -> Table:
-    table = Table(title=report.name, title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
-    for name, value in _rows(report):
-        table.add_row(name, escape(str(value)))
-    if lines := difference_lines(newest.fingerprint, report.fingerprint):
-        table.add_row(f"differs from {newest.name}", escape("\n".join(lines)))
-    return table
+    differences = "\n".join(difference_lines(newest.fingerprint, report.fingerprint))
+    return properties(report.name, [*_rows(report), (f"differs from {newest.name}", differences)])
 
 
 def _rows(report: SlabReport) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""``kvoffload``: the command line. Parses, calls, prints; a user's error is one line and exit code 2."""
+"""``kvoffload``: the command line. A user's error is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from kvoffload.errors import ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
     "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
-    "disk": ("kvoffload.cli.disk:disk", "Look into the directory of a disk tier, or delete it."),
-    "plan": ("kvoffload.cli.plan:plan", "Say how much RAM and SSD to buy, and what that is worth."),
+    "disk": ("kvoffload.cli.disk:disk", "Inspect, verify or delete the directory of a disk tier."),
+    "plan": ("kvoffload.cli.plan:plan", "Recommend RAM, SSDs and servers to buy, with their benefit."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
-    "replay": ("kvoffload.cli.replay:replay", "Run a trace through the manager; say what it saved."),
-    "simulate": ("kvoffload.cli.simulate:simulate", "Run a trace on a machine, in time: who waits how long."),
+    "replay": ("kvoffload.cli.replay:replay", "Replay a trace through the manager; report the saving."),
+    "simulate": (
+        "kvoffload.cli.simulate:simulate",
+        "Replay a trace in simulated time: waiting times, busy links.",
+    ),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
-    "tier": ("kvoffload.cli.tier:tier", "Ask a server that machines share: is it well, is it worth it?"),
-    "trace": ("kvoffload.cli.trace:trace", "Describe traces, and make some."),
-    "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now: for images of containers."),
+    "tier": ("kvoffload.cli.tier:tier", "Check a shared cache server: health, contents, break-even."),
+    "trace": ("kvoffload.cli.trace:trace", "Describe, generate, convert and fit traces."),
+    "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now: for container images."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
-"""Where each command stands, and its line in the help: to list them must not wait for numba."""
+"""Location and help line of each command: listing commands must not import numba."""
 
 
 class _Commands(click.Group):
-    """Imports a command when it is asked for."""
+    """Command group that imports a command on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -52,7 +55,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvoffload")
 def cli() -> None:
-    """Keep an LLM server's KV-cache blocks in RAM and behind it, and prove what that is worth."""
+    """Keep an LLM server's KV-cache blocks in RAM and behind it, and measure the benefit."""
 
 
 def main() -> None:
@@ -69,6 +72,6 @@ def main() -> None:
         click.echo("kvoffload: interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output has gone (``| head``); Python would complain again at exit.
+        # The reader of our output is gone (``| head``); Python would report it again at exit.
         sys.stdout = None
         sys.exit(141)

@@ -1,46 +1,202 @@
-"""Options that commands share with engines: their defaults may stand in the environment or in a file."""
+"""Options of commands. A dataclass field holds an option's name, type, default, help and shared setting.
+
+``@options_of(Kind)`` turns the fields of a dataclass into the arguments and options of a command, and calls
+the command with a `Kind`. `settings.read.convert` reads the values: all mistakes are reported at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import inspect
 import shlex
 import sys
+import typing
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import click
+import msgspec
 
+from kvoffload.core.admission import ADMISSIONS
+from kvoffload.core.plans import STORES
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import ConfigError, Problems
+from kvoffload.model import kv_bytes
 from kvoffload.replay.routing import ROUTINGS, SESSION
 from kvoffload.settings.layers import SHARED, gathered
-from kvoffload.tiers.spec import NO_TIERS, parse_tiers
+from kvoffload.settings.read import Count, Duration, OneOf, Size, convert, parser_of, without_none
+from kvoffload.sweep.bootstrap import RESAMPLES
+from kvoffload.tiers.spec import NO_TIERS, TierOptions, parse_tiers
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
 
-F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+Command = Callable[..., None]
 
 CONFIG = "kvoffload.settings.read"
-"""Where the context of a command keeps the file that was given."""
+"""Key of the ``--config`` file in a command's click context."""
+
+PolicyName = Annotated[str, POLICIES]
+AdmissionName = Annotated[str, ADMISSIONS]
+Store = Annotated[str, OneOf(STORES)]
+Routing = Annotated[str, OneOf(ROUTINGS)]
+Format = Annotated[str, OneOf(("terminal", "json"))]
+DecodeSpeed = Annotated[float, msgspec.Meta(ge=0)]
+
+_METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
 
 
-def configured(**parameters: str) -> Callable[[F], F]:
-    """Give a command ``--config FILE``, and defaults from that file and from ``KVOFFLOAD_*``.
+# ---- from fields to click
+
+
+def option(default: Any = dataclasses.MISSING, help: str | None = None, *flags: str, **details: Any) -> Any:
+    """Declare a dataclass field as an option; without a default it is required.
 
     Args:
-        parameters: shared option -> the command's parameter: ``ram="capacity"``. ``tiers`` is given to a
-            parameter that may be repeated as texts, and to another as one text.
+        flags: spellings, if not ``--field-name``.
+        details: `setting` (name in the environment and in ``--config``), `metavar`, and whatever else
+            `click.option` takes.
+    """
+    return field(default=default, metadata={"help": help, "flags": flags, **details})
+
+
+def argument(default: Any = dataclasses.MISSING, **details: Any) -> Any:
+    """Declare a dataclass field as a positional argument; `details` are those of `click.argument`."""
+    return field(default=default, metadata={"is_argument": True, **details})
+
+
+def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
+    """Give a command the arguments and options of the dataclass `kind`, and call it with a `kind`.
+
+    A method ``check`` of `kind` checks options that depend on each other; refused values have their defaults
+    there.
+    """
+    described: Any = kind
+    hints = typing.get_type_hints(kind, include_extras=True)
+    # In the help a command's own options come before the options that it inherits.
+    ordered = sorted(dataclasses.fields(described), key=lambda declared: _owner(kind, declared.name))
+
+    def decorate(command: Callable[[T], None]) -> Command:
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            command(_read(kind, values, hints))
+
+        decorated: Command = run
+        for declared in reversed(ordered):
+            decorated = _parameter(declared, hints[declared.name])(decorated)
+        settings = {
+            declared.metadata["setting"]: declared.name
+            for declared in ordered
+            if "setting" in declared.metadata
+        }
+        return _config_option(settings)(decorated) if settings else decorated
+
+    return decorate
+
+
+def _owner(kind: type[Any], name: str) -> int:
+    """Return the position among the bases of `kind` of the first class that declares a field."""
+    declares = (name in inspect.get_annotations(base) for base in kind.__mro__)
+    return next(position for position, declared in enumerate(declares) if declared)
+
+
+def _read(kind: type[T], values: dict[str, Any], hints: dict[str, Any]) -> T:
+    problems = Problems(click.get_current_context().info_name or "")
+    accepted = dict[str, Any]()
+    described: Any = kind
+    for declared in dataclasses.fields(described):
+        value = values[declared.name]
+        if value is None or not _is_text(hints[declared.name]):
+            accepted[declared.name] = value
+            continue
+        with problems:
+            accepted[declared.name] = convert(_name(declared), _number(value), hints[declared.name])
+    if problems.found and _required(described) - set(accepted):
+        problems.check()
+    options = kind(**accepted)
+    if hasattr(options, "check"):
+        with problems:
+            options.check()
+    problems.check()
+    return options
+
+
+def _number(value: Any) -> Any:
+    """Return text as a number if it is one, so that messages show it without quotes."""
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(value)
+    return value
+
+
+def _required(kind: Any) -> set[str]:
+    fields = dataclasses.fields(kind)
+    return {declared.name for declared in fields if declared.default is dataclasses.MISSING}
+
+
+def _name(declared: dataclasses.Field[Any]) -> str:
+    """Return the name of an option in messages: its first flag, without dashes in front."""
+    flags = declared.metadata.get("flags") or (declared.name.strip("_").replace("_", "-"),)
+    return str(flags[0].removeprefix("--"))
+
+
+def _is_text(hint: Any) -> bool:
+    """Return True if click passes the option's value on as text, for `convert`."""
+    hint = without_none(hint)
+    return hint not in (bool, str, Path) and typing.get_origin(hint) is not tuple
+
+
+def _parameter(declared: dataclasses.Field[Any], hint: Any) -> Callable[[Command], Command]:
+    """Return the click decorator of one field."""
+    details = {name: value for name, value in declared.metadata.items() if name not in ("flags", "setting")}
+    plain, default = without_none(hint), declared.default
+    if plain is Path:
+        details["type"] = click.Path(path_type=Path)
+    if default is dataclasses.MISSING:
+        details.setdefault("required", True)
+    else:
+        details["default"] = default
+    if details.pop("is_argument", False):
+        return click.argument(declared.name, **details)
+    parser = parser_of(plain)
+    if plain is bool:
+        details["is_flag"] = True
+    elif typing.get_origin(plain) is tuple:
+        details["multiple"] = True
+    elif isinstance(parser, OneOf):
+        details.setdefault("metavar", f"[{'|'.join(parser.words)}]")
+    elif _is_text(plain):
+        base = typing.get_args(plain)[0] if typing.get_origin(plain) is Annotated else plain
+        details.setdefault("metavar", _METAVARS.get(plain, _METAVARS.get(base)))
+    if _is_text(plain):
+        details["type"] = str
+    details.setdefault("show_default", default not in (None, "", (), False, 0.0, dataclasses.MISSING))
+    flags = declared.metadata["flags"] or (f"--{_name(declared)}",)
+    return click.option(*flags, declared.name, **details)
+
+
+def _config_option(settings: dict[str, str]) -> Callable[[Command], Command]:
+    """Return a decorator for ``--config FILE``: defaults from that file and from ``KVOFFLOAD_*``.
+
+    Args:
+        settings: shared setting -> field of the options.
     """
 
     def set_defaults(ctx: click.Context, param: click.Parameter, value: Path | None) -> None:
         ctx.meta[CONFIG] = value
-        found = gathered({"config": value}, SHARED)
-        defaults: dict[str, Any] = {}
-        for name, parameter in parameters.items():
-            if name not in found:
-                continue
-            defaults[parameter] = found[name]
-            if name == "tiers":
-                tiers = [str(tier) for tier in parse_tiers("tiers", found[name])]
-                options = (one for one in ctx.command.params if isinstance(one, click.Option))
-                repeated = any(one.name == parameter and one.multiple for one in options)
-                defaults[parameter] = tiers if repeated else "+".join(tiers) or NO_TIERS
+        shared = gathered({"config": value}, SHARED)
+        defaults: dict[str, Any] = {settings[name]: shared[name] for name in settings if name in shared}
+        if tiers_field := settings.get("tiers") if "tiers" in shared else None:
+            tiers = [str(tier) for tier in parse_tiers("tiers", shared["tiers"])]
+            repeated = any(
+                isinstance(one, click.Option) and one.name == tiers_field and one.multiple
+                for one in ctx.command.params
+            )
+            defaults[tiers_field] = tiers if repeated else "+".join(tiers) or NO_TIERS
         ctx.default_map = {**defaults, **(ctx.default_map or {})}
 
     return click.option(
@@ -49,97 +205,133 @@ def configured(**parameters: str) -> Callable[[F], F]:
         is_eager=True,
         expose_value=False,
         callback=set_defaults,
-        help="A TOML file with policy, admission, store, ram, tiers. [env: KVOFFLOAD_CONFIG]",
+        help="TOML file with policy, admission, store, ram, tiers. [env: KVOFFLOAD_CONFIG]",
     )
-
-
-def sized(function: F) -> F:
-    """Give a command ``--model``, ``--kv-cache-dtype`` and ``--bytes-per-token``: what sizes are divided by
-    (`models`)."""
-    for option in (
-        click.option("--bytes-per-token", metavar="SIZE", help="The same in bytes: 128KiB."),
-        click.option("--kv-cache-dtype", default="auto", show_default=True, metavar="DTYPE",
-                     help="As vLLM is told: auto, bfloat16, float16, fp8; with --model."),
-        click.option("--model", metavar="CONFIG.JSON|NAME",
-                     help="Whose KV blocks these are: for sizes such as 64GiB."),
-    ):  # fmt: skip
-        function = option(function)
-    return function
-
-
-def decoding(function: F) -> F:
-    """Give a command ``--decode-tokens-per-s``: when requests of a replay end (`replay.ends`)."""
-    return click.option(
-        "--decode-tokens-per-s", type=float, default=0.0, metavar="X",
-        help="Requests end when they have generated their answers at this speed; without it, at once.",
-    )(function)  # fmt: skip
-
-
-def sharing(function: F) -> F:
-    """Give a command ``--instances`` and ``--routing``: how many engines share the last tier."""
-    for option in (
-        click.option("--routing", type=click.Choice(ROUTINGS), default=SESSION, show_default=True,
-                     help="With --instances: where a request goes."),
-        click.option("--instances", type=int, default=1, show_default=True, metavar="N",
-                     help="Engines with RAM of their own, which share the last tier behind it."),
-    ):  # fmt: skip
-        function = option(function)
-    return function
-
-
-def in_blocks(function: F) -> F:
-    """Give a command ``--block-tokens``: None where the trace's own header is to say it."""
-    return click.option(
-        "--block-tokens", type=click.IntRange(min=1), metavar="N",
-        help="Tokens in a block of the trace, if its header does not say it.  [default: 512]",
-    )(function)  # fmt: skip
-
-
-def queueing(function: F) -> F:
-    """Give a command ``--queue``: how many requests of a replay wait (`replay.queue`)."""
-    return click.option(
-        "--queue", "queue_requests", type=int, default=0, metavar="N",
-        help="The next N requests wait in the engine's queue: what they will ask for leaves last.",
-    )(function)  # fmt: skip
-
-
-def in_form(function: F) -> F:
-    """Give a command ``--format``: what is printed, for people or for programs."""
-    return click.option(
-        "--format", "form", type=click.Choice(["terminal", "json"]), default="terminal", show_default=True
-    )(function)
-
-
-def skipping_bad_lines(function: F) -> F:
-    """Give a command ``--skip-bad-lines``."""
-    return click.option("--skip-bad-lines", is_flag=True, help="Leave bad lines out, and count them.")(
-        function
-    )
-
-
-def quietly(function: F) -> F:
-    """Give a command ``--quiet``."""
-    return click.option("--quiet", is_flag=True, help="Say nothing of the progress.")(function)
-
-
-def on_workers(function: F) -> F:
-    """Give a command ``--jobs`` and ``--scheduler``: who replays (`sweep.workers`)."""
-    for option in (
-        click.option("--scheduler", metavar="tcp://HOST:PORT", help="Let a running Dask cluster do it."),
-        click.option("--jobs", type=int, help="Processes; one for each CPU if not given."),
-    ):
-        function = option(function)
-    return function
-
-
-def report_option(function: F) -> F:
-    """Give a command ``--report``: its result as a page (`report.page`)."""
-    return click.option(
-        "--report", type=click.Path(path_type=Path), metavar="FILE.html",
-        help="Write a page with charts: one file, offline. Takes kvoffload[report].",
-    )(function)  # fmt: skip
 
 
 def typed_command() -> str:
-    """What was typed, quoted for a shell."""
+    """Return the command line as typed, quoted for a shell."""
     return shlex.join(["kvoffload", *sys.argv[1:]])
+
+
+# ---- options that commands share
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Bytes of a token, to convert sizes to blocks."""
+
+    model: str | None = option(
+        None, "Model of the KV blocks, for sizes such as 64GiB.", metavar="CONFIG.JSON|NAME"
+    )
+    kv_cache_dtype: str = option(
+        "auto", "As for vLLM: auto, bfloat16, float16, fp8; with --model.", metavar="DTYPE"
+    )
+    bytes_per_token: str | None = option(None, "Bytes of a token's KV: 128KiB.", metavar="SIZE")
+
+    def known_block_bytes(self, block_tokens: int) -> int | None:
+        """Return the bytes of a block, or None if neither the model nor the bytes of a token are given."""
+        return kv_bytes.block_bytes(self.model, self.bytes_per_token, block_tokens, self.kv_cache_dtype)
+
+    def required_block_bytes(self, block_tokens: int, reason: str) -> int:
+        """Return the bytes of a block. Raises `ConfigError` with the `reason` if they are unknown."""
+        size = self.known_block_bytes(block_tokens)
+        if size is None:
+            why = f"{reason}: give --model config.json, or --bytes-per-token 128KiB"
+            raise ConfigError("model", None, why)
+        return size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """Reading of a trace."""
+
+    block_tokens: Count | None = option(
+        None, "Tokens in a block of the trace, if its header does not say it.  [default: 512]"
+    )
+    skip_bad_lines: bool = option(False, "Skip bad lines, and count them.")
+
+    def read(self, trace: str) -> Trace:
+        """Read a trace. Raises `ConfigError` and `TraceError`."""
+        return load_trace(trace, block_tokens=self.block_tokens, skip_bad_lines=self.skip_bad_lines)
+
+    def read_requests(self, trace: str) -> Trace:
+        """Read a trace with at least one block."""
+        loaded = self.read(trace)
+        if loaded.block_refs == 0:
+            why = f"it must have a request of at least one block ({loaded.block_tokens} tokens)"
+            raise ConfigError("trace", trace, why)
+        return loaded
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatOptions:
+    """Form of the printed result."""
+
+    form: Format = option("terminal", None, "--format")
+
+    @property
+    def is_json(self) -> bool:
+        """True to print JSON."""
+        return self.form == "json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuietOptions:
+    """Progress on standard error."""
+
+    quiet: bool = option(False, "Show no progress.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TiersOptions:
+    """Tiers behind RAM."""
+
+    tiers: tuple[str, ...] = option(
+        (),
+        "Tier behind RAM; simulated:CAPACITY keeps no bytes. Options follow: ,policy=NAME,admission=RULE. "
+        "May be repeated.",
+        "--tiers",
+        "--tier",
+        setting="tiers",
+        metavar="disk:PATH:CAPACITY",
+    )
+
+    def parsed_tiers(self) -> list[TierOptions]:
+        """Parse the tiers, from the fastest to the slowest. Raises `ConfigError`."""
+        return [tier for text in self.tiers for tier in parse_tiers("tiers", text)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Assumptions about requests that a trace does not record."""
+
+    decode_tokens_per_s: DecodeSpeed = option(
+        0.0, "Requests end when their answers are generated at this speed; without it, at once."
+    )
+    queue_requests: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = option(
+        0, "The next N requests wait in the engine's queue; their blocks leave last.", "--queue",
+        show_default=False,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkOptions:
+    """Workers, files and confidence intervals of many replays."""
+
+    jobs: Count | None = option(None, "Processes; one for each CPU if not given.")
+    scheduler: str | None = option(None, "Replay on a running Dask cluster.", metavar="tcp://HOST:PORT")
+    output: Path | None = option(None, "File for every row: .csv, .json, .parquet. A later run continues it.")
+    report: Path | None = option(
+        None, "Write a page with charts: one file, offline. Takes kvoffload[report].", metavar="FILE.html"
+    )
+    force: bool = option(False, "Replace an existing output.")
+    seed: int = option(0, "Seed of the confidence intervals.", show_default=True)
+    resamples: Count = option(RESAMPLES, "Resamples of the confidence intervals.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """Routing of requests to engines."""
+
+    routing: Routing = option(SESSION, "Engine that gets a request.")

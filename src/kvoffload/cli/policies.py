@@ -1,32 +1,39 @@
-"""``kvoffload policies``: what there is to choose from."""
+"""``kvoffload policies``: list eviction policies and admission rules."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from kvoffload.cli.options import in_form
+from kvoffload.cli.options import FormatOptions, argument, options_of
+from kvoffload.cli.output import properties, terminal_table
 from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES
 from kvoffload.errors import ConfigError
+from kvoffload.pages.page import Table
 from kvoffload.settings.read import nearest
 from kvoffload.settings.registry import Registry
 
 
-@click.command()
-@click.argument("name", required=False)
-@in_form
-def policies(name: str | None, form: str) -> None:
-    """List every eviction policy and admission rule, a line each; or all about NAME: what it is good for, its
-    parameters, who published it.
+@dataclass(frozen=True, kw_only=True)
+class PoliciesOptions(FormatOptions):
+    """Options of ``kvoffload policies``."""
 
-    Policies of other installed packages are listed too; one that cannot be imported with its error.
+    name: str | None = argument(None, required=False)
+
+
+@click.command()
+@options_of(PoliciesOptions)
+def policies(options: PoliciesOptions) -> None:
+    """List every eviction policy and admission rule, or describe NAME: its uses, parameters and publication.
+
+    Policies of other installed packages are listed too; those that cannot be imported with the error.
     """
+    name = options.name
     listed = [_described("policy", POLICIES, name) for name in POLICIES.names()]
     listed += [_described("admission", ADMISSIONS, name) for name in ADMISSIONS.names()]
     if name is not None:
@@ -34,59 +41,51 @@ def policies(name: str | None, form: str) -> None:
         listed = [entry for entry in listed if entry["name"] == name]
         if not listed:
             raise ConfigError("name", name, f"allowed: {', '.join(known)}{nearest(name, known)}")
-    if form == "json":
+    if options.is_json:
         click.echo(json.dumps(listed, indent=2))
         return
     console = Console()
     if name is not None:
-        console.print(_details(listed[0]))
+        console.print(terminal_table(_details(listed[0])))
         return
-    console.print(_table("policies (which blocks leave)", "policy", listed))
-    console.print(_table("admission rules (which blocks may enter)", "admission", listed))
-    console.print("[dim]kvoffload policies NAME says what it is good for, and its parameters.[/dim]")
+    console.print(terminal_table(_table("eviction policies", "policy", listed)))
+    console.print(terminal_table(_table("admission rules", "admission", listed)))
+    console.print("[dim]kvoffload policies NAME describes a policy and its parameters.[/dim]")
 
 
 def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
     default = name == (DEFAULT_POLICY if kind == "policy" else DEFAULT_ADMISSION)
     marks = {"kind": kind, "default": default, "flagship": kind == "policy" and name == FLAGSHIP}
     try:
-        found = registry.find(name)
+        cls = registry.find(name)
         parameters = [
-            {"name": one.name, "default": one.default, "allowed": one.allowed}
-            for one in registry.parameters(found)
+            {"name": parameter.name, "default": parameter.default, "allowed": parameter.allowed}
+            for parameter in registry.parameters(cls)
         ]
     except Exception as error:
-        # A third party's module may fail in any way when it is imported.
+        # A third party's module may raise anything when it is imported.
         reason = " ".join(str(error).split())
         return {"name": name, "summary": "", "good_for": "", "paper": "", "parameters": [], **marks,
                 "error": f"{type(error).__name__}: {reason}"}  # fmt: skip
-    summary = (found.__doc__ or "").strip().partition("\n")[0]
-    return {"name": name, "summary": summary, "good_for": found.good_for, "paper": found.paper,
+    summary = (cls.__doc__ or "").strip().partition("\n")[0]
+    return {"name": name, "summary": summary, "good_for": cls.good_for, "paper": cls.paper,
             "parameters": parameters, **marks}  # fmt: skip
 
 
 def _table(title: str, kind: str, listed: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    rows = []
     for entry in listed:
         if entry["kind"] == kind:
-            marks = [mark for mark in ("default", "flagship") if entry[mark]]
-            table.add_row(entry["name"], " ".join((_summary(entry), *(f"({mark})" for mark in marks))))
-    return table
+            marks = [f"({mark})" for mark in ("default", "flagship") if entry[mark]]
+            rows.append((entry["name"], " ".join((_summary(entry), *marks))))
+    return properties(title, rows)
 
 
 def _details(entry: dict[str, Any]) -> Table:
-    table = Table(title=entry["name"], title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
     parameters = [f"{one['name']}={one['default']} ({one['allowed']})" for one in entry["parameters"]]
     rows = (("what it does", _summary(entry)), ("good for", entry["good_for"]),
             ("parameters", "\n".join(parameters)), ("published", entry["paper"]))  # fmt: skip
-    for heading, content in rows:
-        if content:
-            table.add_row(heading, content)
-    return table
+    return properties(entry["name"], rows)
 
 
 def _summary(entry: dict[str, Any]) -> str:

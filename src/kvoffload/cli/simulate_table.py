@@ -1,14 +1,14 @@
-"""A timed replay for people: who waits how long, what was busy, and what all of it rests on."""
+"""Terminal form of a timed replay: waits, busy links, tiers and assumptions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from kvoffload.cli.output import terminal_table
+from kvoffload.pages.page import Table
 from kvoffload.simulate.machine import QUANTITIES, Quantity
 from kvoffload.simulate.report import (
     OVERLOADED,
@@ -21,112 +21,96 @@ from kvoffload.text import duration, percent, size
 
 
 def table(report: TimedReport) -> RenderableType:
-    """The report for a terminal."""
-    return Group(_waits(report), _links(report), _tiers(report), _words(report), _assumptions(report))
+    """Render the report for a terminal."""
+    waits, links, tiers = map(terminal_table, (_waits(report), _links(report), _tiers(report)))
+    return Group(waits, links, tiers, _summary(report), terminal_table(_assumptions(report)))
 
 
 def _waits(report: TimedReport) -> Table:
-    one, other = report.with_offload, report.without
-    table = Table(
-        title=f"{report.trace} on {report.machine.name}: {one.requests:,} requests, {_how_they_come(report)}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("")
-    table.add_column("with offloading", justify="right")
-    table.add_column("without", justify="right")
-    for name, what in (("mean", "TTFT, mean"), ("p50", "p50"), ("p90", "p90"), ("p99", "p99")):
-        table.add_row(what, *(duration(getattr(run.ttft_s, name)) for run in (one, other)))
+    runs = (report.with_offload, report.without)
     cells: tuple[tuple[str, Callable[[TimedOutcome], str]], ...] = (
+        ("TTFT, mean", lambda run: duration(run.ttft_s.mean)),
+        ("p50", lambda run: duration(run.ttft_s.p50)),
+        ("p90", lambda run: duration(run.ttft_s.p90)),
+        ("p99", lambda run: duration(run.ttft_s.p99)),
         ("of that waiting, mean / p90", lambda run: _pair(run.waiting_s)),
         ("loading, mean / p90", lambda run: _pair(run.loading_s)),
         ("longest queue", lambda run: f"{run.most_waiting:,}"),
         ("hit ratio", lambda run: f"{run.hit_ratio:.3f}"),
-        ("of that from the device", lambda run: _share(run.device_hit_blocks, run)),
+        ("of that from the device", _device_hit_ratio),
         ("GPU computes prompts", lambda run: duration(run.prefill_s)),
         ("GPU is busy", lambda run: percent(run.device_busy_share)),
         ("all is done after", lambda run: duration(run.seconds)),
     )
-    for what, cell in cells:
-        table.add_row(what, cell(one), cell(other))
-    return table
+    rows = [(name, *map(cell, runs)) for name, cell in cells]
+    title = f"{report.trace} on {report.machine.name}: {runs[0].requests:,} requests, {_arrivals(report)}"
+    return Table(title, ("", "with offloading#", "without#"), rows)
 
 
 def _links(report: TimedReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("What moves", "jobs", "moved", "busy", "longest queue", "left at the end"):
-        table.add_column(name, justify="left" if name == "What moves" else "right")
-    for link in report.with_offload.links:
-        table.add_row(
-            link.name,
-            f"{link.jobs:,}",
-            size(link.bytes_moved),
-            percent(link.busy_share),
-            size(link.most_bytes_waiting),
-            size(link.bytes_left),
-        )
-    return table
+    rows = [
+        (link.name, f"{link.jobs:,}", size(link.bytes_moved), percent(link.busy_share),
+         size(link.most_bytes_waiting), size(link.bytes_left))
+        for link in report.with_offload.links
+    ]  # fmt: skip
+    headings = ("Link", "jobs#", "moved#", "busy#", "longest queue#", "left at the end#")
+    return Table("", headings, rows)
 
 
 def _tiers(report: TimedReport) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("Tier", "blocks hit", "written", "evicted", "not offered", "keeps up"):
-        table.add_column(name, justify="left" if name == "Tier" else "right")
-    for tier in report.with_offload.tiers:
+    tiers = report.with_offload.tiers
+    rows = []
+    for tier in tiers:
         numbers = (tier.hit_blocks, tier.written, tier.evicted, tier.not_offered)
-        keeps_up = Text("yes") if tier.keeps_up else Text("no", "bold red")
-        table.add_row(tier.name, *(f"{number:,}" for number in numbers), keeps_up)
-    return table
+        rows.append((tier.name, *(f"{number:,}" for number in numbers), "yes" if tier.keeps_up else "no"))
+    headings = ("Tier", "blocks hit#", "written#", "evicted#", "not offered#", "keeps up")
+    return Table("", headings, rows, ["" if tier.keeps_up else "bad" for tier in tiers])
 
 
-def _words(report: TimedReport) -> Text:
-    one, other = report.with_offload, report.without
-    text = Text(no_wrap=True, overflow="ignore")
-    share = report.gpu_seconds_saved / other.prefill_s if other.prefill_s else 0.0
-    text.append(
-        f"  {report.gpu_seconds_saved / 3600:,.2f} GPU-hours of prompts saved, {percent(share)} of them.\n"
-    )
-    text.append(f"  TTFT p50 {duration(other.ttft_s.p50)} -> {duration(one.ttft_s.p50)}, ")
-    text.append(f"p90 {duration(other.ttft_s.p90)} -> {duration(one.ttft_s.p90)}.\n")
+def _summary(report: TimedReport) -> Text:
+    run, without = report.with_offload, report.without
+    share = report.gpu_seconds_saved / without.prefill_s if without.prefill_s else 0.0
+    before, after = without.ttft_s, run.ttft_s
+    lines = [
+        f"{report.gpu_seconds_saved / 3600:,.2f} GPU-hours of prompts saved, {percent(share)} of them.",
+        f"TTFT p50 {duration(before.p50)} -> {duration(after.p50)}, "
+        f"p90 {duration(before.p90)} -> {duration(after.p90)}.",
+    ]
     if report.at_once:
-        text.append(
-            f"  With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.\n"
-        )
-    text.append(f"  {break_even_sentence('RAM', report.break_even_tokens)}\n")
-    for miss in one.misses():
-        text.append(f"  {miss}.\n")
-    if not report.at_once and other.is_overloaded:
-        text.append(f"  {OVERLOADED} Try --load 0.5.\n")
-    return text
+        lines.append(f"With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.")
+    lines.append(break_even_sentence("RAM", report.break_even_tokens))
+    lines += [f"{miss}." for miss in run.misses()]
+    if not report.at_once and without.is_overloaded:
+        lines.append(f"{OVERLOADED} Try --load 0.5.")
+    return Text("".join(f"  {line}\n" for line in lines), no_wrap=True, overflow="ignore")
 
 
 def _assumptions(report: TimedReport) -> Table:
     machine = report.machine
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("All of it rests on", "", "which is"):
-        table.add_column(name, no_wrap=name != "which is", overflow="fold")
-    table.add_row("model", "", machine.model or "not said")
+    rows = [("model", "", machine.model or "unknown")]
     for name in QUANTITIES:
-        found: Quantity | None = getattr(machine, name)
-        if found is not None:
-            table.add_row(name, f"{found.value:.4g}", found.source)
-    table.add_row("device", f"{report.device_blocks:,}", f"blocks of {size(report.block_bytes)}")
-    table.add_row("requests at a time", f"{report.max_running:,}", "assumed")
-    table.add_row("tokens a step", f"{report.step_tokens:,}", "assumed")
-    table.add_row("prompts", "", "end with their last full block, which is always computed")
-    return table
+        quantity: Quantity | None = getattr(machine, name)
+        if quantity is not None:
+            rows.append((name, f"{quantity.value:.4g}", quantity.source))
+    rows += [
+        ("device", f"{report.device_blocks:,}", f"blocks of {size(report.block_bytes)}"),
+        ("requests at a time", f"{report.max_running:,}", "assumed"),
+        ("tokens a step", f"{report.step_tokens:,}", "assumed"),
+        ("prompts", "", "end with their last full block, which is always computed"),
+    ]
+    return Table("", ("Assumption", "value", "source"), rows)
 
 
-def _pair(found: Distribution) -> str:
-    return f"{duration(found.mean)} / {duration(found.p90)}"
+def _pair(distribution: Distribution) -> str:
+    return f"{duration(distribution.mean)} / {duration(distribution.p90)}"
 
 
-def _share(blocks: int, run: TimedOutcome) -> str:
+def _device_hit_ratio(run: TimedOutcome) -> str:
     hits = run.device_hit_blocks + run.offload_hit_blocks
-    return f"{blocks * run.hit_ratio / hits:.3f}" if hits else "0.000"
+    return f"{run.device_hit_blocks * run.hit_ratio / hits:.3f}" if hits else "0.000"
 
 
-def _how_they_come(report: TimedReport) -> str:
+def _arrivals(report: TimedReport) -> str:
     if report.at_once:
         return f"{report.at_once} at once"
     return "as recorded" if report.load == 1.0 else f"{report.load:g} times as dense"

@@ -1,16 +1,20 @@
-"""How far a sweep is, on stderr: a bar on a terminal, now and then a line in a file or a log."""
+"""Progress of a sweep on standard error: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Protocol
 
+import click
 from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as ProgressBar
 
+from kvoffload.cli.output import bar_columns
+from kvoffload.errors import SweepError
 from kvoffload.sweep.measuring import Progress
 from kvoffload.text import duration, percent
 
@@ -18,11 +22,38 @@ _REMEMBERED_S = 600
 _SECONDS_BETWEEN_LINES = 30
 
 
+class Resumable(Protocol):
+    """Work that continues from a journal."""
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def journal_path(self) -> Path | None: ...
+
+
+@contextlib.contextmanager
+def stopping_cleanly(run: Resumable) -> Iterator[None]:
+    """Exit with code 130 after Ctrl-C and 1 after a `SweepError`; report the rows that are kept."""
+    try:
+        yield
+    except (KeyboardInterrupt, SweepError) as stop:
+        reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
+        click.echo(f"kvoffload: {reason}{_kept(run.progress, run.journal_path)}", err=True)
+        sys.exit(130 if isinstance(stop, KeyboardInterrupt) else 1)
+
+
+def _kept(done: Progress, journal: Path | None) -> str:
+    if journal is None:
+        return "; without --output nothing is kept"
+    kept = f"{done.rows_done:,} of {done.rows:,} rows are kept in {journal}"
+    return f"; {kept}: run the same command again to go on"
+
+
 @contextlib.contextmanager
 def shown(
     quiet: bool, console: Console | None = None, clock_s: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """What a sweep is to call as it goes on. First of all it says what an earlier run has done."""
+    """Yield the progress callback of a sweep. The first call reports rows of an earlier run."""
     console = console or Console(stderr=True)
     if quiet:
         yield lambda now: None
@@ -34,58 +65,55 @@ def shown(
 
 
 class Lines:
-    """Progress where there is no terminal: a line for each tenth at most, and no two within 30 seconds.
+    """Progress lines for a log: at most one for each tenth, and none within 30 seconds of the last.
 
-    The share is one of block references, not rows: a row of a long trace takes longer.
+    The share counts block references, not rows: a row of a long trace takes longer.
     """
 
     def __init__(self, console: Console, clock_s: Callable[[], float]) -> None:
         self._console, self._clock_s = console, clock_s
         self._began_s = self._last_s = 0.0
-        self._begun_with = self._last_tenth = 0
+        self._refs_at_begin = self._last_tenth = 0
         self._of = ""
 
     def update(self, now: Progress) -> None:
-        """Print a line if it is time for one; none when all is done, which the results say."""
+        """Print a line if one is due; none at the end, when the results follow."""
         if now.refs_done == 0 or now.of != self._of:
-            # The traces have been read, or replays of another kind begin: what is left is to be told from
-            # them alone.
+            # The traces are read, or replays of another kind begin: the estimate starts anew.
             self._began_s = self._last_s = self._clock_s()
-            self._of, self._begun_with, self._last_tenth = now.of, now.refs_done, 0
+            self._of, self._refs_at_begin, self._last_tenth = now.of, now.refs_done, 0
         if now.rows_done == now.rows:
             return
         time_s, tenth = self._clock_s(), 10 * now.refs_done // now.refs
         if time_s < self._last_s + _SECONDS_BETWEEN_LINES or tenth == self._last_tenth:
             return
         self._last_s, self._last_tenth = time_s, tenth
-        share, done = percent(now.refs_done / now.refs, 0), now.refs_done - self._begun_with
+        share, done = percent(now.refs_done / now.refs, 0), now.refs_done - self._refs_at_begin
         left = duration((time_s - self._began_s) * (now.refs - now.refs_done) / done)
-        _say(
-            self._console,
-            f"{now.rows_done:,} of {now.rows:,} {now.of}, {share}, about {left} left",
-        )
+        _print(self._console, f"{now.rows_done:,} of {now.rows:,} {now.of}, {share}, about {left} left")
 
 
 def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Callable[[Progress], None]:
-    """`update`, and before its first call a line if a journal has been found."""
+    """Wrap `update`: before the first call, print a line if a journal has rows."""
     calls = 0
 
-    def say_and_update(now: Progress) -> None:
+    def print_and_update(now: Progress) -> None:
         nonlocal calls
         if calls == 0 and now.rows_done:
-            _say(console, f"resuming, {now.rows_done:,} of {now.rows:,} done")
+            _print(console, f"resuming, {now.rows_done:,} of {now.rows:,} done")
         calls += 1
         update(now)
 
-    return say_and_update
+    return print_and_update
 
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """A bar over block references, as `Lines`."""
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-               TimeRemainingColumn())  # fmt: skip
-    with ProgressBar(*columns, console=console, transient=True, speed_estimate_period=_REMEMBERED_S) as bar:
+    """Show a bar over block references, as `Lines` counts them."""
+
+    with ProgressBar(
+        *bar_columns(), console=console, transient=True, speed_estimate_period=_REMEMBERED_S
+    ) as bar:
         task = bar.add_task("reading", total=None)
         yield lambda now: bar.update(
             task,
@@ -95,13 +123,5 @@ def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
         )
 
 
-def how_to_go_on(done: Progress, journal: Path | None) -> str:
-    """What is said of work that was interrupted."""
-    if journal is None:
-        return "; without --output nothing is kept"
-    kept = f"{done.rows_done:,} of {done.rows:,} rows are kept in {journal}"
-    return f"; {kept}: run the same command again to go on"
-
-
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(f"kvoffload: {text}", markup=False, highlight=False, soft_wrap=True)

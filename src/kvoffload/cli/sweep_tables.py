@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffload.cli.replay_table import assumed_queue, assumption
+from kvoffload.cli.replay_table import assumed_ends, assumed_queue
 from kvoffload.sweep.bootstrap import CORRELATED
 from kvoffload.sweep.table import Row
 from kvoffload.sweep.verdict import Verdict
@@ -122,7 +122,7 @@ def _note(rows: list[Row]) -> Text:
     if rows[0].ci_low is not None:
         note += f", or not told apart from it (paired bootstrap, 95%, seed {rows[0].seed})"
     if rows[0].decode_tokens_per_s:
-        note += f"\n  {assumption(rows[0].decode_tokens_per_s)}"
+        note += f"\n  {assumed_ends(rows[0].decode_tokens_per_s)}"
     if rows[0].queue_requests:
         note += f"\n  {assumed_queue(rows[0].queue_requests)}"
     if rows[0].instances > 1:

@@ -1,4 +1,4 @@
-"""Numbers, and differences between producers, as commands print them."""
+"""Differences between producers, as commands print them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _MOST_LINES = 20
 
 
 def difference_lines(first: str, second: str) -> list[str]:
-    """The fields in which the texts of two producers differ, a line for each; none if one is not known."""
-    found = differences(first, second) if first and second else []
-    lines = [str(one) for one in found[:_MOST_LINES]]
-    if len(found) > _MOST_LINES:
-        lines.append(f"and {len(found) - _MOST_LINES} more fields")
+    """List the fields in which two producers differ, a line for each; empty if one is unknown."""
+    fields = differences(first, second) if first and second else []
+    lines = [str(field) for field in fields[:_MOST_LINES]]
+    if len(fields) > _MOST_LINES:
+        lines.append(f"and {len(fields) - _MOST_LINES} more fields")
     return lines

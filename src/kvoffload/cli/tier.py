@@ -1,4 +1,4 @@
-"""``kvoffload tier``: whether a server that machines share is well, how fast it is, and what is in it."""
+"""``kvoffload tier``: health, speed and contents of a server that machines share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from kvoffload.cli.options import in_form, sized
+from kvoffload.cli.options import FormatOptions, ModelOptions, argument, option, options_of
+from kvoffload.cli.output import properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
-from kvoffload.model import kv_bytes as models
-from kvoffload.settings.read import parse_size
+from kvoffload.pages.page import Table
+from kvoffload.settings.read import Count, Positive, parse_size
 from kvoffload.text import duration, percent, size
 from kvoffload.tiers.contract import SharedTier
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
@@ -44,34 +42,64 @@ _PATIENCE_S = 5.0
 _SLOW_S = 60.0
 _KEY_BYTES = 36
 _SIZES = "64KiB,512KiB,2MiB"
-_url = click.argument("url")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions(FormatOptions):
+    """Options of every ``kvoffload tier`` command."""
+
+    url: str = argument()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(ServerOptions, ModelOptions):
+    """Options of ``kvoffload tier bench``."""
+
+    block_bytes: str = option(_SIZES, "Sizes of blocks.", metavar="SIZE,...")
+    rounds: Count = option(5, "Rounds of every measurement.")
+    block_tokens: Count = option(16, "Tokens in a block; with --model or --bytes-per-token.")
+    prefill_tokens_per_s: Positive | None = option(
+        None, "Tokens that the model computes in a second; adds from how many tokens on a read pays."
+    )
+
+    def check(self) -> None:
+        """Check that the model is known if its speed is. Raises `ConfigError`."""
+        if self.prefill_tokens_per_s is not None and self.known_block_bytes(1) is None:
+            why = "give --model or --bytes-per-token"
+            raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, why)
+
+    def sizes(self) -> list[int]:
+        """Return the sizes of blocks to measure: the model's, if it is known."""
+        size = self.known_block_bytes(self.block_tokens)
+        if self.block_bytes == _SIZES and size is not None:
+            return [size]
+        return [parse_size("block-bytes", text) for text in self.block_bytes.split(",")]
 
 
 @click.group()
 def tier() -> None:
-    """Ask a server that machines share: is it well, what is in it, is it worth it?
+    """Check a shared cache server: health, contents, break-even.
 
-    URL is as `--tier` has it: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.
-    User and password stand in KVOFFLOAD_VALKEY_USERNAME and KVOFFLOAD_VALKEY_PASSWORD.
+    URL is that of `--tier`: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.
+    User and password are in KVOFFLOAD_VALKEY_USERNAME and KVOFFLOAD_VALKEY_PASSWORD.
     """
 
 
 @tier.command()
-@_url
-@in_form
-def ping(url: str, form: str) -> None:
-    """Say whether URL can be a tier: round trip, version, rights, memory, and settings that do not suit it.
+@options_of(ServerOptions)
+def ping(options: ServerOptions) -> None:
+    """Check that URL can be a tier: round trip, version, rights, memory, and unsuitable settings.
 
-    Of a cluster each master. Exit code 1 if something that a tier needs is refused.
+    Checks each master of a cluster. Exit code 1 if the server refuses a command that a tier needs.
     """
-    options, place = _server(url)
+    server, place = _server(options.url)
     with _in_one_line(place), ExitStack() as stack:
-        connections, until = _connected(options, place, stack), time.monotonic() + _PATIENCE_S
+        connections, until = _connected(server, place, stack), time.monotonic() + _PATIENCE_S
         reports = [
-            look_at(connection, address, place.namespace, division, round(options.ttl or 0), until)
+            look_at(connection, address, place.namespace, division, round(server.ttl or 0), until)
             for address, division, connection in connections
         ]
-    if form == "json":
+    if options.is_json:
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
     else:
         for report in reports:
@@ -81,20 +109,19 @@ def ping(url: str, form: str) -> None:
 
 
 @tier.command()
-@_url
-@in_form
-def inspect(url: str, form: str) -> None:
-    """Say what is in the namespace of URL, model by model, from at most 20,000 names of each server.
+@options_of(ServerOptions)
+def inspect(options: ServerOptions) -> None:
+    """List the contents of URL's namespace by model, from at most 20,000 names of each server.
 
-    Of several producers also how each differs from the first, as in `rope_theta: 10000 / 1000000`.
+    Also lists the differences of each producer from the first, as in `rope_theta: 10000 / 1000000`.
 
-    Needs the right to SCAN, STRLEN, TTL and GETRANGE, which a tier does not.
+    Needs the rights to SCAN, STRLEN, TTL and GETRANGE, which a tier does not need.
     """
-    options, place = _server(url)
+    server, place = _server(options.url)
     with _in_one_line(place), ExitStack() as stack:
-        connections = [connection for _, _, connection in _connected(options, place, stack)]
+        connections = [connection for _, _, connection in _connected(server, place, stack)]
         report = look_into(connections, place.namespace, time.monotonic() + _SLOW_S)
-    if form == "json":
+    if options.is_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
         _print_namespace(report)
@@ -103,59 +130,34 @@ def inspect(url: str, form: str) -> None:
 
 
 @tier.command()
-@_url
-@click.option("--block-bytes", metavar="SIZE,...", help=f"Blocks of these sizes.  [default: {_SIZES}]")
-@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
-@sized
-@click.option("--block-tokens", type=click.IntRange(min=1), default=16, show_default=True,
-              help="Tokens in a block; with --model or --bytes-per-token.")  # fmt: skip
-@click.option("--prefill-tokens-per-s", type=click.FloatRange(min=0, min_open=True), metavar="X",
-              help="How fast the model computes: is a read worth it, and from where on?")  # fmt: skip
-@in_form
-def bench(
-    url: str,
-    *,
-    block_bytes: str | None,
-    rounds: int,
-    model: str | None,
-    kv_cache_dtype: str,
-    bytes_per_token: str | None,
-    block_tokens: int,
-    prefill_tokens_per_s: float | None,
-    form: str,
-) -> None:
-    """Measure probes, verified reads and writes through URL, and say whether that is worth it for a model.
+@options_of(BenchOptions)
+def bench(options: BenchOptions) -> None:
+    """Measure probes, verified reads and writes through URL, and compute the break-even for a model.
 
-    It writes up to 64 MiB, which a full server makes room for, and which it forgets after a minute.
+    Writes up to 64 MiB, for which a full server evicts other blocks, with a time to live of one minute.
     """
-    token_bytes = models.block_bytes(model, bytes_per_token, 1, kv_cache_dtype)
-    if prefill_tokens_per_s is not None and token_bytes is None:
-        raise ConfigError("prefill-tokens-per-s", prefill_tokens_per_s, "give --model or --bytes-per-token")
-    if block_bytes is None and token_bytes is not None:
-        sizes = [token_bytes * block_tokens]
+    tier = _shared(options.url)
+    speeds = [_speeds(tier, num_bytes, options.rounds) for num_bytes in options.sizes()]
+    token_bytes, verdict = options.known_block_bytes(1), None
+    if token_bytes is not None and options.prefill_tokens_per_s is not None:
+        verdict = _verdict(speeds[-1], token_bytes, options.prefill_tokens_per_s)
+    if options.is_json:
+        rows = [asdict(speed) for speed in speeds]
+        click.echo(json.dumps({"speeds": rows, "verdict": verdict}, indent=2))
     else:
-        sizes = [parse_size("block-bytes", text) for text in (block_bytes or _SIZES).split(",")]
-    options = _shared(url)
-    found = [_speeds(options, num_bytes, rounds) for num_bytes in sizes]
-    verdict = None
-    if token_bytes is not None and prefill_tokens_per_s is not None:
-        verdict = _verdict(found[-1], token_bytes, prefill_tokens_per_s)
-    if form == "json":
-        click.echo(json.dumps({"speeds": [asdict(one) for one in found], "verdict": verdict}, indent=2))
-    else:
-        _print_speeds(found, verdict)
-    if any(one.num_wrong for one in found):
+        _print_speeds(speeds, verdict)
+    if any(speed.num_wrong for speed in speeds):
         sys.exit(1)
 
 
-# ---- asking
+# ---- requests
 
 
 def _shared(url: str) -> TierOptions:
-    """The options of a tier that machines share. Raises `ConfigError`."""
+    """Parse the URL of a shared tier. Raises `ConfigError`."""
     options = parse_tier("tier", url)
     if not options.schemes:
-        why = "this is for servers, by URL; what is in a disk says kvoffload disk inspect PATH"
+        why = "allowed: the URL of a server; for a disk use kvoffload disk inspect PATH"
         raise ConfigError("tier", url, why)
     return options
 
@@ -163,19 +165,19 @@ def _shared(url: str) -> TierOptions:
 def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
     options = _shared(url)
     if not isinstance(options, ValkeyOptions):
-        raise ConfigError("tier", str(options), "this is for valkey://; bench is for all that machines share")
+        raise ConfigError("tier", str(options), "allowed: valkey://; only bench takes other shared tiers")
     return options, parse_url(options.url)
 
 
 def _connected(
     options: ValkeyOptions, place: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
-    """A connection to each server, with one of its divisions in a cluster."""
+    """Connect to each server; in a cluster also name one division of the server."""
     connect, until = options.connector(), time.monotonic() + _PATIENCE_S
     nodes: dict[Address, int | None] = dict.fromkeys(place.nodes)
     if place.is_cluster:
-        found = nodes_of(place.nodes, connect, until)
-        nodes = {address: divisions[0] for address, divisions in sorted(found.items())}
+        masters = nodes_of(place.nodes, connect, until)
+        nodes = {address: divisions[0] for address, divisions in sorted(masters.items())}
     connections = []
     for address, division in nodes.items():
         connection = connect(address, until)
@@ -186,7 +188,7 @@ def _connected(
 
 @contextmanager
 def _in_one_line(place: ServerURL) -> Iterator[None]:
-    """What a server or the network says, as an error of the user's."""
+    """Turn errors of the server and the network into a `ConfigError`."""
     try:
         yield
     except ConfigError:
@@ -199,20 +201,20 @@ def _in_one_line(place: ServerURL) -> Iterator[None]:
 
 def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
     patient: dict[str, Any] = {"timeout": _SLOW_S, "probe_timeout": _SLOW_S, "ttl": 60.0, "admission": "all"}
-    opened = replace(options, **{name: value for name, value in patient.items() if hasattr(options, name)})
-    used = opened.open(TierOwner(block_bytes, _KEY_BYTES, "kvoffload tier bench"))
-    assert isinstance(used, SharedTier)
+    patient = {name: value for name, value in patient.items() if hasattr(options, name)}
+    tier = replace(options, **patient).open(TierOwner(block_bytes, _KEY_BYTES, "kvoffload tier bench"))
+    assert isinstance(tier, SharedTier)
     try:
-        return measure_speeds(used, rounds, _SLOW_S)
+        return measure_speeds(tier, rounds, _SLOW_S)
     finally:
-        used.close()
+        tier.close()
 
 
-# ---- saying
+# ---- output
 
 
 def _verdict(speeds: Speeds, token_bytes: int, tokens_per_s: float) -> dict[str, Any]:
-    """Whether reading is worth it, beside computing."""
+    """Compare the speed of reading with the speed of computing."""
     read = speeds.get_bytes_per_s / token_bytes
     enough = speeds.worth_from_bytes(token_bytes * tokens_per_s)
     from_tokens = None if enough is None else max(1, round(enough / token_bytes))
@@ -226,20 +228,20 @@ def _verdict(speeds: Speeds, token_bytes: int, tokens_per_s: float) -> dict[str,
             "needed_bytes_per_s": token_bytes * tokens_per_s, "text": text}  # fmt: skip
 
 
-def _print_speeds(found: list[Speeds], verdict: dict[str, Any] | None) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("block", "64 probes", "read one", "read", "write"):
-        table.add_column(column, justify="right")
-    for one in found:
-        table.add_row(
-            size(one.block_bytes),
-            duration(one.probe_s),
-            duration(one.first_s),
-            f"{one.get_bytes_per_s / 1e9:.2f} GB/s",
-            f"{one.put_bytes_per_s / 1e9:.2f} GB/s",
+def _print_speeds(speeds: list[Speeds], verdict: dict[str, Any] | None) -> None:
+    rows = [
+        (
+            size(speed.block_bytes),
+            duration(speed.probe_s),
+            duration(speed.first_s),
+            f"{speed.get_bytes_per_s / 1e9:.2f} GB/s",
+            f"{speed.put_bytes_per_s / 1e9:.2f} GB/s",
         )
-    Console().print(table)
-    wrong = sum(one.num_wrong for one in found)
+        for speed in speeds
+    ]
+    headings = ("block#", "64 probes#", "read one#", "read#", "write#")
+    Console().print(terminal_table(Table("", headings, rows)))
+    wrong = sum(speed.num_wrong for speed in speeds)
     click.echo(f"{wrong:,} blocks were WRONG" if wrong else "Every block was verified.")
     if verdict is not None:
         click.echo(verdict["text"])
@@ -262,7 +264,7 @@ def _print_server(report: ServerReport) -> None:
         "evicted": report.evicted is not None and f"{report.evicted:,}",
         "hits": looked_up and f"{percent((report.hits or 0) / looked_up)} of {looked_up:,}",
     }
-    _print_rows(report.address, rows)
+    Console().print(terminal_table(properties(report.address, rows.items())))
     for line in report.refused:
         click.echo(f"  REFUSED  {line}")
     for line in report.warnings:
@@ -271,7 +273,7 @@ def _print_server(report: ServerReport) -> None:
 
 
 def _print_namespace(report: NamespaceReport) -> None:
-    click.echo(f"{report.namespace}: {report.looked_at:,} of {report.num_names:,} names looked at")
+    click.echo(f"{report.namespace}: {report.looked_at:,} of {report.num_names:,} names read")
     if report.refused:
         click.echo(f"  REFUSED  {report.refused}")
     for producer in report.producers:
@@ -284,13 +286,5 @@ def _print_namespace(report: NamespaceReport) -> None:
             "forgotten by time": producer.with_end is not None and ("yes" if producer.with_end else "no"),
             f"differs from {first.producer[:8]}": "\n".join(differs),
         }
-        _print_rows(f"producer {producer.producer}", rows)
-
-
-def _print_rows(title: str, rows: dict[str, Any]) -> None:
-    # As `Text`, since what a server says may look like rich's markup.
-    table = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
-    for name, value in rows.items():
-        if value:
-            table.add_row(Text(name), Text(str(value)))
-    Console().print(table)
+        title = f"producer {producer.producer}"
+        Console().print(terminal_table(properties(title, rows.items())))

@@ -1,4 +1,4 @@
-"""``kvoffload trace``: make traces, and say what a trace is like."""
+"""``kvoffload trace``: generate, convert, fit and describe traces."""
 
 from __future__ import annotations
 
@@ -6,32 +6,31 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import in_blocks, in_form, skipping_bad_lines
+from kvoffload.cli.options import FormatOptions, ReadOptions, argument, options_of
+from kvoffload.cli.output import check_new, terminal_table
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
+from kvoffload.pages.page import Table
 from kvoffload.text import percent
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.likeness import features, resemblance
 from kvoffload.traces.sessions import generate as generate_trace
-from kvoffload.traces.sources import load_trace
 from kvoffload.traces.statistics import Percentiles, TraceStatistics, describe
 from kvoffload.traces.working_set import Period, working_set
 from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload, builtin
 
 
 def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
-    """One option per parameter of `Workload`, explained by its docstring."""
+    """Add an option for each parameter of `Workload`; the docstring of `Workload` is the help."""
     types = get_type_hints(Workload)
     described = re.findall(r"^    (\w+): ((?:.+\n?)(?:^ {8}.+\n?)*)", inspect.getdoc(Workload) or "", re.M)
     help_of = {name: " ".join(text.split()) for name, text in described}
@@ -49,7 +48,7 @@ def _workload_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group()
 def trace() -> None:
-    """Make traces, and say what a trace is like."""
+    """Generate, convert, fit and describe traces."""
 
 
 trace.add_command(convert)
@@ -66,8 +65,7 @@ trace.add_command(fit)
 def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
     """Write a built-in workload as a trace file.
 
-    Options replace parameters of the built-in one; what they mean and what they are stands in
-    docs/workloads.md.
+    Options replace parameters of the workload; docs/workloads.md describes them.
     """
     given = {
         key: LogNormal(*value) if isinstance(value, tuple) else value
@@ -75,38 +73,41 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
         if value is not None
     }
     workload = builtin(name, **given)
-    if output.exists() and not force:
-        raise ConfigError("output", str(output), "a file that does not exist yet, or --force")
-    made = generate_trace(workload)
+    check_new("output", output, force=force)
+    generated = generate_trace(workload)
     try:
-        write_trace(made, output)
+        write_trace(generated, output)
     except OSError as error:
         raise ConfigError("output", str(output), f"a writable file ({error.strerror})") from None
     click.echo(
-        f"{output}: {made.requests:,} requests, {made.block_refs:,} block references, "
-        f"{made.unique_blocks:,} unique blocks"
+        f"{output}: {generated.requests:,} requests, {generated.block_refs:,} block references, "
+        f"{generated.unique_blocks:,} unique blocks"
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions(ReadOptions, FormatOptions):
+    """Options of ``kvoffload trace info``."""
+
+    trace: str = argument()
+
+
 @trace.command()
-@click.argument("trace_", metavar="TRACE")
-@in_blocks
-@skipping_bad_lines
-@in_form
-def info(trace_: str, block_tokens: int | None, skip_bad_lines: bool, form: str) -> None:
-    """Say what TRACE, a file or a built-in name, is like, and what the best policy would reach on it."""
-    loaded = load_trace(trace_, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
+@options_of(InfoOptions)
+def info(options: InfoOptions) -> None:
+    """Describe TRACE, a file or a built-in name, and the optimum on it."""
+    loaded = options.read(options.trace)
     statistics, best, periods = describe(loaded), beside_optimum(loaded), working_set(loaded)
     like = resemblance(loaded)
-    if form == "json":
-        more = {"working_set": [period._asdict() for period in periods], "resembles": like}
-        click.echo(json.dumps(_as_json(loaded.name, statistics, best) | more, indent=2))
+    if options.is_json:
+        others = {"working_set": [period._asdict() for period in periods], "resembles": like}
+        click.echo(json.dumps(_as_json(loaded.name, statistics, best) | others, indent=2))
     else:
         console = Console()
-        console.print(_totals_table(loaded.name, statistics))
-        console.print(_distributions_table(statistics))
-        console.print(_working_set_table(periods))
-        console.print(_best_table(best))
+        console.print(terminal_table(_totals_table(loaded.name, statistics)))
+        console.print(terminal_table(_distributions_table(statistics)))
+        console.print(terminal_table(_working_set_table(periods)))
+        console.print(terminal_table(_best_table(best)))
         console.print(_words(statistics, best, like), soft_wrap=True, highlight=False)
 
 
@@ -119,24 +120,21 @@ def _as_json(name: str, statistics: TraceStatistics, best: list[dict[str, Any]])
 
 
 def _totals_table(name: str, statistics: TraceStatistics) -> Table:
-    table = Table(title=f"trace {name}", title_justify="left", box=box.SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    for field, value in vars(statistics).items():
-        if not isinstance(value, Percentiles):
-            table.add_row(field.replace("_", " "), _number(value))
-    return table
+    totals = [
+        (field.replace("_", " "), _number(value))
+        for field, value in vars(statistics).items()
+        if not isinstance(value, Percentiles)
+    ]
+    return Table(f"trace {name}", ("", "#"), totals)
 
 
 def _distributions_table(statistics: TraceStatistics) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for heading in Percentiles._fields:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for field, value in vars(statistics).items():
-        if isinstance(value, Percentiles):
-            table.add_row(field.replace("_", " "), *map(_number, value))
-    return table
+    rows = [
+        (field.replace("_", " "), *map(_number, value))
+        for field, value in vars(statistics).items()
+        if isinstance(value, Percentiles)
+    ]
+    return Table("", ("", *(f"{name}#" for name in Percentiles._fields)), rows)
 
 
 def _number(value: float) -> str:
@@ -146,49 +144,44 @@ def _number(value: float) -> str:
 
 
 def _working_set_table(periods: list[Period]) -> Table:
-    title = "working set: different blocks in use, in parts of the time"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("from, min", "requests", "references", "different blocks", "new", "ceiling"):
-        table.add_column(heading, justify="right")
+    headings = ("from, min#", "requests#", "references#", "different blocks#", "new#", "ceiling#")
+    rows = []
     for period in periods:
         counts = (period.requests, period.block_refs, period.different_blocks, period.new_blocks)
-        table.add_row(
-            f"{period.start_s / 60:,.1f}", *(f"{count:,}" for count in counts), f"{period.ceiling:.4f}"
-        )
-    return table
+        minutes = f"{period.start_s / 60:,.1f}"
+        rows.append((minutes, *(f"{count:,}" for count in counts), f"{period.ceiling:.4f}"))
+    return Table("working set: different blocks in use, by period", headings, rows)
 
 
 def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[str, float]) -> str:
-    """What the tables say."""
+    """Summarise the tables."""
     widest = max(best, key=lambda row: row["prefix_hit_ratio"] - row["lru_prefix_hit_ratio"])
     gap = widest["prefix_hit_ratio"] - widest["lru_prefix_hit_ratio"]
     (nearest, factor), *others = like.items()
-    said = [
+    sentences = [
         f"No cache saves more than {percent(statistics.ceiling)} of the prefill: "
         f"{percent(statistics.repeated_in_session)} is repeated within a session, "
         f"{percent(statistics.shared_by_sessions)} comes from other sessions.",
-        f"LRU is {100 * gap:.1f} points below the optimum where it is furthest, at "
-        f"{widest['capacity_percent']} % of the blocks."
+        f"LRU is at most {100 * gap:.1f} points below the optimum, at "
+        f"{widest['capacity_percent']}% of the blocks."
         if gap > 0
-        else "LRU is as good as the optimum at every size above: policies do not matter here.",
-        f"It is most like {nearest}: {factor:.1f} times apart in the mean of {len(features(statistics))} "
-        f"features ({', '.join(f'{name} {far:.1f}' for name, far in others)}).",
+        else "LRU equals the optimum at every size above: the policy makes no difference.",
+        f"The nearest workload is {nearest}: {factor:.1f} times apart in the mean of "
+        f"{len(features(statistics))} features ({', '.join(f'{name} {far:.1f}' for name, far in others)}).",
     ]
-    return "\n".join(f"  {one}" for one in said)
+    return "\n".join(f"  {one}" for one in sentences)
 
 
 def _best_table(best: list[dict[str, Any]]) -> Table:
-    title = "prefix-hit ratio: the best that any policy could reach, and LRU"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("capacity", "blocks", "optimum", "lru", "written by the optimum"):
-        table.add_column(heading, justify="right")
-    for row in best:
-        limited = row["capacity_percent"] is not None
-        table.add_row(
-            f"{row['capacity_percent']} %" if limited else "no limit",
-            f"{row['capacity_blocks']:,}" if limited else "",
+    rows = [
+        (
+            "no limit" if row["capacity_percent"] is None else f"{row['capacity_percent']}%",
+            "" if row["capacity_blocks"] is None else f"{row['capacity_blocks']:,}",
             f"{row['prefix_hit_ratio']:.4f}",
             f"{row['lru_prefix_hit_ratio']:.4f}",
             f"{row['blocks_written']:,}",
         )
-    return table
+        for row in best
+    ]
+    headings = ("capacity#", "blocks#", "optimum#", "lru#", "written by the optimum#")
+    return Table("prefix-hit ratio: the optimum, and LRU", headings, rows)

@@ -1,83 +1,75 @@
-"""``kvoffload trace convert``: a trace from a recording of another format."""
+"""``kvoffload trace convert``: turn a recording of another format into a trace."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvoffload.cli.options import quietly, skipping_bad_lines
+from kvoffload.cli.options import QuietOptions, argument, option, options_of
+from kvoffload.cli.output import check_new, progress_bar
 from kvoffload.errors import ConfigError
+from kvoffload.settings.read import Count
 from kvoffload.traces.conversion.convert import convert as convert_trace
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(QuietOptions):
+    """Options of ``kvoffload trace convert``."""
+
+    source: str = argument()
+    out: Path = argument()
+    kind: str | None = option(
+        None,
+        "Format: bailian, kv_events, lengths, mooncake, text, token_ids, with parameters (lengths:none). "
+        "By default the format of the first record.",
+        "--from",
+        metavar="KIND",
+    )
+    block_tokens: Count | None = option(
+        None, "Tokens in a block of OUT: of the ids in SOURCE; of text, any number."
+    )
+    tokenizer: Path | None = option(None, "Tokenizer for text.", metavar="TOKENIZER.JSON")
+    salt: str | None = option(
+        None, "Salt of the ids: equal salts give equal ids. Random and unknown by default.", metavar="TEXT"
+    )
+    keep_ids: bool = option(False, "Keep ids and names of SOURCE, without hashing.")
+    skip_bad_lines: bool = option(False, "Skip bad lines, and count them.")
+    force: bool = option(False, "Replace an existing file.")
+
+    def check(self) -> None:
+        """Check the salt and the output file. Raises `ConfigError`."""
+        if self.salt is not None and self.keep_ids:
+            raise ConfigError("salt", self.salt, "allowed: without --keep-ids")
+        check_new("out", self.out, force=self.force)
+
+
 @click.command()
-@click.argument("source")
-@click.argument("out", type=click.Path(path_type=Path))
-@click.option("--from", "kind", metavar="KIND",
-              help="bailian, kv_events, lengths, mooncake, text, token_ids, with parameters (lengths:none); "
-              "else what the first record looks like.")  # fmt: skip
-@click.option("--block-tokens", type=click.IntRange(min=1), metavar="N",
-              help="Tokens in a block of OUT: those of the ids in SOURCE; of text, any.")  # fmt: skip
-@click.option("--tokenizer", type=click.Path(path_type=Path), metavar="TOKENIZER.JSON", help="For text.")
-@click.option("--salt", metavar="TEXT", help="Equal salts give equal ids; without it nobody knows the salt.")
-@click.option("--keep-ids", is_flag=True, help="Ids and names as SOURCE has them, not hashed.")
-@skipping_bad_lines
-@click.option("--force", is_flag=True, help="Replace an existing file.")
-@quietly
-def convert(
-    source: str,
-    out: Path,
-    kind: str | None,
-    block_tokens: int | None,
-    tokenizer: Path | None,
-    salt: str | None,
-    keep_ids: bool,
-    skip_bad_lines: bool,
-    force: bool,
-    quiet: bool,
-) -> None:
-    """Write SOURCE, a recording of another format, as a trace.
+@options_of(ConvertOptions)
+def convert(options: ConvertOptions) -> None:
+    """Convert SOURCE, a recording of another format, to a trace.
 
     SOURCE is a file, also .gz, .xz or .zst, - with --from, or the address of vLLM's KV events
-    (tcp://host:port), until Ctrl-C. OUT is JSONL; .gz, .xz, .zst compress. Ids are salted hashes: OUT tells
-    nothing of what was asked. docs/traces.md says what each kind takes, and what it must assume.
+    (tcp://host:port), until Ctrl-C. OUT is JSONL; .gz, .xz, .zst compress. Ids are salted hashes: OUT reveals
+    nothing of the prompts. docs/traces.md describes the formats and their assumptions.
     """
-    if salt is not None and keep_ids:
-        raise ConfigError("salt", salt, "allowed: without --keep-ids")
-    if out.exists() and not force:
-        raise ConfigError("out", str(out), "a file that does not exist yet, or --force")
-    with _reading(quiet) as progress:
+    with progress_bar("convert", 1.0, options.quiet) as progress:
         done = convert_trace(
-            source, out, source=kind, block_tokens=block_tokens, tokenizer=tokenizer, salt=salt,
-            keep_ids=keep_ids, skip_bad_lines=skip_bad_lines, progress=progress,
+            options.source, options.out, source=options.kind, block_tokens=options.block_tokens,
+            tokenizer=options.tokenizer, salt=options.salt, keep_ids=options.keep_ids,
+            skip_bad_lines=options.skip_bad_lines, progress=progress,
         )  # fmt: skip
     click.echo(
-        f"{out}: {done.requests:,} requests, {done.block_refs:,} block references of {done.block_tokens} "
-        f"tokens, from {done.source}"
+        f"{options.out}: {done.requests:,} requests, {done.block_refs:,} block references of "
+        f"{done.block_tokens} tokens, from {done.source}"
     )
-    said = [*done.remarks]
+    remarks = [*done.remarks]
     if done.assumed:
-        said.append(f"assumed: {done.assumed}; reports of this trace say it")
+        remarks.append(f"assumed: {done.assumed}; reports of this trace mention it")
     if done.skipped_lines:
-        said.append(f"{done.skipped_lines:,} bad lines left out")
+        remarks.append(f"{done.skipped_lines:,} bad lines left out")
     if done.early_requests:
-        said.append(
-            f"{done.early_requests:,} requests are stamped before the first: they count as at its time"
-        )
-    for one in said:
-        click.echo(f"kvoffload: {one}", err=True)
-
-
-@contextlib.contextmanager
-def _reading(quiet: bool) -> Iterator[Callable[[float], None]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"),
-               TimeRemainingColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("convert", total=1.0)
-        yield lambda share: bar.update(task, completed=share)
+        remarks.append(f"{done.early_requests:,} requests precede the first: they get the time of the first")
+    for remark in remarks:
+        click.echo(f"kvoffload: {remark}", err=True)

@@ -1,55 +1,59 @@
-"""``kvoffload trace fit``: a workload that is like a recording, and how much it is."""
+"""``kvoffload trace fit``: fit a workload to a recording, and report the distance."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import in_blocks, in_form, skipping_bad_lines
+from kvoffload.cli.options import FormatOptions, ReadOptions, argument, option, options_of
+from kvoffload.cli.output import terminal_table
+from kvoffload.pages.page import Table
 from kvoffload.traces.fitting import Fit
 from kvoffload.traces.fitting import fit as fit_workload
 from kvoffload.traces.likeness import comparable, resemblance
 from kvoffload.traces.sessions import generate
-from kvoffload.traces.sources import load_trace
 from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload
 
 
-@click.command()
-@click.argument("trace")
-@click.option("--like", metavar=f"[{'|'.join(BUILTIN)}]",
-              help="The built-in workload to begin with.  [default: the nearest]")  # fmt: skip
-@in_blocks
-@skipping_bad_lines
-@in_form
-def fit(trace: str, like: str | None, block_tokens: int | None, skip_bad_lines: bool, form: str) -> None:
-    """Find parameters of a built-in workload that make it like TRACE, and say how far it is from it.
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(ReadOptions, FormatOptions):
+    """Options of ``kvoffload trace fit``."""
 
-    What it prints is a command that generates the workload: it can be shared where the recording cannot, and
-    grown beyond it with --sessions and --sessions-per-minute. A likeness has the errors that are shown, and
-    others: no policy should be chosen by it alone (docs/workloads.md).
+    trace: str = argument()
+    like: str | None = option(
+        None, "Built-in workload to begin with.  [default: the nearest]", metavar=f"[{'|'.join(BUILTIN)}]"
+    )
+
+
+@click.command()
+@options_of(FitOptions)
+def fit(options: FitOptions) -> None:
+    """Fit the parameters of a built-in workload to TRACE, and report the distance.
+
+    Prints a command that generates the workload. The command can be shared where the recording cannot, and
+    scaled with --sessions and --sessions-per-minute. A fitted workload has the errors that are shown, and
+    others: do not choose a policy by it alone (docs/workloads.md).
     """
-    loaded = load_trace(trace, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines)
-    found = fit_workload(loaded, like or next(iter(resemblance(loaded))))
+    loaded = options.read(options.trace)
+    found = fit_workload(loaded, options.like or next(iter(resemblance(loaded))))
     rows = _hit_ratios(beside_optimum(comparable(loaded)), beside_optimum(generate(found.workload)))
-    if form == "json":
+    if options.is_json:
         click.echo(json.dumps(_as_json(loaded.name, found, rows), indent=2))
         return
     console = Console()
-    console.print(_features_table(loaded.name, found))
-    console.print(_ratios_table(rows))
+    console.print(terminal_table(_features_table(loaded.name, found)))
+    console.print(terminal_table(_ratios_table(rows)))
     console.print(_words(found, rows), soft_wrap=True, highlight=False)
     console.print(f"\n{command(found.workload)}", soft_wrap=True, highlight=False)
 
 
 def command(workload: Workload) -> str:
-    """What generates a workload that was fitted."""
+    """Return the command that generates a fitted workload."""
     preset = BUILTIN[workload.name.removeprefix("like-")]
     given = []
     for field in fields(Workload):
@@ -87,24 +91,20 @@ def _as_json(name: str, found: Fit, rows: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _features_table(name: str, found: Fit) -> Table:
-    table = Table(title=f"{name}, and {found.workload.name}", title_justify="left", box=box.SIMPLE_HEAD)
-    table.add_column("", no_wrap=True)
-    for heading in ("recorded", "fitted", "times"):
-        table.add_column(heading, justify="right")
+    rows = []
     for feature, value in found.recorded.items():
-        other = found.fitted[feature]
-        table.add_row(feature, f"{value:,.4g}", f"{other:,.4g}", f"{other / value:.2f}")
-    return table
+        fitted = found.fitted[feature]
+        rows.append((feature, f"{value:,.4g}", f"{fitted:,.4g}", f"{fitted / value:.2f}"))
+    return Table(f"{name}, and {found.workload.name}", ("", "recorded#", "fitted#", "times#"), rows)
 
 
-def _ratios_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="prefix-hit ratio", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("capacity", "lru, recorded", "fitted", "optimum, recorded", "fitted"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        percent, *ratios = row.values()
-        table.add_row("no limit" if percent is None else f"{percent} %", *(f"{one:.4f}" for one in ratios))
-    return table
+def _ratios_table(ratios: list[dict[str, Any]]) -> Table:
+    headings = ("capacity#", "lru, recorded#", "fitted#", "optimum, recorded#", "fitted#")
+    rows = []
+    for row in ratios:
+        share, *hits = row.values()
+        rows.append(("no limit" if share is None else f"{share}%", *(f"{hit:.4f}" for hit in hits)))
+    return Table("prefix-hit ratio", headings, rows)
 
 
 def _words(found: Fit, rows: list[dict[str, Any]]) -> str:

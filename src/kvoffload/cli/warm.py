@@ -1,4 +1,4 @@
-"""``kvoffload warm``: what the first start would compile is compiled now."""
+"""``kvoffload warm``: compile every kernel before the first start."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import kvoffload
 from kvoffload.structures.jit import compile_all
 
 _WITHOUT_KERNELS = ("kvoffload.integrations", "kvoffload.testing", "kvoffload.cli")
-"""What has no kernels of its own, and takes long to import."""
+"""Rooms without kernels, which take long to import."""
 
 
 @click.command()
 def warm() -> None:
     """Compile every kernel of the package, for this machine and this Python.
 
-    Compiled kernels stay beside the package, or in NUMBA_CACHE_DIR. Run it once when an image of a container
-    is built, on the kind of processor that it will run on: then no start waits for the compiler.
+    Compiled kernels are cached beside the package, or in NUMBA_CACHE_DIR. Run this command when a container
+    image is built, on the kind of processor that will run it: then no start waits for the compiler.
     """
     started = time.monotonic()
     for module in pkgutil.walk_packages(kvoffload.__path__, "kvoffload.", onerror=lambda name: None):
@@ -29,7 +29,7 @@ def warm() -> None:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as missing:
-            # torch, Dask and pyarrow are optional, and without them nothing of that module runs.
+            # torch, Dask and pyarrow are optional: modules that need them have no kernels without them.
             if str(missing.name).startswith("kvoffload"):
                 raise
     count = compile_all()

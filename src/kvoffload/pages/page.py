@@ -1,7 +1,7 @@
-"""A report as one file: text, tables, charts and the library that draws them. Opens offline, on any screen.
+"""Reports as one HTML file, for any screen, offline: text, tables, charts and the library that draws them.
 
-Owns the page; does not know what it is about. The charts are drawn by plotly.js, which the package plotly
-brings along (`pip install 'kvoffload[report]'`).
+Does not know plans or sweeps. Charts are drawn by plotly.js of the package plotly
+(`pip install 'kvoffload[report]'`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ Data = list[dict[str, Any]]
 """Traces of a chart, as plotly.js takes them."""
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-"""The page loads nothing and sends nothing."""
+"""Content security policy: the page loads nothing and sends nothing."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart.
+    """Chart of plotly.js.
 
     Attributes:
-        name: unique in the page; also of the files that are saved from it.
-        title: above it.
-        data, layout: as plotly.js takes them; colours and margins are the page's.
-        note: below it.
+        name: unique in the page; also the name of saved pictures.
+        data, layout: arguments of plotly.js; the page adds colours and margins.
+        note: text below the chart.
     """
 
     name: str
@@ -46,7 +45,12 @@ class Chart:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. A column whose heading ends in ``#`` has numbers. `marks`: class of each row, or none."""
+    """Table of text, for a page or a terminal.
+
+    Attributes:
+        headings: a heading that ends with ``#`` is of a column of numbers, aligned right.
+        marks: a mark for each row (``chosen``, ``cannot``, ``good``, ``bad``, or empty), or no marks.
+    """
 
     title: str
     headings: Sequence[str]
@@ -56,7 +60,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs under a title; `is_code`: to be pasted."""
+    """Paragraphs under a title; `is_code` marks text to paste."""
 
     title: str
     paragraphs: Sequence[str]
@@ -67,7 +71,7 @@ Part = Chart | Table | Text
 
 
 def check_report(path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if no report can be written there, before any work is done."""
+    """Raise `ConfigError` if the report cannot be written; called before the work."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
     if path.exists() and not (force and path.is_file()):
@@ -76,7 +80,7 @@ def check_report(path: Path, *, force: bool) -> None:
 
 
 def write_report(path: Path, content: str) -> None:
-    """Write a page, whole or not at all. Raises `ConfigError`."""
+    """Write a page atomically. Raises `ConfigError`."""
     unfinished = path.with_name(path.name + ".part")
     try:
         unfinished.write_text(content, "utf-8")
@@ -87,21 +91,23 @@ def write_report(path: Path, content: str) -> None:
 
 
 def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes, command: str) -> str:
-    """The page.
+    """Build the HTML of a page.
 
     Args:
-        answer: what it says in words, the most important first.
-        result: JSON of all numbers; it stands in the page, in the element ``result``.
-        command: what makes this page.
+        answer: paragraphs of the answer, the most important first.
+        result: JSON of all numbers, for the element ``result``.
+        command: command that makes the page.
     """
     parts = list(parts)
     charts = [
-        {"id": one.name, "data": one.data, "layout": one.layout} for one in parts if isinstance(one, Chart)
+        {"id": part.name, "data": part.data, "layout": part.layout}
+        for part in parts
+        if isinstance(part, Chart)
     ]
     files = resources.files("kvoffload.pages")
     css, js = ((files / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    said = "".join(f"<p>{html.escape(one)}</p>" for one in answer)
-    body = "\n".join(_html(one) for one in parts)
+    paragraphs = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in answer)
+    body = "\n".join(map(_html, parts))
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -113,12 +119,12 @@ def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes
 </head>
 <body>
 <h1>{html.escape(title)}</h1>
-<section class="answer">{said}</section>
+<section class="answer">{paragraphs}</section>
 <noscript><p class="quiet">Charts need JavaScript; the text and the tables do not.</p></noscript>
 {body}
-{_html(Text("How this was made", [command], is_code=True))}
-<p class="quiet">kvoffload {html.escape(__version__)}. Every number of this page stands in it as JSON, in the
-element with the id result.</p>
+{_html(Text("Command", [command], is_code=True))}
+<p class="quiet">kvoffload {html.escape(__version__)}. The element with the id result has every number
+of this page as JSON.</p>
 <script type="application/json" id="result">{_in_script(result)}</script>
 <script type="application/json" id="charts">{_in_script(msgspec.json.encode(charts))}</script>
 <script>{_plotly_js()}</script>
@@ -132,17 +138,17 @@ def _html(part: Part) -> str:
     title = f"<h2>{html.escape(part.title)}</h2>"
     if isinstance(part, Chart):
         buttons = "".join(
-            f'<button type="button" data-chart="{part.name}" data-format="{one}">{one.upper()}</button>'
-            for one in ("png", "svg")
+            f'<button type="button" data-chart="{part.name}" data-format="{kind}">{kind.upper()}</button>'
+            for kind in ("png", "svg")
         )
         caption = f"<figcaption>{html.escape(part.note)}{buttons}</figcaption>"
         return f'<figure>{title}<div class="chart" id="{part.name}"></div>{caption}</figure>'
     if isinstance(part, Text):
         tag = "pre" if part.is_code else "p"
-        return title + "".join(f"<{tag}>{html.escape(one)}</{tag}>" for one in part.paragraphs)
+        return title + "".join(f"<{tag}>{html.escape(paragraph)}</{tag}>" for paragraph in part.paragraphs)
     marks = [*part.marks, *[""] * (len(part.rows) - len(part.marks))]
-    classes = ["number" if one.endswith("#") else "" for one in part.headings]
-    heads = _cells("th", [one.removesuffix("#") for one in part.headings], classes)
+    classes = ["number" if heading.endswith("#") else "" for heading in part.headings]
+    heads = _cells("th", [heading.removesuffix("#") for heading in part.headings], classes)
     rows = "".join(
         f'<tr class="{mark}">{_cells("td", row, classes)}</tr>'
         for row, mark in zip(part.rows, marks, strict=True)
@@ -153,12 +159,13 @@ def _html(part: Part) -> str:
 
 def _cells(tag: str, cells: Sequence[str], classes: Sequence[str]) -> str:
     return "".join(
-        f'<{tag} class="{its}">{html.escape(one)}</{tag}>' for one, its in zip(cells, classes, strict=True)
+        f'<{tag} class="{name}">{html.escape(cell)}</{tag}>'
+        for cell, name in zip(cells, classes, strict=True)
     )
 
 
 def _in_script(text: bytes) -> str:
-    """JSON that no script element ends at."""
+    """Escape JSON so that it cannot end a script element."""
     return text.decode().replace("<", "\\u003c")
 
 

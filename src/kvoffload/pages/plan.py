@@ -1,4 +1,4 @@
-"""The page of a plan: the answer in words, what else could be bought, and what all of it rests on."""
+"""Page of a plan: the answer in words, the other purchases, the assumptions."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from kvoffload.plan.clock import InTime
 from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.rows import PlanRow
 from kvoffload.plan.words import PLACEHOLDERS, goods, money, shares, ttft
-from kvoffload.text import interval, percent, size
+from kvoffload.text import duration, interval, percent, size
 
 _GIB = 2**30
 
 
-def plan_page(found: PlanAnswer, command: str) -> str:
-    """The page; `command` is what made it."""
-    return page(f"What to buy for {found.trace}", found.words, _parts(found), found.to_json(), command)
+def plan_page(answer: PlanAnswer, command: str) -> str:
+    """Build the page; `command` is the command that made it."""
+    return page(f"What to buy for {answer.trace}", answer.words, _parts(answer), answer.to_json(), command)
 
 
-def _parts(found: PlanAnswer) -> Iterator[Part]:
-    if found.vllm:
-        yield Text(f"Each engine is started with ({PLACEHOLDERS})", [found.vllm], is_code=True)
-    yield _frontier(found)
-    yield _over_ram(found)
-    yield _places(found)
-    if any(row.ssd_drives and row.drive_writes_a_day is not None for row in found.rows):
-        yield _wear(found)
-    if found.needed_ttft_p90_s is not None:
-        yield _wait_for_money(found, found.needed_ttft_p90_s)
-    if found.in_time is not None:
-        yield _waits(found.in_time)
-        yield _links(found.in_time)
-    yield _over_time(found)
-    yield _purchases(found)
-    yield Text("What the recording cannot tell", found.cannot_tell)
-    rows = [(one.name, one.value, one.source) for one in found.assumptions]
-    yield Table("What this rests on", ("what", "value", "source"), rows)
+def _parts(answer: PlanAnswer) -> Iterator[Part]:
+    if answer.vllm:
+        yield Text(f"Each engine is started with ({PLACEHOLDERS})", [answer.vllm], is_code=True)
+    yield _frontier(answer)
+    yield _over_ram(answer)
+    yield _places(answer)
+    if any(row.ssd_drives and row.drive_writes_a_day is not None for row in answer.rows):
+        yield _wear(answer)
+    if answer.needed_ttft_p90_s is not None:
+        yield _wait_for_money(answer, answer.needed_ttft_p90_s)
+    if answer.in_time is not None:
+        yield _waits(answer.in_time)
+        yield _links(answer.in_time)
+    yield _over_time(answer)
+    yield purchases_table(answer, answer.purchases, "Purchases, the best use of each")
+    yield Text("What the recording cannot tell", answer.cannot_tell)
+    rows = [(assumption.name, assumption.value, assumption.source) for assumption in answer.assumptions]
+    yield Table("Assumptions", ("assumption", "value", "source"), rows)
 
 
 def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: object) -> dict[str, object]:
-    """A trace of a chart: what rows save, over `x`, with what they are on hover."""
+    """Build a chart's trace of the saving over `x`; hovering names the purchase."""
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],
@@ -49,48 +49,50 @@ def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: obje
 
 
 def _hover(row: PlanRow) -> str:
-    said = f"{goods(row)}<br>{row.setup}"
-    return said if row.feasible else f"{said}<br>cannot be: {row.why_not}"
+    label = f"{goods(row)}<br>{row.setup}"
+    return label if row.feasible else f"{label}<br>infeasible: {row.why_not}"
 
 
 def _flat(name: str, y: float, x: Sequence[float], dash: str = "dot") -> dict[str, object]:
-    """A horizontal line."""
+    """Build a horizontal line."""
     return {
         "type": "scatter", "mode": "lines", "name": f"{name}: {percent(y)}", "x": [min(x), max(x)],
         "y": [100 * y, 100 * y], "line": {"dash": dash, "width": 1.5}, "hoverinfo": "name",
     }  # fmt: skip
 
 
-def _frontier(found: PlanAnswer) -> Chart:
-    can = [row for row in found.rows if row.feasible]
-    cannot = [row for row in found.rows if not row.feasible]
-    prices = [row.price for row in found.rows]
-    some = [row for row in found.sampled if row.feasible]
+def _frontier(answer: PlanAnswer) -> Chart:
+    feasible = [row for row in answer.rows if row.feasible]
+    infeasible = [row for row in answer.rows if not row.feasible]
+    prices = [row.price for row in answer.rows]
+    sampled = [row for row in answer.sampled if row.feasible]
     data: Data = [
-        _points(can, [row.price for row in can], "can be had", marker={"size": 7, "opacity": 0.6}),
-        _points(found.frontier, [row.price for row in found.frontier], "most for the money",
+        _points(feasible, [row.price for row in feasible], "feasible", marker={"size": 7, "opacity": 0.6}),
+        _points(answer.frontier, [row.price for row in answer.frontier], "most for the money",
                 mode="lines+markers", line={"shape": "hv"}, marker={"size": 8}),
-        _points([found.chosen], [found.chosen.price], "recommended", marker={"size": 16, "symbol": "star"}),
-        _flat("ceiling", found.ceiling, prices),
+        _points([answer.chosen], [answer.chosen.price], "recommended", marker={"size": 16, "symbol": "star"}),
+        _flat("ceiling", answer.ceiling, prices),
     ]  # fmt: skip
-    if cannot:
-        data.insert(1, _points(cannot, [row.price for row in cannot], "cannot be",
+    if infeasible:
+        data.insert(1, _points(infeasible, [row.price for row in infeasible], "infeasible",
                                marker={"size": 7, "symbol": "x", "opacity": 0.6}))  # fmt: skip
     note = "Each point is a purchase, used in one way."
-    if some:
-        name = f"on one of {found.one_in:,} sessions"
-        data.append(_points(some, [row.price for row in some], name, marker={"size": 5, "opacity": 0.4}))
-        note += " What was measured on a part of the sessions led to the others, and is not what they save."
-    axes = {"xaxis": {"title": {"text": f"price, {found.currency}"}, "rangemode": "tozero"}, "yaxis": _SAVED}
+    if sampled:
+        name = f"on one of {answer.one_in:,} sessions"
+        data.append(
+            _points(sampled, [row.price for row in sampled], name, marker={"size": 5, "opacity": 0.4})
+        )
+        note += " Points of a part of the sessions guided the search; they are no estimate of the saving."
+    axes = {"xaxis": {"title": {"text": f"price, {answer.currency}"}, "rangemode": "tozero"}, "yaxis": _SAVED}
     return Chart("frontier", "Cost against saving", data, axes, note)
 
 
 _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 
 
-def _over_ram(found: PlanAnswer) -> Chart:
-    """What each way to use RAM saves, over its size; only measured points."""
-    alone = [row for row in found.sampled or found.rows if not (row.ssd_drives or row.servers)]
+def _over_ram(answer: PlanAnswer) -> Chart:
+    """Build the chart of the saving over RAM, a line for each setup; every point is measured."""
+    alone = [row for row in answer.sampled or answer.rows if not (row.ssd_drives or row.servers)]
     setups = sorted({row.setup for row in alone if row.ram_modules})
     data: Data = []
     for setup in setups:
@@ -106,22 +108,22 @@ def _over_ram(found: PlanAnswer) -> Chart:
          "y": list(best.values()), "line": {"dash": "dash"},
          "hovertemplate": "%{y:.1f} %<extra>optimum</extra>"},
     ]  # fmt: skip
-    if not found.sampled:
-        data += [_flat("ceiling", found.ceiling, sizes), _flat("the GPUs alone", found.by_gpus, sizes)]
+    if not answer.sampled:
+        data += [_flat("ceiling", answer.ceiling, sizes), _flat("the GPUs alone", answer.by_gpus, sizes)]
     axes = {"xaxis": {"title": {"text": "RAM, GiB"}}, "yaxis": _SAVED}
-    note = "Without SSDs and servers" if found.has_servers else "Without SSDs"
-    note += ". Between two points nothing was measured; the optimum knows the future."
-    note += f" On one of {found.one_in:,} sessions." if found.sampled else ""
+    note = "Without SSDs and servers" if answer.has_servers else "Without SSDs"
+    note += ". Only the points are measured; the optimum knows the future."
+    note += f" On one of {answer.one_in:,} sessions." if answer.sampled else ""
     return Chart("over-ram", "Saving over RAM", data, axes, note)
 
 
-def _places(found: PlanAnswer) -> Chart:
-    names = [f"{goods(row)}, {money(row.price, found.currency)}" for row in found.frontier]
+def _places(answer: PlanAnswer) -> Chart:
+    names = [f"{goods(row)}, {money(row.price, answer.currency)}" for row in answer.frontier]
     fields = [("GPUs", "by_gpus"), ("RAM", "by_ram"), ("SSDs", "by_ssds")]
-    fields += [("servers", "by_servers")] if found.has_servers else []
+    fields += [("servers", "by_servers")] if answer.has_servers else []
     data: Data = [
         {"type": "bar", "name": name, "x": list(range(1, len(names) + 1)), "customdata": names,
-         "y": [100 * getattr(row, field) for row in found.frontier],
+         "y": [100 * getattr(row, field) for row in answer.frontier],
          "hovertemplate": f"%{{y:.1f}} % by {name}<br>%{{customdata}}<extra></extra>"}
         for name, field in fields
     ]  # fmt: skip
@@ -132,91 +134,97 @@ def _places(found: PlanAnswer) -> Chart:
     )
 
 
-def _wear(found: PlanAnswer) -> Chart:
-    rows = [row for row in found.rows if row.ssd_drives and row.drive_writes_a_day is not None]
+def _wear(answer: PlanAnswer) -> Chart:
+    rows = [row for row in answer.rows if row.ssd_drives and row.drive_writes_a_day is not None]
     data: Data = []
-    for name, some in (("can be had", [one for one in rows if one.feasible]),
-                       ("cannot be", [one for one in rows if not one.feasible])):  # fmt: skip
-        symbol = "circle" if name == "can be had" else "x"
-        if some:
-            wear = [float(one.drive_writes_a_day or 0) for one in some]
-            data.append(_points(some, wear, name, marker={"size": 8, "symbol": symbol}))
+    for name, symbol, feasible in (("feasible", "circle", True), ("infeasible", "x", False)):
+        shown = [row for row in rows if row.feasible == feasible]
+        if shown:
+            wear = [float(row.drive_writes_a_day or 0) for row in shown]
+            data.append(_points(shown, wear, name, marker={"size": 8, "symbol": symbol}))
     axes = {"xaxis": {"title": {"text": "drive writes a day"}, "rangemode": "tozero"}, "yaxis": _SAVED}
-    return Chart("wear", "What SSDs have to write", data, axes, "Capacities of a drive, each day.")
+    return Chart("wear", "Writes of SSDs", data, axes, "Capacities of a drive per day.")
 
 
-def _wait_for_money(found: PlanAnswer, asked_s: float) -> Chart:
-    timed = [row for row in found.purchases if row.ttft_p90_s is not None]
+def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
+    timed = [row for row in answer.purchases if row.ttft_p90_s is not None]
     prices = [row.price for row in timed]
     data: Data = [
         {"type": "scatter", "mode": "markers", "name": name, "x": [row.price for row in rows],
          "y": [row.ttft_p90_s for row in rows], "text": [_hover(row) for row in rows],
          "hovertemplate": "%{y:.3g} s<br>%{text}<extra></extra>", "marker": marker}
         for name, rows, marker in (("timed", timed, {"size": 8}),
-                                   ("recommended", [found.chosen], {"size": 16, "symbol": "star"}))
+                                   ("recommended", [answer.chosen], {"size": 16, "symbol": "star"}))
     ]  # fmt: skip
-    data.append({"type": "scatter", "mode": "lines", "name": f"asked for: {asked_s:g} s",
+    data.append({"type": "scatter", "mode": "lines", "name": f"target: {asked_s:g} s",
                  "x": [min(prices), max(prices)], "y": [asked_s, asked_s],
                  "line": {"dash": "dot", "width": 1.5}, "hoverinfo": "name"})  # fmt: skip
-    axes = {"xaxis": {"title": {"text": f"price, {found.currency}"}, "rangemode": "tozero"},
+    axes = {"xaxis": {"title": {"text": f"price, {answer.currency}"}, "rangemode": "tozero"},
             "yaxis": {"title": {"text": "p90 of time to first token, s"}, "rangemode": "tozero"}}  # fmt: skip
-    note = "Each point is a purchase that was timed; between two of them nothing is known."
+    note = "Each point is a purchase with simulated waiting times."
     return Chart("wait-for-money", "Cost against waiting", data, axes, note)
 
 
-def _waits(found: InTime) -> Chart:
+def _waits(timed: InTime) -> Chart:
     data: Data = [
-        {"type": "bar", "name": name, "x": [what for what, _ in ttft(run)],
+        {"type": "bar", "name": name, "x": [percentile for percentile, _ in ttft(run)],
          "y": [value for _, value in ttft(run)], "hovertemplate": f"%{{y:.3g}} s<extra>{name}</extra>"}
-        for name, run in (("recommended", found.with_offload), ("the GPUs alone", found.without))
+        for name, run in (("recommended", timed.with_offload), ("the GPUs alone", timed.without))
     ]  # fmt: skip
     layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}}
-    (waiting, loading), (before, _) = shares(found.with_offload), shares(found.without)
-    note = f"In simulated time on {found.machine.name}, {found.requests:,} requests"
-    note += f" of the busiest of {found.engines:,} engines. " if found.engines > 1 else ". "
+    (waiting, loading), (before, _) = shares(timed.with_offload), shares(timed.without)
+    note = f"In simulated time on {timed.machine.name}, {timed.requests:,} requests"
+    note += f" of the busiest of {timed.engines:,} engines. " if timed.engines > 1 else ". "
     note += f"Of the mean, {waiting} is waiting and {loading} loading; by the GPUs alone {before} is waiting."
     return Chart("waits", "Time to first token", data, layout, note)
 
 
-def _links(found: InTime) -> Table:
-    headings = ("what moves", "moved, GB#", "busy#", "longest queue, GB#", "left at the end, GB#")
+def _links(timed: InTime) -> Table:
+    headings = ("link", "moved, GB#", "busy#", "longest queue, GB#", "left at the end, GB#")
     rows = [
-        (one.name, f"{one.bytes_moved / 1e9:,.2f}", percent(one.busy_share),
-         f"{one.most_bytes_waiting / 1e9:,.2f}", f"{one.bytes_left / 1e9:,.2f}")
-        for one in found.with_offload.links
+        (link.name, f"{link.bytes_moved / 1e9:,.2f}", percent(link.busy_share),
+         f"{link.most_bytes_waiting / 1e9:,.2f}", f"{link.bytes_left / 1e9:,.2f}")
+        for link in timed.with_offload.links
     ]  # fmt: skip
-    return Table("Links and disks in that time", headings, rows)
+    return Table("Links and disks in simulated time", headings, rows)
 
 
-def _over_time(found: PlanAnswer) -> Chart:
-    numbers = list(range(1, len(found.over_time) + 1))
+def _over_time(answer: PlanAnswer) -> Chart:
+    numbers = list(range(1, len(answer.over_time) + 1))
     data: Data = [
         {"type": "scatter", "mode": "lines", "name": name, "x": numbers,
-         "y": [100 * getattr(one, field) for one in found.over_time],
+         "y": [100 * getattr(window, field) for window in answer.over_time],
          "hovertemplate": f"%{{y:.1f}} %<extra>{name}</extra>"}
         for name, field in (("recommended", "chosen"), ("the GPUs alone", "by_gpus"))
     ]  # fmt: skip
     axes = {"xaxis": {"title": {"text": "window of the recording"}}, "yaxis": _SAVED}
-    note = (
-        "Windows have equally many requests; intervals are made of them. The first begin with empty caches."
-    )
+    note = "Windows have the same number of requests; intervals are computed from them. Caches begin empty."
     return Chart("over-time", "Saving over time", data, axes, note)
 
 
-def _purchases(found: PlanAnswer) -> Table:
-    shared = ("servers",) if found.has_servers else ()
-    headings = ("RAM", "SSD", *shared, f"{found.currency}#", "saved#", "95 %#", "of ceiling#",
-                "drive writes a day#", "used so; or why not")  # fmt: skip
-    rows, marks = [], []
-    for row in found.purchases:
-        rows.append((
+def purchases_table(answer: PlanAnswer, rows: Sequence[PlanRow], title: str) -> Table:
+    """Build the table of purchases for the page and the terminal, with the reason for each infeasible row."""
+    has_waits = answer.needed_ttft_p90_s is not None
+    headings = ["", "RAM", "SSD", "servers#", f"{answer.currency}#", "saved#", "TTFT p90#",
+                "drive writes a day#", "95%#", "of ceiling#", "use, or why infeasible"]  # fmt: skip
+    cells = [
+        (
+            "*" if row == answer.chosen else "" if row.feasible else "x",
             size(row.ram_bytes) if row.ram_bytes else "-",
             size(row.ssd_bytes, 1000) if row.ssd_bytes else "-",
-            *((str(row.servers) if row.servers else "-",) if shared else ()),
-            f"{row.price:,.0f}", percent(row.saved), interval(row.saved_low, row.saved_high),
-            "" if row.of_ceiling is None else percent(row.of_ceiling, 0),
+            str(row.servers) if row.servers else "-",
+            f"{row.price:,.0f}",
+            percent(row.saved),
+            "" if row.ttft_p90_s is None else duration(row.ttft_p90_s),
             "" if row.drive_writes_a_day is None else f"{row.drive_writes_a_day:,.2f}",
+            interval(row.saved_low, row.saved_high),
+            "" if row.of_ceiling is None else percent(row.of_ceiling, 0),
             str(row.setup) if row.feasible else row.why_not,
-        ))  # fmt: skip
-        marks.append("chosen" if row == found.chosen else "" if row.feasible else "cannot")
-    return Table("Purchases, the best use of each", headings, rows, marks)
+        )
+        for row in rows
+    ]
+    absent = {heading for heading, is_shown in (("servers#", answer.has_servers), ("TTFT p90#", has_waits))
+              if not is_shown}  # fmt: skip
+    kept = [position for position, heading in enumerate(headings) if heading not in absent]
+    marks = ["chosen" if row == answer.chosen else "" if row.feasible else "cannot" for row in rows]
+    return Table(title, [headings[at] for at in kept], [[row[at] for at in kept] for row in cells], marks)

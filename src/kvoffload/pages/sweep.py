@@ -1,4 +1,4 @@
-"""The page of a sweep: what it says in words, hits and writes of every configuration over capacity."""
+"""Page of a sweep: the verdicts in words, hits and writes of every configuration over capacity."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _RATIO = {"title": {"text": "prefix-hit ratio, %"}, "rangemode": "tozero"}
 
 
 def sweep_page(rows: Sequence[Row], verdicts: Sequence[Verdict], command: str) -> str:
-    """The page; `command` is what made it."""
+    """Build the page; `command` is the command that made it."""
     names = ", ".join(dict.fromkeys(row.trace for row in rows))
     several = len({(row.trace, row.device) for row in rows}) > 1
-    said = [f"{_place(one.best)}, {one.line}." if several else f"{one.line}." for one in verdicts]
-    said = [one[0].upper() + one[1:] for one in said]
-    return page(f"Sweep of {names}", said, _parts(rows), as_json(rows), command)
+    lines = [f"{_place(one.best)}, {one.line}." if several else f"{one.line}." for one in verdicts]
+    lines = [line[0].upper() + line[1:] for line in lines]
+    return page(f"Sweep of {names}", lines, _parts(rows), as_json(rows), command)
 
 
 def _place(row: Row) -> str:
@@ -38,13 +38,13 @@ def _parts(rows: Sequence[Row]) -> Iterator[Part]:
         of_place = list(group)
         title = _place(of_place[0])
         yield Chart(f"hits-{number}", f"Hits over capacity: {title}", _hits(of_place), _axes(_RATIO),
-                    "Bars are intervals of 95 %. The optimum knows the future.")  # fmt: skip
+                    "Bars are 95% intervals. The optimum knows the future.")  # fmt: skip
         yield Chart(f"writes-{number}", f"Writes over capacity: {title}", _writes(of_place),
                     _axes({"title": {"text": "blocks written per reference"}, "rangemode": "tozero"}),
-                    "Of RAM, and of what is behind it.")  # fmt: skip
+                    "Writes of RAM and of the tiers behind RAM.")  # fmt: skip
         yield Chart(f"hits-and-writes-{number}", f"Hits against writes: {title}", _against(of_place),
                     {"xaxis": {"title": {"text": "blocks written per reference"}, "rangemode": "tozero"},
-                     "yaxis": _RATIO}, "Up is good, left is cheap.")  # fmt: skip
+                     "yaxis": _RATIO}, "Configurations above and to the left are better.")  # fmt: skip
         yield _table(of_place, title)
 
 
@@ -53,10 +53,10 @@ def _axes(yaxis: object) -> dict[str, object]:
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    lines: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row.capacity_blocks):
-        found.setdefault(_label(row), []).append(row)
-    return found
+        lines.setdefault(_label(row), []).append(row)
+    return lines
 
 
 def _hits(rows: Sequence[Row]) -> Data:
@@ -81,7 +81,7 @@ def _hits(rows: Sequence[Row]) -> Data:
             sizes = sorted(best)
             data.append(
                 {"type": "scatter", "mode": "lines", "name": f"optimum, {store}", "x": sizes,
-                 "y": [best[one] for one in sizes], "line": {"dash": "dash"},
+                 "y": [best[blocks] for blocks in sizes], "line": {"dash": "dash"},
                  "hovertemplate": "%{y:.2f} %<extra>optimum</extra>"}
             )  # fmt: skip
     sizes = [row.capacity_blocks for row in rows]
@@ -112,7 +112,7 @@ def _against(rows: Sequence[Row]) -> Data:
 
 
 def _table(rows: Sequence[Row], title: str) -> Table:
-    headings = ("configuration", "capacity", "blocks#", "hits#", "95 %#", "optimum#", "writes per reference#")
+    headings = ("configuration", "capacity", "blocks#", "hits#", "95%#", "optimum#", "writes per reference#")
     cells = [
         (
             _label(row), row.capacity, f"{row.capacity_blocks:,}", f"{row.prefix_hit_ratio:.4f}",

@@ -1,4 +1,8 @@
-"""Values that users type, and how they are read: sizes, capacities, options. The same everywhere."""
+"""Values that users type: sizes, capacities, durations, options.
+
+A dataclass describes options: the type of a field holds the allowed values, as bounds (`msgspec.Meta`) or
+as a `Parser` in ``Annotated``. `convert` reads one value, `read_options` a whole dataclass.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,11 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError, Problems
 
 T = TypeVar("T")
 
@@ -35,14 +39,17 @@ _UNITS = {
     **dict.fromkeys(("T", "TI"), 2**40),
 }
 MOST_BLOCKS = 2**30
+ANY_TRACE = MOST_BLOCKS
+"""Number of unique blocks to check capacities with before the trace is read."""
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
+_CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
 
 
 # ---- sizes and capacities
 
 
 def parse_size(field: str, text: str) -> int:
-    """Bytes that ``64KiB``, ``1.5GiB``, ``64G`` (the same as GiB), ``500MB`` or ``4096`` mean.
+    """Parse a size in bytes: ``64KiB``, ``1.5GiB``, ``64G`` (the same as GiB), ``500MB``, ``4096``.
 
     Raises `ConfigError`.
     """
@@ -59,42 +66,39 @@ def parse_size(field: str, text: str) -> int:
 
 
 def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks: int) -> int:
-    """Blocks that ``5000``, ``5%`` (of the trace's unique blocks, rounded down) or ``4GiB`` mean.
+    """Parse a capacity in blocks: ``5000``, ``5%`` of the trace's unique blocks (rounded down), or ``4GiB``.
 
-    `block_bytes` is what a size is divided by; None if nobody has said what a token takes.
-    Raises `ConfigError` for what cannot be understood, for less than one block and for too many.
+    Args:
+        block_bytes: bytes of one block, to divide a size by; None if unknown.
+
+    Raises: `ConfigError` for an unreadable capacity, less than one block, or more than `MOST_BLOCKS`.
     """
-    allowed = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
     match = _NUMBER.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(field, text, allowed)
+    if match is None or (match[2] == "" and "." in match[1]):
+        raise ConfigError(field, text, _CAPACITIES)
     if match[2] == "":
-        if "." in match[1]:
-            raise ConfigError(field, text, allowed)
-        blocks, what = int(match[1]), "it is no block"
+        blocks, too_few = int(match[1]), "it is no block"
     elif match[2] == "%":
         if float(match[1]) > 100:
             raise ConfigError(field, text, "allowed: up to 100%")
         # In exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point.
         whole, _, fraction = match[1].partition(".")
         blocks = int(whole + fraction) * unique_blocks // (100 * 10 ** len(fraction))
-        what = f"it is less than one of the trace's {unique_blocks:,} unique blocks"
-    elif match[2].upper() in _UNITS:
-        if block_bytes is None:
-            raise ConfigError(
-                field,
-                text,
-                "a size needs the bytes of a token: give --model config.json, or --bytes-per-token 128KiB "
-                "(Llama 3.1 8B); " + allowed,
-            )
-        blocks, what = (
-            parse_size(field, text) // block_bytes,
-            f"it is less than one block ({block_bytes:,} B)",
+        too_few = f"it is less than one of the trace's {unique_blocks:,} unique blocks"
+    elif match[2].upper() not in _UNITS:
+        raise ConfigError(field, text, _CAPACITIES)
+    elif block_bytes is None:
+        raise ConfigError(
+            field,
+            text,
+            "a size needs the bytes of a token: give --model config.json, or --bytes-per-token 128KiB "
+            f"(Llama 3.1 8B); {_CAPACITIES}",
         )
     else:
-        raise ConfigError(field, text, allowed)
+        blocks = parse_size(field, text) // block_bytes
+        too_few = f"it is less than one block ({block_bytes:,} B)"
     if blocks < 1:
-        raise ConfigError(field, text, f"{what}; {allowed}")
+        raise ConfigError(field, text, f"{too_few}; {_CAPACITIES}")
     if blocks > MOST_BLOCKS:
         raise ConfigError(field, text, f"it is {blocks:,} blocks; allowed: up to {MOST_BLOCKS:,}")
     return blocks
@@ -103,12 +107,22 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
 # ---- values by their type
 
 
-class _SizeParser:
-    """What an ``Annotated`` type has where msgspec does not know how to read it.
+class Parser(Protocol):
+    """The reader of one kind of value, as a mark in ``Annotated``.
 
     Attributes:
-        allowed: what `parse` takes, in words.
+        allowed: description of the values that `parse` accepts.
     """
+
+    @property
+    def allowed(self) -> str: ...
+
+    def parse(self, field: str, value: object) -> Any:
+        """Return the value. Raises `ConfigError`, which names `field`."""
+
+
+class _SizeParser:
+    """Parser of bytes, from a number or a text with a unit."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -126,64 +140,97 @@ class _SizeParser:
         return size
 
 
-class _DurationParser:
-    """Seconds, from a number of them or a text with a unit."""
+class _UnitParser:
+    """Parser of a number above 0 with an optional unit."""
 
-    allowed = "seconds, more than 0, or a time such as 50ms, 2s, 5min, 12h, 7d"
-    _UNITS: typing.ClassVar = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+    def __init__(self, allowed: str, units: Mapping[str, float]) -> None:
+        self.allowed, self._units = allowed, units
 
     def parse(self, field: str, value: object) -> float:
         text = str(value).strip() if isinstance(value, (int, float, str)) and value is not True else ""
         match = _NUMBER.fullmatch(text)
-        if match is None or match[2] not in self._UNITS or float(match[1]) == 0.0:
+        if match is None or match[2] not in self._units or float(match[1]) == 0.0:
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        return float(match[1]) * self._UNITS[match[2]]
+        return float(match[1]) * self._units[match[2]]
 
 
-Duration: TypeAlias = Annotated[float, _DurationParser()]
+class OneOf:
+    """Parser of one of some words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words, self.allowed = words, ", ".join(words)
+
+    def parse(self, field: str, value: object) -> str:
+        if value not in self.words:
+            raise ConfigError(field, value, f"allowed: {self.allowed}{nearest(value, self.words)}")
+        return str(value)
+
+
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+Duration: TypeAlias = Annotated[
+    float, _UnitParser("seconds, more than 0, or a time such as 50ms, 2s, 5min, 12h, 7d", _SECONDS)
+]
+Factor: TypeAlias = Annotated[
+    float, _UnitParser("a number more than 0, such as 2, 0.5 or 2x", {"": 1.0, "x": 1.0})
+]
 Size: TypeAlias = Annotated[int, _SizeParser(1)]
 SizeOrNothing: TypeAlias = Annotated[int, _SizeParser(0)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+CountOrNothing: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Positive: TypeAlias = Annotated[float, msgspec.Meta(gt=0)]
+NotNegative: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+
+
+def parser_of(kind: Any) -> Parser | None:
+    """Return the `Parser` of an ``Annotated`` type."""
+    marks = typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ()
+    return next((mark for mark in marks if hasattr(mark, "parse")), None)
+
+
+def without_none(kind: Any) -> Any:
+    """Return `kind` without its ``| None``."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        (kind,) = (member for member in typing.get_args(kind) if member is not type(None))
+    return kind
 
 
 def convert(field: str, value: object, kind: Any) -> Any:
-    """`value`, which may be text, as a `kind`: a type, or one that is ``Annotated`` with bounds
-    (`msgspec.Meta`) or with an object that has `parse` and `allowed`.
+    """Convert `value`, often text, to `kind`: a type, also ``Annotated`` with bounds or with a `Parser`.
 
-    Raises: `ConfigError` that says what is allowed.
+    Raises: `ConfigError` with the allowed values.
     """
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        (kind,) = (one for one in typing.get_args(kind) if one is not type(None))
-    for meta in typing.get_args(kind)[1:] if typing.get_origin(kind) is Annotated else ():
-        if hasattr(meta, "parse"):
-            return meta.parse(field, value)
+    kind = without_none(kind)
+    if parser := parser_of(kind):
+        return parser.parse(field, value)
     try:
-        found = msgspec.convert(value, kind, strict=False)
+        converted = msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError:
-        found = math.nan
-    if isinstance(found, float) and not math.isfinite(found):
+        converted = math.nan
+    if isinstance(converted, float) and not math.isfinite(converted):
         words = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
         raise ConfigError(field, value, f"allowed: {possible_values(kind)}{nearest(value, words)}")
-    return found
+    return converted
 
 
 def possible_values(kind: Any) -> str:
-    """What `convert` takes, in words: ``a whole number, 1 or more``."""
+    """Describe the values that `convert` accepts: ``a whole number, 1 or more``."""
+    if parser := parser_of(kind):
+        return parser.allowed
     if typing.get_origin(kind) is Annotated:
         plain, *metas = typing.get_args(kind)
-        parsers = [meta.allowed for meta in metas if hasattr(meta, "parse")]
-        return parsers[0] if parsers else possible_values(plain) + "".join(map(_bounds, metas))
+        return possible_values(plain) + "".join(map(_bounds, metas))
     if typing.get_origin(kind) is typing.Literal:
         return ", ".join(map(str, typing.get_args(kind)))
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(possible_values(one) for one in typing.get_args(kind) if one is not type(None))
+        members = (member for member in typing.get_args(kind) if member is not type(None))
+        return " or ".join(map(possible_values, members))
     words = {int: "a whole number", float: "a number", bool: "true, false", str: "a text"}
     return words.get(kind, str(kind))
 
 
 def nearest(value: object, known: Iterable[str]) -> str:
-    """`` (did you mean lru?)``, or nothing where no name is near."""
+    """Format the nearest known name, `` (did you mean lru?)``; empty if none is near."""
     near = difflib.get_close_matches(str(value), known, 1)
     return f" (did you mean {near[0]}?)" if near else ""
 
@@ -199,11 +246,11 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 
 def option_names(kind: type[Any]) -> dict[str, str]:
-    """The options that a dataclass describes: as users type them -> its attribute.
+    """Map each option of a dataclass, as users type it, to its attribute.
 
-    A field is an option of its own name, or of ``metadata={"option": ...}``.
+    An option has the name of its field, or the one in ``metadata={"option": ...}``.
     """
-    return {one.metadata.get("option", one.name): one.name for one in fields(kind)}
+    return {field.metadata.get("option", field.name): field.name for field in fields(kind)}
 
 
 def read_options(
@@ -215,21 +262,39 @@ def read_options(
     also_known: Collection[str] = (),
     problems: Sequence[ConfigError] = (),
 ) -> T:
-    """The `kind`, a dataclass, that `given` describes. None counts as not given.
+    """Build the dataclass `kind` from the options in `given`; None counts as absent.
 
     Args:
-        where: what these options are called as a whole: ``tiers[0]``.
-        other_names: further names of options. One thing under two names is refused unless both say the same.
-        also_known: names that are read elsewhere.
-        problems: found elsewhere.
+        where: name of these options as a whole: ``tiers[0]``.
+        other_names: further names of options. Two names of one option must have the same value.
+        also_known: names that another reader handles.
+        problems: problems found before.
 
-    Raises: `CombinedConfigError`: every problem with its option, its value and what is allowed; an unknown
-        option with the nearest name.
+    Raises: `CombinedConfigError`, which lists every problem with its option, value and allowed values.
     """
-    described: Any = kind
-    names, others, found = option_names(described), other_names or {}, list(problems)
-    known = sorted({*names, *others, *also_known})
-    found += [
+    names, aliases = option_names(kind), other_names or {}
+    known = sorted({*names, *aliases, *also_known})
+    refused = [*problems, *_unknown(given, known)]
+    hints = typing.get_type_hints(kind, include_extras=True)
+    required = {field.name for field in fields(kind) if field.default is MISSING}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for option, attribute in names.items():
+        spellings = [option, *(alias for alias, meant in aliases.items() if meant == option)]
+        spellings = [name for name in spellings if given.get(name) is not None]
+        collected = Problems(where)
+        with collected:
+            if spellings:
+                values[attribute] = _value(spellings, given, hints[attribute])
+            elif attribute in required:
+                raise ConfigError(option, None, f"it must be given: {possible_values(hints[attribute])}")
+        refused += collected.found
+    if refused:
+        raise CombinedConfigError(where, refused)
+    return kind(**values)
+
+
+def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[ConfigError]:
+    return [
         ConfigError(
             str(name),
             value,
@@ -238,28 +303,14 @@ def read_options(
         for name, value in given.items()
         if name not in known
     ]
-    hints = typing.get_type_hints(kind, include_extras=True)
-    required = {one.name for one in fields(described) if one.default is MISSING}
-    values: dict[str, Any] = {}
-    for option, attribute in names.items():
-        first = ""
-        for name in (option, *(other for other, meant in others.items() if meant == option)):
-            if given.get(name) is None:
-                continue
-            try:
-                value = convert(name, given[name], hints[attribute])
-            except CombinedConfigError as several:
-                found += several.problems
-            except ConfigError as problem:
-                found.append(problem)
-            else:
-                if first and values[attribute] != value:
-                    why = f"{first} is {given[first]!r}, which is another name for it; give one"
-                    found.append(ConfigError(name, given[name], why))
-                first, values[attribute] = first or name, values.get(attribute, value)
-            required.discard(attribute)
-        if attribute in required:
-            found.append(ConfigError(option, None, f"it must be given: {possible_values(hints[attribute])}"))
-    if found:
-        raise CombinedConfigError(where, found)
-    return kind(**values)
+
+
+def _value(spellings: Sequence[str], given: Mapping[str, Any], kind: Any) -> Any:
+    """Convert the value of one option, given under one or more names."""
+    first, *aliases = spellings
+    value = convert(first, given[first], kind)
+    for name in aliases:
+        if convert(name, given[name], kind) != value:
+            why = f"{first} is {given[first]!r}, which is another name for it; give one"
+            raise ConfigError(name, given[name], why)
+    return value

@@ -20,7 +20,7 @@ from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.settings.read import parse_capacity
+from kvoffload.settings.read import ANY_TRACE, parse_capacity
 from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
@@ -30,8 +30,6 @@ _DEVICE_ALLOWED = (
     "allowed: 0 (none), a number of blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
     "multiple of the tier's capacity (0.5x)"
 )
-ANY_TRACE = 2**30
-"""Number of unique blocks for checks of sizes before the trace is read."""
 _A_FEW_BLOCKS = 64
 _DEFAULTS = ReplayConfig(1)
 

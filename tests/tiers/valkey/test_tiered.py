@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kvoffload.cli.replay_table import _work
+from kvoffload.cli.output import terminal_table
+from kvoffload.cli.replay_table import work
 from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -234,7 +235,7 @@ def test_a_replay_gives_up_a_server_that_is_silent_and_says_so(
 
 def table_of(report: ReplayReport) -> str:
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(_work(report))
+    console.print(terminal_table(work(report)))
     return console.export_text()
 
 
