@@ -119,8 +119,8 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
          "meta-llama/llama-3.3-70b, mistralai/mistral-7b-v0.3, qwen/qwen2.5-7b, qwen/qwen2.5-72b, "
          "qwen/qwen3-8b, qwen/qwen3-32b (did you mean qwen/qwen3-8b?)"),
         (["--block-bytes", "12"], "block-bytes: 12 is not possible; allowed: a multiple of 8 bytes"),
-        (["--inject", "bitflip:2"], "inject: 'bitflip:2' is not possible; allowed: KIND:PROBABILITY with KIND "
-                                    "bitflip, swap, zero, torn and PROBABILITY 0 to 1"),
+        (["--inject", "bitflip:2"], "inject: 'bitflip:2' is not possible; allowed: KIND:PROBABILITY with KIND"
+                                    " bitflip, swap, zero, torn and PROBABILITY 0 to 1"),
         (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is not possible; it needs bytes to damage: "
                                               "leave out --no-data"),
         (["--decode-tokens-per-s", "-1"],

@@ -128,18 +128,18 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("[]", "is no configuration of a model"),
-        ("{", "is no configuration of a model"),
+        ("[]", "is no model configuration"),
+        ("{", "is no model configuration"),
         ("{}", "its configuration has no num_hidden_layers; give --bytes-per-token"),
         (json.dumps({**LLAMA_8B, "torch_dtype": "int4"}), "its dtype 'int4' is not known"),
         (json.dumps({**LLAMA_8B, "torch_dtype": ["x"]}), "is not known"),
-        (json.dumps({**LLAMA_8B, "attn_layer_period": 8}), "stands in attn_layer_period; give"),
-        (json.dumps({**LLAMA_8B, "full_attention_interval": 4}), "stands in full_attention_interval; give"),
+        (json.dumps({**LLAMA_8B, "attn_layer_period": 8}), "depend on attn_layer_period; give"),
+        (json.dumps({**LLAMA_8B, "full_attention_interval": 4}), "depend on full_attention_interval; give"),
         (json.dumps({**LLAMA_8B, "layer_types": ["mamba"] * 9}), "it has no layer with attention"),
-        (json.dumps({**LLAMA_8B, "linear_attn_config": {}}), "stands in linear_attn_config; give"),
+        (json.dumps({**LLAMA_8B, "linear_attn_config": {}}), "depend on linear_attn_config; give"),
         (
             json.dumps({**LLAMA_8B, "index_head_dim": 128}),
-            "what it keeps of a token depends on index_head_dim",
+            "the bytes of a token depend on index_head_dim",
         ),
     ],
 )

@@ -76,9 +76,9 @@ def command(options: CalibrateOptions) -> None:
         write_output("out", out, b"")
         out.unlink()
     machine = calibrate(options.calibration(), lambda line: _report(line, options.quiet))
-    rest = options.rest()
-    if rest is not None:
-        machine = machine.filled_from(rest)
+    default = options.rest()
+    if default is not None:
+        machine = machine.filled_from(default)
     if out is not None:
         write_output("out", out, machine.to_json())
     Console().print(terminal_table(table(machine)))

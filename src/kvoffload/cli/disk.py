@@ -126,11 +126,11 @@ def rm(options: DeleteOptions) -> None:
     """
     slabs = find_slabs(options.path)
     file_bytes = size(sum(slab.stat().st_size for slab in slabs))
-    what = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {file_bytes} in {slabs[0].parent}"
+    summary_line = f"{len(slabs):,} slab{'s' * (len(slabs) > 1)} of {file_bytes} in {slabs[0].parent}"
     if not options.yes:
-        click.confirm(f"Delete {what}?", abort=True)
+        click.confirm(f"Delete {summary_line}?", abort=True)
     delete_slabs(slabs)
-    click.echo(f"{what}: deleted")
+    click.echo(f"{summary_line}: deleted")
 
 
 @dataclass(frozen=True)

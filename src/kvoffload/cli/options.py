@@ -65,7 +65,7 @@ def option(default: Any = dataclasses.MISSING, help: str | None = None, *flags: 
 
 
 def argument(default: Any = dataclasses.MISSING, **details: Any) -> Any:
-    """Declare a dataclass field as a positional argument; `details` are those of `click.argument`."""
+    """Declare a dataclass field as a positional argument; `details` are passed to `click.argument`."""
     return field(default=default, metadata={"is_argument": True, **details})
 
 
@@ -193,8 +193,8 @@ def _config_option(settings: dict[str, str]) -> Callable[[Command], Command]:
         if tiers_field := settings.get("tiers") if "tiers" in shared else None:
             tiers = [str(tier) for tier in parse_tiers("tiers", shared["tiers"])]
             repeated = any(
-                isinstance(one, click.Option) and one.name == tiers_field and one.multiple
-                for one in ctx.command.params
+                isinstance(param, click.Option) and param.name == tiers_field and param.multiple
+                for param in ctx.command.params
             )
             defaults[tiers_field] = tiers if repeated else "+".join(tiers) or NO_TIERS
         ctx.default_map = {**defaults, **(ctx.default_map or {})}

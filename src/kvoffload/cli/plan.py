@@ -121,7 +121,7 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
         return replace(fleet, machine=find_machine(self.machine, fleet.gpus_of_engine))
 
     def target(self) -> Target:
-        """Return what the purchase has to reach. Raises `ConfigError`."""
+        """Return the target of the purchase. Raises `ConfigError`."""
         return Target(
             self.budget, self.target_saved, self.target_of_ceiling, self.target_gpu_hours,
             self.target_ttft_p90,

@@ -29,9 +29,9 @@ class PoliciesOptions(FormatOptions):
 @click.command()
 @options_of(PoliciesOptions)
 def policies(options: PoliciesOptions) -> None:
-    """List every eviction policy and admission rule, or describe NAME: its uses, parameters and publication.
+    """List every eviction policy and admission rule, or describe NAME: uses, parameters, publication.
 
-    Policies of other installed packages are listed too; those that cannot be imported with the error.
+    Also lists policies of other installed packages, and the error of a failed import.
     """
     name = options.name
     listed = [_described("policy", POLICIES, name) for name in POLICIES.names()]
@@ -82,7 +82,10 @@ def _table(title: str, kind: str, listed: list[dict[str, Any]]) -> Table:
 
 
 def _details(entry: dict[str, Any]) -> Table:
-    parameters = [f"{one['name']}={one['default']} ({one['allowed']})" for one in entry["parameters"]]
+    parameters = [
+        f"{parameter['name']}={parameter['default']} ({parameter['allowed']})"
+        for parameter in entry["parameters"]
+    ]
     rows = (("what it does", _summary(entry)), ("good for", entry["good_for"]),
             ("parameters", "\n".join(parameters)), ("published", entry["paper"]))  # fmt: skip
     return properties(entry["name"], rows)

@@ -123,7 +123,7 @@ class ReplayOptions(CacheOptions, LoadOptions):
 @click.command()
 @options_of(ReplayOptions)
 def replay(options: ReplayOptions) -> None:
-    """Replay TRACE through the offloading manager and report what it saved.
+    """Replay TRACE through the offloading manager and report the saving.
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag.
     Blocks are stored, evicted, loaded and verified with real bytes. Their contents follow from their keys, so
@@ -153,7 +153,7 @@ def replay(options: ReplayOptions) -> None:
 
 
 def _announce_files(tiers: Iterable[TierOptions], block_bytes: int) -> None:
-    """Tell the user how much of a disk the replay will fill, and how to delete it."""
+    """Print how much of a disk the replay will fill, and how to delete the files."""
     for tier in tiers:
         for path in getattr(tier, "path", ()):
             click.echo(

@@ -1,4 +1,4 @@
-"""``kvoffload simulate``: a trace on a machine in simulated time: how long users wait, what the GPU saves."""
+"""``kvoffload simulate``: replay a trace on a machine in simulated time, for waiting times and GPU savings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a sweep on standard error: a bar on a terminal, a line now and then in a log."""
+"""Progress of a sweep on standard error: a bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 

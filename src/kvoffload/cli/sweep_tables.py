@@ -1,4 +1,4 @@
-"""A sweep for people: a table for each trace and device, policies down, capacities across; then the words."""
+"""Terminal form of a sweep: a table for each trace and device, policies down, capacities across; then words."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvoffload.sweep.verdict import Verdict
 from kvoffload.text import percent, size
 
 _WIDEST = 100
-"""Columns of text: a table that would be wider goes on below itself."""
+"""Most columns of text; a wider table continues below."""
 
 _OF_A_COLUMN, _OF_A_TABLE = 3, 1
-"""Columns of text that rich puts around each column, and around all of them."""
+"""Columns of text that rich adds to each column, and to the table."""
 
 
 class _Cell(NamedTuple):
-    """What stands at one configuration and capacity: hits, writes, share of the gap, as text."""
+    """Texts of one configuration and capacity: hits, writes, share of the gap."""
 
     hits: str = ""
     writes: str = ""
@@ -35,33 +35,37 @@ class _Cell(NamedTuple):
 
 
 _Line = dict[str, _Cell]
-"""What stands beside one label: capacity as typed -> cell."""
+"""Cells of one label, by capacity as typed."""
 
 
 class _Several(NamedTuple):
-    """Of what a sweep has more than one, so that labels have to say it."""
+    """Axes with more than one value, which labels have to name."""
 
     stores: bool
     tiers: bool
 
 
 def tables(rows: Sequence[Row], width: int = _WIDEST) -> Iterator[RenderableType]:
-    """The tables, in the order of the rows, at most `width` columns of text wide (and never above 100)."""
+    """Render the tables in the order of the rows, at most `width` and 100 columns of text wide."""
     several = _Several(len({row.store for row in rows}) > 1, len({row.tiers for row in rows}) > 1)
     for _, group in groupby(rows, lambda row: (row.trace_sha256, row.trace, row.device)):
         yield _table(list(group), several, min(width, _WIDEST))
 
 
 def words(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
-    """What the tables say, a line for each capacity, store mode and choice of tiers."""
-    for _, group in groupby(verdicts, lambda one: (one.best.trace_sha256, one.best.trace, one.best.device)):
+    """Render the verdicts: a line for each capacity, store mode and choice of tiers."""
+
+    def table_of(verdict: Verdict) -> tuple[str, str, str]:
+        return verdict.best.trace_sha256, verdict.best.trace, verdict.best.device
+
+    for _, group in groupby(verdicts, table_of):
         of_table = list(group)
-        rows = [one.best for one in of_table]
+        rows = [verdict.best for verdict in of_table]
         lines = Table.grid(padding=(0, 1))
         lines.add_column(no_wrap=True)
         lines.add_column()
-        for one in of_table:
-            lines.add_row(Text(f"  {one.where}:"), Text(one.words))
+        for verdict in of_table:
+            lines.add_row(Text(f"  {verdict.where}:"), Text(verdict.words))
         yield Group(Text(f"{rows[0].trace}, {_device(rows)}, in words", "italic"), lines, Text())
 
 
@@ -73,7 +77,7 @@ def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
     headings = {row.capacity: _heading(row) for row in rows}
     widths = [max(len(cell[part]) for line in [*body.values(), *bounds.values()] for cell in line.values())
               for part in range(3)]  # fmt: skip
-    # Rich would fold cells, and nobody could read them; so sizes that do not fit stand below.
+    # Rich would fold the cells; instead, capacities that do not fit continue in a table below.
     label_width = max(map(len, [*body, *bounds]))
     column = max(sum(widths) + sum(width > 0 for width in widths) - 1, *map(_longest_line, headings.values()))
     room = width - label_width - _OF_A_COLUMN - _OF_A_TABLE
@@ -83,19 +87,19 @@ def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
     for start in range(0, len(capacities), across):
         table = Table(box=box.SIMPLE_HEAD)
         table.add_column("", no_wrap=True)
-        some = capacities[start : start + across]
-        for capacity in some:
+        shown = capacities[start : start + across]
+        for capacity in shown:
             table.add_column(Text(headings[capacity], justify="right"), no_wrap=True)
         for section in (body, bounds):
             for label, line in section.items():
-                table.add_row(label, *(_text(line.get(capacity, _Cell()), widths) for capacity in some))
+                table.add_row(label, *(_text(line.get(capacity, _Cell()), widths) for capacity in shown))
             table.add_section()
         parts.append(table)
     return Group(_title(rows, several), *parts, _note(rows))
 
 
 def _title(rows: list[Row], several: _Several) -> Text:
-    # Not the table's own title, which is folded at the table's width.
+    # Not a title of rich's table, which would be folded at the table's width.
     first = rows[0]
     behind = f", {first.tiers} behind RAM" if first.tier_blocks and not several.tiers else ""
     writes = "writes per reference" if first.bytes_written is None else "bytes written"
@@ -106,7 +110,7 @@ def _title(rows: list[Row], several: _Several) -> Text:
 
 
 def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
-    """The optimum, which depends on when blocks are stored, and a cache without limit."""
+    """Build the rows of the optimum, by store mode, and of a cache without limit."""
     bounds: dict[str, _Line] = {}
     for row in rows:
         if row.optimum_hit_ratio is not None:
@@ -135,10 +139,7 @@ def _note(rows: list[Row]) -> Text:
         row.diff_correlation for row in rows if row.diff_vs_lru and row.diff_correlation is not None
     ]
     if correlations and median(correlations) > CORRELATED:
-        note += (
-            "\n  The traffic changes slowly over this trace: there is less certainty than * says "
-            "(docs/sweep.md)"
-        )
+        note += "\n  The traffic changes slowly over this trace: the intervals are too narrow (docs/sweep.md)"
     return Text(note + "\n")
 
 
@@ -176,7 +177,7 @@ def _longest_line(text: str) -> int:
 def _cell(row: Row) -> _Cell:
     mark, style = ("*", "bold") if row.among_best else (" ", "")
     writes = f"{row.writes_per_ref:.3f}" if row.bytes_written is None else size(row.bytes_written)
-    # Round first: a share just below 0 is no -0%.
+    # Rounded first: a share just below 0 must not become -0%.
     gap = "" if row.gap_closed is None else f"{round(100 * row.gap_closed)}%"
     return _Cell(f"{row.prefix_hit_ratio:.4f}{mark}", writes, gap, style)
 

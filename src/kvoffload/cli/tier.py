@@ -80,7 +80,7 @@ class BenchOptions(ServerOptions, ModelOptions):
 def tier() -> None:
     """Check a shared cache server: health, contents, break-even.
 
-    URL is that of `--tier`: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.
+    URL has the form of `--tier`: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE.
     User and password are in KVOFFLOAD_VALKEY_USERNAME and KVOFFLOAD_VALKEY_PASSWORD.
     """
 

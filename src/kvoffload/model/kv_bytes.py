@@ -1,6 +1,6 @@
-"""What the KV cache of a model takes: the bytes of one token, from the model's own configuration.
+"""Bytes of one token in a model's KV cache, from the model's configuration.
 
-With it a size such as ``64GiB`` is a number of blocks: a block has the bytes of its tokens.
+They convert a size such as ``64GiB`` to a number of blocks.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
     "qwen/qwen3-8b": (36, 8, 128),
     "qwen/qwen3-32b": (64, 8, 128),
 }
-"""Layers, KV heads and numbers of a head of some models, without -Instruct."""
+"""Layers, KV heads and head size of some models, by name without -Instruct."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""What vLLM's ``--kv-cache-dtype`` may be, with the bytes of a number; 0 where the model says it."""
+"""Values of vLLM's ``--kv-cache-dtype`` with the bytes of a number; 0: the model determines them."""
 
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HYBRID = {
     *("attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"),
     "linear_attn_config",
 }
-"""Options of models in which only some layers have attention, each in a way of its own."""
+"""Options of models in which only some layers have attention."""
 _BESIDES = {"index_head_dim", "compress_ratios"}
-"""Options of models that keep more of a token than its keys and values, or less."""
+"""Options of models that store other data for a token than keys and values."""
 _EXPANDED = {"minicpm3"}
-"""Types of models with a latent vector that engines expand to all heads before they keep it."""
+"""Model types whose latent vector is expanded to all heads before it is stored."""
 _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugging Face cache or of: "
 
 
 def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
-    """Bytes that one token takes in the KV caches of all layers and all ranks together.
+    """Compute the bytes of one token in the KV caches of all layers and ranks together.
 
-    As vLLM allocates them: tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention.
-    Caches have 16 bits for a model of 32, as with vLLM's ``auto``. Layers with attention count, those with
-    a sliding window too: what is offloaded of a block is all of it. Layers with a state of constant size
-    (Mamba, linear attention) do not.
+    Equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention).
+    Caches have 16 bits for a model of 32 bits, as with vLLM's ``auto``. Layers with a sliding window count in
+    full, because offloaded blocks are whole. Layers with a state of constant size (Mamba, linear attention)
+    do not count.
 
     Args:
-        model: a ``config.json``, a directory with one, or a name: of a model in the local cache of Hugging
-            Face, or one of a few that are known.
-        kv_cache_dtype: as vLLM is told: one of `KV_CACHE_DTYPES`.
+        model: a ``config.json``, a directory with one, or the name of a model in the local cache of Hugging
+            Face or in the built-in table.
+        kv_cache_dtype: vLLM's option: one of `KV_CACHE_DTYPES`.
 
     Raises: `ConfigError` for the field ``model``, or ``kv-cache-dtype``.
     """
@@ -78,20 +78,18 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
     except OSError as error:
         raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError("model", model, f"{place} is no configuration of a model ({error})") from None
+        raise ConfigError("model", model, f"{place} is no model configuration ({error})") from None
     return _of_config(model, config, KV_CACHE_DTYPES[kv_cache_dtype])
 
 
 def block_bytes(
     model: str | None, token_bytes: str | None, block_tokens: int, kv_cache_dtype: str = "auto"
 ) -> int | None:
-    """Bytes of a block of so many tokens; None if neither model nor bytes of a token are given."""
+    """Compute the bytes of a block; None if neither a model nor the bytes of a token are given."""
     if model is not None and token_bytes is not None:
-        raise ConfigError("bytes-per-token", token_bytes, "the model says it: give one of the two")
+        raise ConfigError("bytes-per-token", token_bytes, "--model is given, too: give one of the two")
     if model is None and kv_cache_dtype != "auto":
-        raise ConfigError(
-            "kv-cache-dtype", kv_cache_dtype, "allowed: with --model, whose numbers it is about"
-        )
+        raise ConfigError("kv-cache-dtype", kv_cache_dtype, "allowed: with --model")
     if model is not None:
         return bytes_per_token(model, kv_cache_dtype) * block_tokens
     if token_bytes is None:
@@ -115,19 +113,19 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
         return default
 
     named = [at.get(name) for at in (text, config) for name in ("torch_dtype", "dtype")]
-    dtype = next((str(one) for one in named if one), "bfloat16")
+    dtype = next((str(name) for name in named if name), "bfloat16")
     if dtype not in _DTYPE_BYTES:
         raise ConfigError("model", model, f"its dtype {dtype!r} is not known; give --bytes-per-token")
     layers = _attention_layers(model, text, number("num_hidden_layers", "n_layer", "num_layers"))
     if unclear := sorted(_BESIDES & {name for name, value in text.items() if value}):
-        why = f"what it keeps of a token depends on {unclear[0]}; give --bytes-per-token"
+        why = f"the bytes of a token depend on {unclear[0]}; give --bytes-per-token"
         raise ConfigError("model", model, why)
     if "kv_lora_rank" in text and text.get("model_type") in _EXPANDED:
-        # Keys and values of all heads, in places of one size: that of the larger ones, the keys.
+        # Keys and values of all heads, both in slots of the size of keys, which are larger.
         size = number("qk_nope_head_dim") + number("qk_rope_head_dim")
         values = 2 * size * number("num_attention_heads")
     elif "kv_lora_rank" in text:
-        # Latent attention (DeepSeek): one vector of all heads, and the part with positions.
+        # Latent attention (DeepSeek): one vector for all heads, and the positional part.
         values = number("kv_lora_rank") + number("qk_rope_head_dim")
     else:
         heads = number("num_attention_heads", "n_head")
@@ -144,26 +142,26 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> int:
     kinds = text.get("layer_types") or text.get("layers_block_type")
     if isinstance(kinds, list):
-        # A "hybrid" layer has both, side by side or one after the other.
+        # A "hybrid" layer has attention and a state, in parallel or in sequence.
         names = [str(kind) for kind in kinds]
         return sum(("attention" in kind or kind == "hybrid") and "linear" not in kind for kind in names)
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):
         return pattern.count("*")
     if unclear := sorted(_HYBRID & set(text)):
-        why = f"which of its layers have attention stands in {unclear[0]}; give --bytes-per-token"
+        why = f"its layers with attention depend on {unclear[0]}; give --bytes-per-token"
         raise ConfigError("model", model, why)
     return num_layers
 
 
 def _in_hub_cache(model: str) -> Path | None:
-    """The configuration of a model that has been downloaded before."""
-    found = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
-    return found[-1] if found else None
+    """Return the configuration of a downloaded model."""
+    configs = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
+    return configs[-1] if configs else None
 
 
 def snapshots(model: str) -> list[Path]:
-    """The directories of a model's revisions in the cache of Hugging Face, each called like its commit."""
+    """List the directories of a model's revisions in the cache of Hugging Face, named by commit."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return sorted(hub.glob(f"models--{glob.escape(model.replace('/', '--'))}/snapshots/*"))

@@ -1,7 +1,7 @@
-"""Which weights a model has, in words that are the same on every machine: for caches that machines share.
+"""Identity of a model's weights, the same on every machine, for caches that machines share.
 
-Two byte-equal copies of a model have one identity wherever they are, different weights under one name two.
-Knows no engine, and reads nothing but files.
+Byte-equal copies of a model have the same identity; different weights under one name have two. Reads only
+files.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ FILES_OF_A_MODEL = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.json
 """Weights, configuration, and code that `trust_remote_code` runs."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READ_BYTES = 8 << 20
-_SAY = "say which weights these are, the same on every machine: identity=NAME"
+_HINT = "name the weights, with the same name on every machine: identity=NAME"
 
 
 def weights_identity(model: str) -> str:
-    """The identity of a model's weights: the commit of a hub, or a digest of the files' contents.
+    """Return the identity of a model's weights: the commit of a hub, or a digest of the files.
 
-    A digest is of 128 bits of xxh3 of each file with weights, configuration or code: it tells accidents
-    apart, not forgeries. It is remembered beside each file's path, size and times, in
-    ``$XDG_CACHE_HOME/kvoffload/weights.json``, so that files are read once.
+    The digest is xxh3 of 128 bits over all files with weights, configuration or code. It detects accidents,
+    not forgeries. ``$XDG_CACHE_HOME/kvoffload/weights.json`` caches it by path, size and times of each file.
 
     Args:
-        model: a directory, or a name of a hub whose files are in the local cache of Hugging Face.
+        model: a directory, or the name of a model in the local cache of Hugging Face.
 
-    Cost: the first time reads every file, at the speed of the disk.
-    Raises: `ConfigError` for a model whose weights are not here, or of which the cache has several revisions:
-        which of them the engine loads is not known here.
+    Cost: the first call reads every file.
+    Raises: `ConfigError` if the weights are absent, or if the cache has several revisions: the choice of the
+        engine is unknown here.
     """
     directory = Path(model)
     if model and directory.is_dir():
@@ -48,23 +47,23 @@ def weights_identity(model: str) -> str:
     commits = [place.name for place in snapshots(model) if _COMMIT.fullmatch(place.name)] if model else []
     if len(commits) != 1:
         why = "has several revisions of it" if commits else "does not have it"
-        raise ConfigError("model", model, f"the local cache of Hugging Face {why}; {_SAY}")
+        raise ConfigError("model", model, f"the local cache of Hugging Face {why}; {_HINT}")
     return f"commit {commits[0]}"
 
 
 def _content_digest(model: str, directory: Path) -> str:
     files = sorted({path for kind in FILES_OF_A_MODEL for path in directory.glob(kind) if path.is_file()})
     if not any(path.suffix not in (".json", ".py") for path in files):
-        raise ConfigError("model", model, f"there are no weights in this directory; {_SAY}")
+        raise ConfigError("model", model, f"there are no weights in this directory; {_HINT}")
     remembered = _remembered()
     known: dict[str, str] = {}
     total = xxhash.xxh3_128()
     for path in files:
-        found = path.stat()
-        # With the time of the last change of the inode: a copy may keep that of the contents.
-        name = f"{path}|{found.st_size}|{found.st_mtime_ns}|{found.st_ctime_ns}"
+        status = path.stat()
+        # Includes the inode change time: a copy may preserve the modification time.
+        name = f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
         known[name] = remembered.get(name) or _digest_of(path)
-        total.update(f"{path.name}\0{found.st_size}\0{known[name]}\n".encode())
+        total.update(f"{path.name}\0{status.st_size}\0{known[name]}\n".encode())
     if known.items() - remembered.items():
         _remember(remembered | known)
     return total.hexdigest()
@@ -89,10 +88,10 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(digests: dict[str, str]) -> None:
-    """Where it cannot be written files are read again next time."""
+    """Write the cache; a failure only means that files are read again."""
     with contextlib.suppress(OSError):
         _memory().parent.mkdir(parents=True, exist_ok=True)
-        # Whole or not at all: several engines start at once.
+        # Atomic, because several engines may start at once.
         with tempfile.NamedTemporaryFile(dir=_memory().parent, delete=False) as file:
             file.write(msgspec.json.encode(digests))
         os.replace(file.name, _memory())

@@ -48,7 +48,7 @@ class Table:
     """Table of text, for a page or a terminal.
 
     Attributes:
-        headings: a heading that ends with ``#`` is of a column of numbers, aligned right.
+        headings: a heading that ends with ``#`` belongs to numbers, which are aligned right.
         marks: a mark for each row (``chosen``, ``cannot``, ``good``, ``bad``, or empty), or no marks.
     """
 
