@@ -81,9 +81,7 @@ class Problems:
     def check(self) -> None:
         """Raise the collected `ConfigError`, or a `CombinedConfigError` if there are several."""
         if self.found:
-            raise (
-                self.found[0] if len(self.found) == 1 else CombinedConfigError(self._where, self.found)
-            )
+            raise (self.found[0] if len(self.found) == 1 else CombinedConfigError(self._where, self.found))
 
 
 class MisuseError(KVOffloadError, RuntimeError):

@@ -240,6 +240,7 @@ def in_a_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_a_replay(trace_file: Path) -> None:
     done = in_a_process("replay", trace_file, *SMALL)
     assert (done.returncode, done.stderr) == (0, "")
@@ -253,6 +254,7 @@ def test_a_mistake_has_no_traceback() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_warm_needs_nothing_optional() -> None:
     code = (
         "import sys; sys.modules |= dict.fromkeys(('torch', 'distributed', 'dask', 'pyarrow', 'vllm'));"

@@ -85,7 +85,7 @@ def test_info_for_people(tmp_path: Path) -> None:
     assert "trace two" in output
     assert "skipped lines" in output
     assert "no limit" in output
-    assert "LRU is as good as the optimum at every size above" in output
+    assert "LRU equals the optimum at every size above" in output
     assert "0.5000" in output
 
 

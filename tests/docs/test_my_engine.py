@@ -22,7 +22,7 @@ def example() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("policy", ["lru", "s3fifo,small_share=0.2"])
+@pytest.mark.parametrize("policy", ["lru", pytest.param("s3fifo,small_share=0.2", marks=pytest.mark.slow)])
 def test_answers_are_those_of_an_engine_that_computes_everything(example: ModuleType, policy: str) -> None:
     chance = random.Random(5)
     engine = example.Engine(ram_blocks=30, policy=policy)

@@ -43,9 +43,12 @@ def test_there_are_commands_to_try() -> None:
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        # A plan does dozens of replays.
+        # Plans, sweeps and simulations replay a whole trace many times.
         pytest.param(
-            command, shown, id=command, marks=[pytest.mark.slow] if command.startswith("plan") else []
+            command,
+            shown,
+            id=command,
+            marks=[pytest.mark.slow] if command.startswith(("plan", "sweep", "simulate")) else [],
         )
         for command, shown in commands()
     ],

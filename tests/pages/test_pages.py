@@ -264,8 +264,10 @@ def opened(browser: Any, path: Path, width: int, scheme: str) -> tuple[Any, list
     return view, complaints
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(PHONE, "dark"), (PHONE, "light"), (DESK, "light")])
-@pytest.mark.parametrize("kind", ["plan", "sampled", "sweep"])
+@pytest.mark.parametrize(
+    ("kind", "width", "scheme"),
+    [("plan", PHONE, "dark"), ("plan", DESK, "light"), ("sampled", PHONE, "light"), ("sweep", DESK, "dark")],
+)
 def test_a_browser_draws_all_charts(
     kind: str, width: int, scheme: str, browser: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -1,4 +1,4 @@
-"""Terminal form of a sweep: a table for each trace and device, policies down, capacities across; then words."""
+"""Terminal form of a sweep: a table for each trace and device, policies down, capacities across; verdicts."""
 
 from __future__ import annotations
 
