@@ -54,7 +54,7 @@ def test_the_title_has_the_load(chat: str) -> None:
         ((*ON_MACHINE, "--machine", "h100"), "machine: 'h100' is not possible; allowed: a file of"),
         ((*ON_MACHINE, "--machine", "gone.json"), "machine: 'gone.json' is not possible; it cannot be read"),
         ((*ON_MACHINE, "--load", "dense"), "load: 'dense' is not possible"),
-        ((*ON_MACHINE, "--load", "2", "--at-once", "3"), "give one of the two"),
+        ((*ON_MACHINE, "--load", "2", "--at-once", "3"), "set load or at_once"),
         ((*ON_MACHINE, "--device-blocks", "10"), "the longest request takes"),
         ((*ON_MACHINE, "--max-running", "0"), "max-running: 0 is not possible"),
     ],

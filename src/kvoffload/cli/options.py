@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import click
-import msgspec
 
 from kvoffload.core.admission import ADMISSIONS
 from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.model import kv_bytes
-from kvoffload.replay.routing import ROUTINGS, SESSION
+from kvoffload.replay.ends import DecodeSpeed
+from kvoffload.replay.queue import QueueLength
+from kvoffload.replay.routing import SESSION, Routing
 from kvoffload.settings.layers import SHARED, gathered
 from kvoffload.settings.read import Count, Duration, OneOf, Size, convert, parser_of, without_none
 from kvoffload.sweep.bootstrap import RESAMPLES
@@ -43,9 +44,7 @@ CONFIG = "kvoffload.settings.read"
 PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]
 Store = Annotated[str, OneOf(STORES)]
-Routing = Annotated[str, OneOf(ROUTINGS)]
 Format = Annotated[str, OneOf(("terminal", "json"))]
-DecodeSpeed = Annotated[float, msgspec.Meta(ge=0)]
 
 _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
 
@@ -309,7 +308,7 @@ class LoadOptions:
     decode_tokens_per_s: DecodeSpeed = option(
         0.0, "Requests end when their answers are generated at this speed; without it, at once."
     )
-    queue_requests: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] = option(
+    queue_requests: QueueLength = option(
         0, "The next N requests wait in the engine's queue; their blocks leave last.", "--queue",
         show_default=False,
     )  # fmt: skip

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Annotated
 
 import click
-import msgspec
 from rich.console import Console
 
 from kvoffload.cli.options import (
@@ -30,7 +28,7 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.pages.page import check_report, write_report
 from kvoffload.pages.sweep import sweep_page
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.replay.routing import MOST_INSTANCES
+from kvoffload.replay.routing import Instances
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Sweep
@@ -60,9 +58,7 @@ class SweepOptions(
         NO_TIERS, "Tiers behind RAM: 10%, 10%,policy=hazard; one behind another with +.", setting="tiers",
         metavar="CAPACITY[,policy=NAME]",
     )  # fmt: skip
-    instances: Annotated[int, msgspec.Meta(ge=1, le=MOST_INSTANCES)] = option(
-        1, "Engines with RAM of their own, which share the last tier behind it."
-    )
+    instances: Instances = option(1, "Engines with RAM of their own, which share the last tier behind it.")
     timings: bool = option(False, "Add a column of seconds, which differ from run to run.")
 
     def check(self) -> None:

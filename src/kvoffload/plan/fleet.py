@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
 
-from kvoffload.errors import ConfigError, check_integer
+import msgspec
+
+from kvoffload.errors import ConfigError
 from kvoffload.plan.prices import Prices
-from kvoffload.replay.routing import SESSION, check_instances, check_routing
-from kvoffload.settings.read import MOST_BLOCKS
+from kvoffload.replay.routing import SESSION, Instances, Routing
+from kvoffload.settings.read import MOST_BLOCKS, NotNegative, Positive, check_fields
 from kvoffload.simulate.machine import Machine
-from kvoffload.traces.load import check_load
 
 _MOST_GPUS = 4096
 SERVER_BYTES_PER_BYTE = 1.03
@@ -51,32 +51,23 @@ class Fleet:
     Raises: `ConfigError`.
     """
 
-    gpus: int
+    gpus: Annotated[int, msgspec.Meta(ge=1, le=_MOST_GPUS)]
     kv_bytes_per_gpu: int
     block_bytes: int
     prices: Prices
-    replicas: int = 1
-    routing: str = SESSION
-    load: float = 1.0
-    scale: float = 1.0
-    prefill_tokens_per_s: float = 0.0
+    replicas: Instances = 1
+    routing: Routing = SESSION
+    load: Positive = 1.0
+    scale: Positive = 1.0
+    prefill_tokens_per_s: NotNegative = field(default=0.0, metadata={"option": "prefill-tokens-per-s"})
     machine: Machine | None = None
 
     def __post_init__(self) -> None:
-        check_integer("gpus", self.gpus, _MOST_GPUS)
-        check_routing(self.routing)
-        check_instances(self.replicas, "replicas")
-        check_load(self.load)
+        check_fields(self, "plan")
         if self.gpus % self.replicas:
             raise ConfigError(
                 "replicas", self.replicas, f"allowed: a divisor of {self.gpus}, the number of GPUs"
             )
-        if not 0 < self.scale < math.inf:
-            raise ConfigError(
-                "scale", self.scale, "allowed: a number above 0: requests, as a multiple of the recorded"
-            )
-        if not 0 <= self.prefill_tokens_per_s < math.inf:
-            raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, "allowed: tokens per second")
         if not 1 <= self.device_blocks <= MOST_BLOCKS:
             why = f"a replica has {self.device_blocks:,} blocks of {self.block_bytes:,} B; allowed: 1 or more"
             raise ConfigError("kv-per-gpu", self.kv_bytes_per_gpu, why)

@@ -9,23 +9,18 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError
+from kvoffload.settings.read import NotNegative
 from kvoffload.traces.trace import Trace
 
 End = tuple[int, RequestContext]
 """An ended request: its number and its context."""
 
 
-def check_decode_speed(tokens_per_s: object) -> float:
-    """Check a decode speed; 0 means that requests end when served. Raises `ConfigError`."""
-    if isinstance(tokens_per_s, (int, float)) and 0 <= tokens_per_s < math.inf:
-        return float(tokens_per_s)
-    raise ConfigError(
-        "decode-tokens-per-s", tokens_per_s, "allowed: tokens per second, or 0: requests end when served"
-    )
+DecodeSpeed: TypeAlias = NotNegative
+"""Tokens per second; 0: requests end when served."""
 
 
 class EndsAtOnce:

@@ -7,21 +7,17 @@ manager expects their blocks (`OffloadingManager.expect`).
 from __future__ import annotations
 
 from collections import deque
+from typing import Annotated, TypeAlias
+
+import msgspec
 
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.tiering.manager import AnyManager
 from kvoffload.traces.trace import Trace
 
-MOST_REQUESTS = 1 << 16
-
-
-def check_queue(num_requests: object) -> int:
-    """Check the length of a queue; 0 for none. Raises `ConfigError`."""
-    if isinstance(num_requests, int) and 0 <= num_requests <= MOST_REQUESTS:
-        return num_requests
-    raise ConfigError("queue", num_requests, f"allowed: 0 to {MOST_REQUESTS} requests")
+QueueLength: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+"""Requests in the engine's queue; 0: none."""
 
 
 class EngineQueue:

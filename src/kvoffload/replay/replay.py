@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,16 +26,17 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError, Problems, TierError
+from kvoffload.errors import ConfigError, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.device import Device
-from kvoffload.replay.ends import End, EndsAtOnce, EndsWhenGenerated, check_decode_speed
+from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.queue import EngineQueue, check_queue
+from kvoffload.replay.queue import EngineQueue, QueueLength
 from kvoffload.replay.report import ReplayReport, TierReport
-from kvoffload.replay.routing import SESSION, check_instances, check_routing
+from kvoffload.replay.routing import SESSION, Instances, Routing
+from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
@@ -74,22 +75,13 @@ class ReplayConfig:
     device_blocks: int = 0
     store: str = ON_COMPUTE
     tiers: tuple[TierOptions, ...] = ()
-    decode_tokens_per_s: float = 0.0
-    queue_requests: int = 0
-    instances: int = 1
-    routing: str = SESSION
+    decode_tokens_per_s: DecodeSpeed = field(default=0.0, metadata={"option": "decode-tokens-per-s"})
+    queue_requests: QueueLength = field(default=0, metadata={"option": "queue"})
+    instances: Instances = 1
+    routing: Routing = SESSION
 
     def __post_init__(self) -> None:
-        problems = Problems("replay")
-        for check, value in (
-            (check_decode_speed, self.decode_tokens_per_s),
-            (check_queue, self.queue_requests),
-            (check_instances, self.instances),
-            (check_routing, self.routing),
-        ):
-            with problems:
-                check(value)
-        problems.check()
+        check_fields(self, "replay")
 
     @property
     def tier_blocks(self) -> int:

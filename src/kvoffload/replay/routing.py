@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated, TypeAlias
+
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError, check_integer
+from kvoffload.settings.read import OneOf, convert
 from kvoffload.structures.draws import whole_numbers
 from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
 PREFIX, SESSION, RANDOM = "prefix", "session", "random"
 ROUTINGS = (PREFIX, SESSION, RANDOM)
-MOST_INSTANCES = 4096
+Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
+Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
 """Share of a first turn that an engine must have served before, for `PREFIX` to choose that engine."""
@@ -20,18 +24,6 @@ _MOST_LOAD = 1.5
 """Load over the mean load above which an engine gets no new session from `PREFIX`."""
 
 _Instances = npt.NDArray[np.int32]
-
-
-def check_instances(instances: object, field: str = "instances") -> int:
-    """Check a number of instances; returns an int. Raises `ConfigError`."""
-    return check_integer(field, instances, MOST_INSTANCES)
-
-
-def check_routing(routing: object) -> str:
-    """Check the name of a routing rule. Raises `ConfigError`."""
-    if isinstance(routing, str) and routing in ROUTINGS:
-        return routing
-    raise ConfigError("routing", routing, f"allowed: {', '.join(ROUTINGS)}")
 
 
 def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
@@ -46,8 +38,8 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
 
     Sessions are inferred (`statistics.describe`). Cost: O(1) per reference, 20 us per request.
     """
-    check_routing(routing)
-    if check_instances(instances) == 1:
+    convert("routing", routing, Routing)
+    if convert("instances", instances, Instances) == 1:
         return np.zeros(trace.requests, np.int32)
     if routing == RANDOM:
         return whole_numbers(trace.requests, instances, seed=0).astype(np.int32)

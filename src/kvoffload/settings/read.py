@@ -7,6 +7,7 @@ as a `Parser` in ``Annotated``. `convert` reads one value, `read_options` a whol
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import types
@@ -191,7 +192,8 @@ def parser_of(kind: Any) -> Parser | None:
 def without_none(kind: Any) -> Any:
     """Return `kind` without its ``| None``."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        (kind,) = (member for member in typing.get_args(kind) if member is not type(None))
+        members = [member for member in typing.get_args(kind) if member is not type(None)]
+        return members[0] if len(members) == 1 else kind
     return kind
 
 
@@ -204,7 +206,9 @@ def convert(field: str, value: object, kind: Any) -> Any:
     if parser := parser_of(kind):
         return parser.parse(field, value)
     try:
-        converted = msgspec.convert(value, kind, strict=False)
+        # numpy's scalars have `item`.
+        plain = value.item() if hasattr(value, "item") else value
+        converted = msgspec.convert(plain, kind, strict=False)
     except msgspec.ValidationError:
         converted = math.nan
     if isinstance(converted, float) and not math.isfinite(converted):
@@ -275,8 +279,9 @@ def read_options(
     names, aliases = option_names(kind), other_names or {}
     known = sorted({*names, *aliases, *also_known})
     refused = [*problems, *_unknown(given, known)]
-    hints = typing.get_type_hints(kind, include_extras=True)
-    required = {field.name for field in fields(kind) if field.default is MISSING}  # type: ignore[arg-type]
+    described: Any = kind
+    hints = _hints(described)
+    required = {field.name for field in fields(described) if field.default is MISSING}
     values: dict[str, Any] = {}
     for option, attribute in names.items():
         spellings = [option, *(alias for alias, meant in aliases.items() if meant == option)]
@@ -291,6 +296,27 @@ def read_options(
     if refused:
         raise CombinedConfigError(where, refused)
     return kind(**values)
+
+
+@functools.cache
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return typing.get_type_hints(kind, include_extras=True)
+
+
+def check_fields(options: object, where: str) -> None:
+    """Check the ``Annotated`` fields of a dataclass that was built in Python.
+
+    Raises: `ConfigError`, all problems at once.
+    """
+    kind: Any = type(options)
+    hints, problems = _hints(kind), Problems(where)
+    for option, attribute in option_names(kind).items():
+        value, hint = getattr(options, attribute), hints[attribute]
+        is_unset = value is None and without_none(hint) is not hint
+        if typing.get_origin(without_none(hint)) is Annotated and not is_unset:
+            with problems:
+                convert(option, value, hint)
+    problems.check()
 
 
 def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[ConfigError]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from kvoffload.errors import ConfigError, Problems
+from kvoffload.errors import ConfigError
+from kvoffload.settings.read import Count, CountOrNothing, Positive, check_fields
 from kvoffload.simulate.machine import Machine
 
 
@@ -26,36 +26,14 @@ class Timing:
     """
 
     machine: Machine
-    block_bytes: int
-    max_running: int = 256
-    step_tokens: int = 8192
-    load: float = 1.0
-    at_once: int = 0
-    deadline_s: float = 2.0
+    block_bytes: Count
+    max_running: Count = 256
+    step_tokens: Count = 8192
+    load: Positive = 1.0
+    at_once: CountOrNothing = 0
+    deadline_s: Positive = 2.0
 
     def __post_init__(self) -> None:
-        problems = Problems("simulation")
-        for name in ("block_bytes", "max_running", "step_tokens"):
-            with problems:
-                if not _is_whole(getattr(self, name)) or getattr(self, name) < 1:
-                    raise ConfigError(name, getattr(self, name), "allowed: a whole number, 1 or more")
-        with problems:
-            if not _is_whole(self.at_once) or self.at_once < 0:
-                raise ConfigError(
-                    "at_once", self.at_once, "allowed: a number of requests, or 0 for recorded times"
-                )
-        for name in ("load", "deadline_s"):
-            with problems:
-                value = getattr(self, name)
-                if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-                    raise ConfigError(name, value, "allowed: a number more than 0")
-        with problems:
-            if self.at_once and self.load != 1.0:
-                raise ConfigError(
-                    "load", self.load, "at_once replaces the recorded times: set load or at_once"
-                )
-        problems.check()
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        check_fields(self, "simulation")
+        if self.at_once and self.load != 1.0:
+            raise ConfigError("load", self.load, "at_once replaces the recorded times: set load or at_once")

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
-from kvoffload.errors import ConfigError
+from kvoffload.settings.read import Positive, convert
 from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
-
-
-def check_load(load: object) -> float:
-    """Return `load` as a float. Raises `ConfigError`."""
-    if isinstance(load, (int, float)) and 0 < load < math.inf:
-        return float(load)
-    raise ConfigError("load", load, "allowed: a number above 0; 2 is twice as many sessions at a time")
 
 
 def at_load(trace: Trace, load: float) -> Trace:
@@ -26,7 +18,7 @@ def at_load(trace: Trace, load: float) -> Trace:
     shorter by at most the factor `load`. Sessions are inferred (`statistics.describe`).
     Cost: 0.2 s per million block references.
     """
-    if check_load(load) == 1 or not trace.requests:
+    if convert("load", load, Positive) == 1 or not trace.requests:
         return trace
     sessions, times = turns(trace).session_of, trace.timestamps_ms
     begins = np.full(int(sessions.max()) + 1, np.iinfo(np.int64).max)
