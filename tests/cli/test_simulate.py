@@ -10,11 +10,11 @@ import pytest
 from support.run_cli import kvoffload
 from support.simulated_machine import machine
 
-ON_MACHINE = ("--bytes-per-token", "128KiB", "--capacity", "8GiB", "--device-blocks", "4GiB", "--quiet")
+ON_MACHINE = ("--bytes-per-token", "128KiB", "--capacity", "16GiB", "--device-blocks", "16GiB", "--quiet")
 
 
 def test_the_table_has_waits_savings_and_sources(chat: str) -> None:
-    done = kvoffload("simulate", chat, *ON_MACHINE, "--store", "on-device-eviction", "--tiers", "64GiB")
+    done = kvoffload("simulate", chat, *ON_MACHINE, "--store", "on-device-eviction", "--tiers", "1TiB")
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for words in (

@@ -36,7 +36,7 @@ def test_parameters_are_options(tmp_path: Path) -> None:
     assert trace.requests == 5
     assert set(np.diff(trace.offsets).tolist()) == {3}
     assert "think-time-s MEDIAN SIGMA" in invoke("generate", "--help").output
-    assert "another seed gives another trace" in invoke("generate", "--help").output
+    assert "seed of the random numbers" in invoke("generate", "--help").output
 
 
 def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
