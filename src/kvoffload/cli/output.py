@@ -93,11 +93,11 @@ def tiers_silenced() -> Iterator[None]:
 _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
-def terminal_table(table: Table, *, width: int | None = None) -> RichTable:
+def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = True) -> RichTable:
     """Render a table for the terminal; the last column takes the remaining width and may fold."""
     rich = RichTable(
         title=Text(table.title, "italic") if table.title else None, title_justify="left",
-        box=box.SIMPLE_HEAD, show_header=any(table.headings), width=width,
+        box=box.SIMPLE_HEAD, show_header=any(table.headings), width=width, pad_edge=pad_edge,
     )  # fmt: skip
     last = len(table.headings) - 1
     for position, heading in enumerate(table.headings):

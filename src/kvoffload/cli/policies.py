@@ -48,8 +48,8 @@ def policies(options: PoliciesOptions) -> None:
     if name is not None:
         console.print(terminal_table(_details(listed[0])))
         return
-    console.print(terminal_table(_table("eviction policies", "policy", listed)))
-    console.print(terminal_table(_table("admission rules", "admission", listed)))
+    console.print(terminal_table(_table("eviction policies", "policy", listed), pad_edge=False))
+    console.print(terminal_table(_table("admission rules", "admission", listed), pad_edge=False))
     console.print("[dim]kvoffload policies NAME describes a policy and its parameters.[/dim]")
 
 
