@@ -27,7 +27,7 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
 from support.fault_proxy import FaultProxy
 from support.run_cli import kvoffload
-from support.s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Moto, Rclone, running
+from support.s3_server import BUCKET, KEY_ID, PATIENCE_S, SECRET, Rclone, running
 from support.sharing_rig import BLOCK_BYTES, CAPACITY, Machine, some_keys
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -35,16 +35,21 @@ PACK = 4
 
 
 @pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moto]:
-    """Not rclone, which now and then answers 500 to one of several `PUT`s that come at once: a miss, and
-    here all is counted."""
-    with running(Moto, tmp_path_factory.mktemp("moto")) as server:
-        assert isinstance(server, Moto)
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
+    """A bucket of rclone, with one request at a time: it may answer 500 to one of several PUTs at once."""
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        running(Rclone, tmp_path_factory.mktemp("rclone")) as server,
+    ):
+        patched.setattr(S3, "most_at_once", 1)
+        patched.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
+        patched.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        assert isinstance(server, Rclone)
         yield server
 
 
 @pytest.fixture
-def server(shared_server: Moto) -> Moto:
+def server(shared_server: Rclone) -> Rclone:
     shared_server.empty()
     return shared_server
 
@@ -81,7 +86,7 @@ def make() -> Iterator[Callable[..., Machine]]:
 
 @pytest.mark.parametrize("pack", [0, PACK])
 def test_the_first_request_of_a_machine_hits_what_another_has_computed(
-    server: Moto, make: Callable[..., Machine], pack: int
+    server: Rclone, make: Callable[..., Machine], pack: int
 ) -> None:
     first, second = make(server.port, pack), make(server.port, pack)
     assert first.serve(*range(1, 23)) == 0
@@ -96,7 +101,7 @@ def test_the_first_request_of_a_machine_hits_what_another_has_computed(
 
 
 def test_groups_that_are_stored_piece_by_piece_are_written_at_the_end(
-    server: Moto, make: Callable[..., Machine]
+    server: Rclone, make: Callable[..., Machine]
 ) -> None:
     """As engines do: a prompt is computed in chunks, an answer block by block."""
     first, second = make(server.port), make(server.port)
@@ -117,7 +122,7 @@ def test_groups_that_are_stored_piece_by_piece_are_written_at_the_end(
 
 
 def test_what_waits_for_its_turn_is_written_in_whole_groups(
-    server: Moto, make: Callable[..., Machine]
+    server: Rclone, make: Callable[..., Machine]
 ) -> None:
     """There is room for one object and a half at a time."""
     first, second = make(server.port), make(server.port)
@@ -133,7 +138,7 @@ def test_what_waits_for_its_turn_is_written_in_whole_groups(
 
 
 def test_a_part_of_an_object_is_read_when_ram_has_the_rest(
-    server: Moto, make: Callable[..., Machine]
+    server: Rclone, make: Callable[..., Machine]
 ) -> None:
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 13))
@@ -145,7 +150,7 @@ def test_a_part_of_an_object_is_read_when_ram_has_the_rest(
     assert second.manager.hit_blocks == [6, 10]
 
 
-def test_key_by_key_as_vllm_asks(server: Moto, make: Callable[..., Machine]) -> None:
+def test_key_by_key_as_vllm_asks(server: Rclone, make: Callable[..., Machine]) -> None:
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 21))
     first.rest()
@@ -159,7 +164,7 @@ def test_key_by_key_as_vllm_asks(server: Moto, make: Callable[..., Machine]) -> 
     assert second.tier.stats().probes == 24, "each block was asked for once"
 
 
-def test_a_reset_of_one_is_a_reset_of_the_bucket_for_all(server: Moto, make: Callable[..., Machine]) -> None:
+def test_a_reset_of_one_is_a_reset_for_all(server: Rclone, make: Callable[..., Machine]) -> None:
     first, second = make(server.port), make(server.port)
     first.serve(*range(1, 21))
     first.rest()
@@ -170,7 +175,7 @@ def test_a_reset_of_one_is_a_reset_of_the_bucket_for_all(server: Moto, make: Cal
     assert first.serve(*range(1, 21)) == 0
 
 
-def test_an_object_that_is_larger_than_what_ram_may_have_on_its_way_is_refused(server: Moto) -> None:
+def test_an_object_that_is_larger_than_what_ram_may_have_on_its_way_is_refused(server: Rclone) -> None:
     options = S3Options(
         url=f"s3://{BUCKET}/ns", endpoint=server.endpoint, region="us-east-1", pack=16 * BLOCK_BYTES
     )
@@ -244,23 +249,9 @@ def replay(trace: Trace, port: int, namespace: str, more: str) -> ReplayReport:
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rclone]:
-    """Five times as quick as moto; with one request at a time it answers all of them."""
-    with (
-        pytest.MonkeyPatch.context() as patched,
-        running(Rclone, tmp_path_factory.mktemp("rclone")) as server,
-    ):
-        patched.setattr(S3, "most_at_once", 1)
-        patched.setenv("AWS_ACCESS_KEY_ID", KEY_ID)
-        patched.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        assert isinstance(server, Rclone)
-        yield server
-
-
-@pytest.fixture(scope="module")
-def single(quick: Rclone, few_chats: Trace) -> ReplayReport:
+def single(shared_server: Rclone, few_chats: Trace) -> ReplayReport:
     """A replay with an object for each block."""
-    return replay(few_chats, quick.port, "single", "&pack=0")
+    return replay(few_chats, shared_server.port, "single", "&pack=0")
 
 
 @pytest.mark.slow
@@ -276,25 +267,25 @@ def test_a_replay_with_an_object_for_each_block_is_one_with_a_tier_that_holds_al
 
 @pytest.mark.slow
 def test_a_replay_with_packed_objects_has_fewer_requests_and_the_ends_of_paths_less(
-    quick: Rclone, single: ReplayReport, few_chats: Trace
+    shared_server: Rclone, single: ReplayReport, few_chats: Trace
 ) -> None:
-    packed = replay(few_chats, quick.port, "packed", "&pack=16KiB")
+    packed = replay(few_chats, shared_server.port, "packed", "&pack=16KiB")
     assert packed.mismatches_served == packed.tiers[1].mismatches_caught == 0
     assert 0 < packed.tiers[1].hit_blocks <= single.tiers[1].hit_blocks
     assert packed.tiers[1].requests < single.tiers[1].requests / 2
     assert 0 < packed.tiers[1].cost < single.tiers[1].cost / 2
-    again = replay(few_chats, quick.port, "packed", "&pack=16KiB")
+    again = replay(few_chats, shared_server.port, "packed", "&pack=16KiB")
     assert again.prefix_hit_ratio > packed.prefix_hit_ratio, "it starts warm"
 
 
 @pytest.mark.slow
-def test_a_replay_through_a_bad_network_serves_nothing_wrong(quick: Rclone, few_chats: Trace) -> None:
-    with FaultProxy(quick.port) as proxy:
+def test_a_replay_through_a_bad_network_serves_nothing_wrong(shared_server: Rclone, few_chats: Trace) -> None:
+    with FaultProxy(shared_server.port) as proxy:
         proxy.set(flip_at=300_001)
         assert replay(few_chats, proxy.port, "bad-network", "&pack=16KiB").mismatches_served == 0
 
 
-def test_the_command(server: Moto, tmp_path: Path) -> None:
+def test_the_command(server: Rclone, tmp_path: Path) -> None:
     trace = tmp_path / "small.jsonl"
     kvoffload("trace", "generate", "chat", "--sessions", "40", "--output", trace)
     arguments = ("replay", trace, "--capacity", "60", "--block-bytes", "4KiB", "--quiet", "--format", "json")
