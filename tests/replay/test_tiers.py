@@ -144,7 +144,7 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(small_chat: Trace, tmp_pa
             "tier.policy: 'lru,colour=red' is not possible; 'colour' is no parameter",
         ),
         ("disk:/x|/x:10%", "allowed: a directory, or a list of directories, each once"),
-        ("disk", "allowed: disk:PATH:CAPACITY, or, where no bytes are kept, simulated:CAPACITY"),
+        ("disk", "allowed: disk:PATH:CAPACITY, or simulated:CAPACITY in a replay without data"),
     ],
 )
 def test_a_tier_that_cannot_be_is_refused(text: str, message: str) -> None:
@@ -225,7 +225,7 @@ def test_a_tier_as_a_url(url: str) -> None:
         ("far://host/ns?ttl=1&ttl=2", "tier.ttl: '2' is not possible; ttl is given twice"),
         ("far://host/ns?ttl", "tier.ttl: '' is not possible; allowed: a whole number"),
         ({"type": "far", "url": "far://host/ns?ttl=1", "ttl": 2}, "tier.ttl: '1' is not possible; ttl is gi"),
-        ("far://host/ns?password=hunter2", "tier.password: '***' is not possible; a secret stands in the "),
+        ("far://host/ns?password=hunter2", "tier.password: '***' is not possible; a secret belongs in the "),
         ({"type": "far", "url": "far://h/n", "auth_token": "hunter2"}, "tier.auth_token: '***' is not poss"),
         ("farr://me:hunter2@host/ns", "tier.type: 'farr://***@host/ns' is not possible"),
         ("farr://me:hun/ter2@host/ns?ttl=1", "tier.type: 'farr://***@host/ns?ttl=1'"),
@@ -240,7 +240,7 @@ def test_a_url_that_cannot_be_is_refused_without_its_secrets(tier: object, messa
 
 
 def test_a_disk_needs_bytes_to_hold(tmp_path: Path, small_chat: Trace) -> None:
-    with pytest.raises(ConfigError, match="take simulated:100"):
+    with pytest.raises(ConfigError, match="use simulated:100"):
         Replay(small_chat, ReplayConfig(10, tiers=disk(tmp_path, 100)))
 
 
@@ -277,7 +277,7 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
     slab = tmp_path / "slab"
     assert f"{slab} takes up to 1.6 MiB and stays; to be rid of it: kvoffload disk rm {slab}" in done.stderr
     done = kvoffload(*arguments, "--tiers", f"disk:{slab}:400+simulated:5", "--format", "json", "--no-data")
-    assert "without data it has nothing to hold" in done.stderr
+    assert "a replay without data has no bytes to store" in done.stderr
     done = kvoffload(*arguments, "--tier", f"disk:{tmp_path / 'slab'}:400", "--format", "json")
     tiers = json.loads(done.stdout)["tiers"]
     assert set(tiers[1]) == {

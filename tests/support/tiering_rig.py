@@ -1,4 +1,7 @@
-"""A tiered manager over scripted tiers, with a clock that tests turn."""
+"""A tiered manager over scripted tiers, with a clock that tests advance.
+
+Keys are letters; the bytes of a block are its letter, eight times.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvoffload.testing.audit import audit
 from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
-from support.letters import keys
+from support.letters import keys, text
 
 RETRY = LookupResult.RETRY
 
@@ -19,7 +22,7 @@ BLOCK_BYTES = 8
 
 
 class Clock:
-    """Seconds that pass when told."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -96,12 +99,43 @@ class Rig:
         return plan
 
     def ask(self, letters: str, ctx: RequestContext) -> tuple[int, LookupResult]:
-        found: PrefixLookup = self.manager.lookup(keys(letters), ctx)
+        answer: PrefixLookup = self.manager.lookup(keys(letters), ctx)
         audit(self.manager)
-        return found.num_ready, found.stopped_by
+        return answer.num_ready, answer.stopped_by
 
     def end_all(self) -> None:
         for tier in self.tiers:
             for job in [*tier.jobs]:
                 tier.end(job)
         self.manager.poll()
+
+
+def shared_rig(**options: Any) -> Rig:
+    """Return a manager whose only tier is shared; the test ends its jobs."""
+    return Rig(**({"capacity": 8, "tiers": 0, "immediate": False, "shared": True} | options))
+
+
+def jobs(rig: Rig, tier: int = 0) -> list[tuple[str, str]]:
+    """Return the kind and the blocks of each job of a tier."""
+    kinds = {(True, False): "read", (False, False): "write", (False, True): "probe"}
+    return [(kinds[job.is_read, job.pool is None], text(job.keys)) for job in rig.tiers[tier].jobs]
+
+
+def end_reads(rig: Rig, seconds: float, tier: int = 0, *, failing: bool = False) -> None:
+    """End all jobs; the jobs of this tier take so long, or fail."""
+    for job in rig.tiers[tier].jobs:
+        job.seconds = seconds
+        job.fail = {*job.keys} if failing else set()
+    rig.end_all()
+
+
+def expect(rig: Rig, letters: str) -> RequestContext:
+    """Begin a request that waits in the engine's queue."""
+    ctx = rig.begin(letters)
+    rig.manager.expect(ctx)
+    return ctx
+
+
+def fails(*_: Any) -> Any:
+    """Stands for a method of a tier whose medium is gone."""
+    raise OSError("out of order")

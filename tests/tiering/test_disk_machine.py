@@ -38,7 +38,7 @@ from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
 from kvoffload.tiers.memory import MemoryTier
-from support.disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slab_in, slab_name, slots_in_use
+from support.disk_blocks import KEY_BYTES, Disk, keys_of, slab_in, slab_name
 from support.recording_files import write_image
 from support.small_hazard import SmallHazard
 from support.timeouts import HANGS_S
@@ -57,13 +57,13 @@ runs = st.tuples(st.integers(0, 24), st.integers(1, 10)).map(lambda run: range(r
 
 
 class TieredDiskMachine(RuleBasedStateMachine):
-    """Requests whose blocks are `runs` of numbers; the bytes of a block follow from its key and an era.
+    """Random requests for runs of numbered blocks, whose bytes follow from key and era.
 
-    An era ends with a reset: weights have changed, and what an earlier era stored would be wrong now.
+    An era ends with a reset, as when weights change: blocks of an earlier era would be wrong.
 
     Attributes:
-        parent: where its directory is made; None for the system's choice.
-        seen: how often each thing of `HAPPENS` has happened.
+        parent: parent of its directory; None for the system's default.
+        seen: count of each event of `HAPPENS`.
     """
 
     parent: str | None = None
@@ -90,16 +90,9 @@ class TieredDiskMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.path = self.directory / str(self.lives)
-        self.disk = DiskTier(
-            self.path,
-            capacity_for(DISK_BLOCKS, BLOCK_BYTES),
-            BLOCK_BYTES,
-            key_bytes=KEY_BYTES,
-            fingerprint="model",
-            policy=self.disk_policy,
-            admission=ReuseAdmission(KEY_BYTES, 2, 50) if self.is_gated else "all",
-            num_threads=2,
-        )
+        admission = ReuseAdmission(KEY_BYTES, 2, 50) if self.is_gated else "all"
+        self.driver = Disk(self.path, DISK_BLOCKS, BLOCK_BYTES, policy=self.disk_policy, admission=admission)
+        self.disk = self.driver.tier
         self.ram = MemoryTier(RAM_BLOCKS, BLOCK_BYTES)
         self.device = np.zeros((32, BLOCK_BYTES), np.uint8)
         self.manager = TieredManager(
@@ -113,7 +106,7 @@ class TieredDiskMachine(RuleBasedStateMachine):
         )
 
     def close(self) -> None:
-        """The end of a life: nothing is left in flight, and the accounts are in order."""
+        """End a life, and check that nothing is in flight and the counters agree."""
         assert self.manager.settle(HANGS_S)
         self.sound_inside()
         left = self.manager.stats()
@@ -212,8 +205,8 @@ class TieredDiskMachine(RuleBasedStateMachine):
     @invariant()
     def sound_inside(self) -> None:
         audit(self.manager)
-        audit(self.disk._manager)
-        assert slots_in_use(self.disk) == list(range(LAYOUT.num_slots))
+        self.driver.audit()
+        assert self.driver.slots_in_use() == list(range(LAYOUT.num_slots))
 
     def teardown(self) -> None:
         if hasattr(self, "directory"):
@@ -300,7 +293,7 @@ def play_rounds(first_seed: int, steps: int) -> Counter[str]:
 
 @pytest.fixture
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """What the tier says about damage is not kept: in a million steps that is a lot."""
+    """Silence log lines about damage, which a million steps would fill memory with."""
     caplog.set_level(logging.CRITICAL, "kvoffload.disk")
 
 
@@ -311,11 +304,11 @@ def test_any_number_of_steps() -> None:
     print(f"KVOFFLOAD_SEED={seed}", flush=True)
     seen = play_rounds(seed, steps)
     if steps >= SHORT_STEPS:
-        assert not [what for what in HAPPENS if not seen[what]], "then it proves nothing"
+        assert not [event for event in HAPPENS if not seen[event]], "the steps must cover every event"
 
 
-def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that does not verify what it reads."""
+def without_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the disk serve blocks without verification."""
     honest = Slab.read_blocks
 
     def read_blocks(self: Slab, *arguments: Any) -> Outcomes:
@@ -326,36 +319,36 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Slab, "read_blocks", read_blocks)
 
 
-def stubborn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that keeps at a reset what it has."""
+def without_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the disk keep its blocks at a reset."""
     monkeypatch.setattr(DiskTier, "clear", lambda self: None)
 
 
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("lie", [blind, stubborn])
-def test_a_disk_that_lies_is_caught(
-    lie: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fault", [without_verification, without_resets])
+def test_a_disk_that_serves_wrong_bytes_is_caught(
+    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lie(monkeypatch)
+    fault(monkeypatch)
     with pytest.raises(AssertionError, match=r"KVOFFLOAD_SEED=\d+, step \d+: .*wrong bytes were served"):
         play_rounds(0, 20 * ROUND_STEPS)
 
 
-@pytest.mark.parametrize("goes_on", [False, True])
-def test_damage_to_the_journal_brings_back_nothing_that_a_reset_has_forgotten(
-    tmp_path: Path, goes_on: bool
+@pytest.mark.parametrize("writes_afterwards", [False, True])
+def test_damage_to_the_journal_restores_no_block_from_before_a_reset(
+    tmp_path: Path, writes_afterwards: bool
 ) -> None:
-    """Each page before the slots in turn; the group of the removals is the log's last one, or is not."""
+    """Damage each metadata page in turn, with the removals as the last group of the log or not."""
     old = list(range(8))
     disk = Disk(tmp_path / "life", DISK_BLOCKS, BLOCK_BYTES)
     assert disk.write(old) == old
     disk.tier.clear()
     assert disk.tier.drain(HANGS_S)
-    if goes_on:
+    if writes_afterwards:
         assert disk.write([30]) == [30]
     disk.tier.close()
     image = slab_in(tmp_path / "life").read_bytes()
-    came_back = {}
+    restored = {}
     for offset in range(0, LAYOUT.slots_offset, PAGE_BYTES):
         damaged = bytearray(image)
         damaged[offset + 20] ^= 1
@@ -363,6 +356,6 @@ def test_damage_to_the_journal_brings_back_nothing_that_a_reset_has_forgotten(
         disk = Disk(tmp_path / str(offset), DISK_BLOCKS, BLOCK_BYTES)
         disk.versions = dict.fromkeys(old, 0)
         if served := disk.read(old):
-            came_back[offset] = served
+            restored[offset] = served
         disk.tier.close()
-    assert came_back == {}
+    assert restored == {}

@@ -1,4 +1,4 @@
-"""Many checksums in one call are those that the xxhash library gives for each."""
+"""Checksums of a batch equal those of the xxhash library."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check(num_bytes: int, starts: list[int], seeds: list[int]) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-def test_sizes(num_bytes: int) -> None:
+def test_every_size(num_bytes: int) -> None:
     check(num_bytes, [0, 64, 1, 7, 4099], [0, 1, 2**63, 2**64 - 1, 0x0123456789ABCDEF])
 
 
@@ -33,5 +33,5 @@ def test_sizes(num_bytes: int) -> None:
     st.integers(1, 20_000),
     st.lists(st.tuples(st.integers(0, 200_000), st.integers(0, 2**64 - 1)), max_size=5),
 )
-def test_any(num_bytes: int, blocks: list[tuple[int, int]]) -> None:
+def test_random_sizes_and_seeds(num_bytes: int, blocks: list[tuple[int, int]]) -> None:
     check(num_bytes, [start for start, _ in blocks], [seed for _, seed in blocks])

@@ -43,7 +43,7 @@ def test_blocks_come_back_from_scattered_slots():
 
 @given(data=st.data())
 def test_any_sequence_of_writes_erases_and_reads_equals_a_dict(data):
-    """The model: slot -> (key, bytes). Chunks of two blocks, so that batches span several."""
+    """The model maps slots to (key, bytes). Chunks of two blocks, so that batches span several chunks."""
     block_bytes = data.draw(st.sampled_from([1, 63, 64, 200]))
     tier, model, device = MemoryTier(6, block_bytes), {}, blocks_of(6, block_bytes)
     slots_and_keys = st.lists(
@@ -122,7 +122,7 @@ def test_a_slot_that_was_never_written_or_erased_is_not_sound():
     assert not tier.read(keys_of(1), zero, np.zeros((1, 64), np.uint8), zero).any()
 
 
-def test_the_checksum_is_what_the_docstring_says():
+def test_the_checksum_is_xxh3_seeded_with_the_digest():
     tier, device, keys = MemoryTier(1, 100), blocks_of(1, 100), keys_of(5)
     tier.write(keys, np.array([0]), device, np.array([0]))
     assert tier.checksums[0] == xxhash.xxh3_64_intdigest(device.tobytes(), int(keys.digests[0]))
@@ -141,7 +141,7 @@ def test_without_verification_everything_counts_as_sound():
 
 
 class FailingEngine(HostEngine):
-    """Fails on the second store."""
+    """An engine whose second store fails."""
 
     stores = 0
 
@@ -161,8 +161,8 @@ def test_a_write_that_fails_half_way_leaves_no_sound_slot(monkeypatch):
     assert not tier.verify_slots(keys, rows).any()
 
 
-def test_a_driver_of_its_own_engine_seals_and_verifies():
-    """What an engine integration does: submit, poll, seal; verify before the promise, then load."""
+def test_a_caller_with_its_own_engine_seals_and_verifies():
+    """The calls of an engine integration: submit, poll, seal; verify, then load."""
     device = blocks_of(3, 64)
     tier, engine, keys, rows = MemoryTier(3, 64), HostEngine(device), keys_of(1, 2, 3), np.arange(3)
     transfer = engine.store(rows, tier.pool, rows)
@@ -181,7 +181,7 @@ def test_the_pool_is_page_aligned_contiguous_and_aligned_by_slot():
     assert MemoryTier(3, 4096).pool.flags.c_contiguous
 
 
-def test_a_pool_that_the_machine_cannot_hold_is_refused(monkeypatch):
+def test_a_pool_larger_than_memory_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"num_slots \* block_bytes: '1099511627776 \* 65536 = .* can give"):
         MemoryTier(2**40, 2**16)
     assert 2**20 < available_bytes() < 2**63 - 1
@@ -198,7 +198,7 @@ def test_a_pool_that_the_machine_cannot_hold_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "limit", ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
 )
-def test_a_container_can_give_what_its_limit_says(monkeypatch, limit):
+def test_the_limit_of_a_container_bounds_available_memory(monkeypatch, limit):
     files = {limit: "123456\n", "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:  8000 kB\n"}
 
     class Read:
@@ -217,8 +217,8 @@ def test_a_container_can_give_what_its_limit_says(monkeypatch, limit):
 
 
 @pytest.mark.parametrize("error", [OSError, OverflowError, ValueError])
-def test_a_mapping_that_the_system_refuses_is_refused(monkeypatch, error):
-    """Whatever it said before: another process may have been faster, or the number is too large for it."""
+def test_a_failed_mapping_is_a_config_error(monkeypatch, error):
+    """Another process may have taken the memory, or the number may be too large."""
 
     def refuse(fileno, length):
         raise error("no")
@@ -244,7 +244,7 @@ def test_misuse_is_named_and_changes_nothing():
     assert tier.verify_slots(keys, rows).all()
 
 
-def test_use_after_close_says_so():
+def test_use_after_close_is_misuse():
     tier, keys, rows, device = MemoryTier(2, 64), keys_of(1, 2), np.arange(2), blocks_of(2, 64)
     view = tier.pool
     tier.close()
@@ -264,7 +264,7 @@ def test_use_after_close_says_so():
 
 
 @given(st.lists(st.binary(min_size=12, max_size=12), unique=True, max_size=20))
-def test_digests_tell_keys_apart_and_depend_on_nothing_else(keys):
+def test_digests_differ_and_depend_only_on_keys(keys):
     digests = Keys.pack(keys, 12).digests
     assert len(set(digests.tolist())) == len(keys)
     assert digests.tolist() == [int(Keys.pack([key], 12).digests[0]) for key in keys]

@@ -1,4 +1,4 @@
-"""A producer's text is kept in a bounded number of bytes, and says how two producers differ."""
+"""The packed text of a producer, its size bound, and the differences of two producers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.run_cli import kvoffload
 
 
 def text(salt: str = "", num_fields: int = 150, **changed: object) -> str:
-    """As large as that of a real engine."""
+    """A text as large as a real engine's."""
     known = {f"compilation.pass_config.fuse_{number}": number % 2 == 0 for number in range(num_fields)}
     known |= {"model": "org/llama", "vllm": "0.32.0", "model.hf_config.rope_parameters.rope_theta": 10000.0}
     return json.dumps({**known, **changed}, sort_keys=True) + salt
@@ -38,7 +38,7 @@ def test_a_long_text_is_compressed_and_keeps_its_fields() -> None:
     assert len(found) == len(fields(long))
 
 
-def test_what_does_not_fit_is_left_out_and_counted() -> None:
+def test_fields_that_do_not_fit_are_left_out_and_counted() -> None:
     rng = random.Random(1)
     noise = {f"field_{number}": rng.randbytes(40).hex() for number in range(300)}
     packed = pack(json.dumps(noise))
@@ -47,14 +47,14 @@ def test_what_does_not_fit_is_left_out_and_counted() -> None:
     assert found["(not stored)"] == f"{300 - len(found) + 1} fields"
 
 
-def test_the_difference_is_in_words() -> None:
+def test_differences_are_formatted() -> None:
     first, second = text(), text(**{"model.hf_config.rope_parameters.rope_theta": 1e6})
     assert [str(one) for one in differences(first, second)] == ["rope_theta: 10000 / 1000000"]
     assert [str(one) for one in differences(first, text(salt="b"))] == [f"salt: {ABSENT} / b"]
     assert differences(first, first) == []
 
 
-def test_fields_that_end_alike_have_their_whole_names() -> None:
+def test_fields_with_equal_last_names_have_their_whole_names() -> None:
     one, other = '{"model.dtype": "half", "dtype": "fp8"}', '{"model.dtype": "float", "dtype": "auto"}'
     assert [found.name for found in differences(one, other)] == ["dtype", "model.dtype"]
 
@@ -73,7 +73,7 @@ def test_a_terminal_gets_no_control_characters() -> None:
     assert not any("\x1b" in str(one) for one in differences(hostile, '{"a": 1}'))
 
 
-def test_inspect_says_how_the_producers_of_a_directory_differ(tmp_path: Path) -> None:
+def test_inspect_shows_how_the_producers_of_a_directory_differ(tmp_path: Path) -> None:
     for theta in (1e6, 10000.0):
         disk = Disk(tmp_path, 100, fingerprint=text(**{"model.hf_config.rope_parameters.rope_theta": theta}))
         disk.write([1])

@@ -33,7 +33,7 @@ def scripted(count: int, *, immediate: bool = False) -> list[ScriptedTier]:
 
 
 def homes_of(identities: list[int], count: int) -> list[int]:
-    """The identity of the tier that each of the first keys belongs to."""
+    """Return the identity of the tier of each of the first keys."""
     tier = StripedTier([ScriptedTier(BLOCK_BYTES, identity=identity) for identity in identities])
     return [identities[number] for number in tier._homes(keys_of(range(count))).tolist()]
 
@@ -41,16 +41,16 @@ def homes_of(identities: list[int], count: int) -> list[int]:
 # ---- which key belongs to which
 
 
-def test_where_a_key_lives_is_part_of_what_lasts() -> None:
-    """Another version that looked for it elsewhere would start cold."""
+def test_the_tier_of_a_key_never_changes() -> None:
+    """A version with another assignment would start with a cold cache."""
     expected = [0, 1, 1, 2, 1, 2, 0, 0, 0, 0, 0, 2, 0, 1, 2, 0]
     assert homes_of([1, 2, 3], 16) == [home + 1 for home in expected]
 
 
 @pytest.mark.parametrize("number", range(1, 7))
 @pytest.mark.parametrize("seed", [None, 0, 1])
-def test_a_tier_that_is_added_takes_its_share_and_moves_nothing_else(number: int, seed: int | None) -> None:
-    """Also where identities are small numbers, and whatever the order."""
+def test_a_new_tier_takes_its_share_and_no_other_key_moves(number: int, seed: int | None) -> None:
+    """For small and random identities, in any order."""
     count = 4000
     identities = [*range(number + 1)]
     if seed is not None:
@@ -67,7 +67,7 @@ def test_a_tier_that_is_added_takes_its_share_and_moves_nothing_else(number: int
 
 
 class StripedMachine(RuleBasedStateMachine):
-    """Compares tiers side by side with a dict. Parts of jobs end one by one, in any order, and may fail."""
+    """A stripe compared with a dict. Jobs of its tiers end in any order, and may fail."""
 
     @initialize(count=st.integers(1, 4))
     def open(self, count: int) -> None:
@@ -110,7 +110,7 @@ class StripedMachine(RuleBasedStateMachine):
 
     @rule(choice=st.randoms(use_true_random=False), fails=st.booleans())
     def end(self, choice: object, fails: bool) -> None:
-        """One part of one job comes to its end."""
+        """End a job of one of the tiers."""
         jobs = [(part, job) for part in self.parts for job in part.jobs]
         if not jobs:
             return
@@ -122,7 +122,7 @@ class StripedMachine(RuleBasedStateMachine):
         part.end(job)
 
     def expected(self, job: ScriptedJob) -> dict[bytes, bytes | None]:
-        """What becomes of each block of a part, in the model; None for one that fails."""
+        """Apply a job to the model; None for a block that fails."""
         result: dict[bytes, bytes | None] = {}
         for key, row in zip(job.keys, job.rows.tolist(), strict=True):
             value = self.model.get(key) if job.is_read else job.pool[row].tobytes()
@@ -170,7 +170,7 @@ class StripedMachine(RuleBasedStateMachine):
 TestStriped = StripedMachine.TestCase
 
 
-def test_a_read_of_nothing_ends() -> None:
+def test_an_empty_read_ends() -> None:
     tier = StripedTier(scripted(2))
     job = tier.submit_read(keys_of([]), np.zeros((1, BLOCK_BYTES), np.uint8), np.arange(0))
     ((number, ok, *_),) = tier.finished()
@@ -178,7 +178,7 @@ def test_a_read_of_nothing_ends() -> None:
     assert tier.finished() == []
 
 
-def test_a_job_lasts_as_long_as_its_slowest_part() -> None:
+def test_the_slowest_tier_sets_the_duration_of_a_job() -> None:
     parts = scripted(3)
     tier = StripedTier(parts)
     tier.submit_read(keys_of(range(20)), np.zeros((20, BLOCK_BYTES), np.uint8), np.arange(20))
@@ -190,7 +190,7 @@ def test_a_job_lasts_as_long_as_its_slowest_part() -> None:
     assert result.seconds == 2.5
 
 
-def test_each_tier_learns_its_share_of_what_a_request_used() -> None:
+def test_each_tier_gets_its_share_of_a_finished_path() -> None:
     parts = scripted(3)
     tier, path = StripedTier(parts), keys_of(range(20))
     request, idle = tier.begin_request("r"), tier.begin_request("idle")
@@ -206,8 +206,8 @@ def test_each_tier_learns_its_share_of_what_a_request_used() -> None:
         tier.finish_request(parts[0].begin_request("r"), path)
 
 
-def test_a_request_is_known_to_each_tier_by_its_own_record() -> None:
-    """Two requests admit a block: one that asks again is the same one, also through a stripe."""
+def test_each_tier_has_its_own_record_of_a_request() -> None:
+    """Two requests admit a block; repeated lookups of one request count once."""
     parts = [SimulatedTier(20, key_bytes=KEY_BYTES, identity=n, admission="reuse:2") for n in (1, 2)]
     tier, path, pool = StripedTier(parts), keys_of(range(10)), np.zeros((10, 0), np.uint8)
     for expected in ("nothing", "everything"):
@@ -222,7 +222,7 @@ def test_a_request_is_known_to_each_tier_by_its_own_record() -> None:
         tier.finish_request(request, path)
 
 
-def test_what_a_request_asks_for_is_not_evicted_for_what_it_writes() -> None:
+def test_blocks_of_a_request_are_not_evicted_for_its_writes() -> None:
     parts = [SimulatedTier(4, key_bytes=KEY_BYTES, identity=n) for n in (1, 2)]
     tier, pool = StripedTier(parts), np.zeros((40, 0), np.uint8)
     tier.submit_write(keys_of(range(40)), pool, np.arange(40))
@@ -235,13 +235,13 @@ def test_what_a_request_asks_for_is_not_evicted_for_what_it_writes() -> None:
     assert tier.contains(keys_of(held)).all()
 
 
-def test_a_budget_counts_what_the_costliest_of_them_pads() -> None:
+def test_stored_bytes_are_the_largest_of_the_tiers() -> None:
     parts = scripted(2)
     parts[0].stored_bytes = 4096
     assert StripedTier(parts).stored_bytes == StripedTier(parts[::-1]).stored_bytes == 4096
 
 
-def test_bad_rows_begin_no_part_of_a_job() -> None:
+def test_bad_rows_begin_no_job() -> None:
     parts = scripted(2)
     tier, pool = StripedTier(parts), np.zeros((4, BLOCK_BYTES), np.uint8)
     with pytest.raises(IndexError, match="rows"):
@@ -263,8 +263,8 @@ def end_all(parts: list[ScriptedTier]) -> None:
             part.end(part.jobs[0])
 
 
-def test_one_that_raises_loses_its_own_share_of_a_job() -> None:
-    """The others have begun: they use the rows of the pool until the job ends, so that it must not fail."""
+def test_a_tier_that_raises_loses_only_its_share_of_a_job() -> None:
+    """The other tiers use the rows of the pool until the job ends, so the call must not raise."""
     parts = scripted(2)
     tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
     mine = tier._homes(keys) == 0
@@ -282,7 +282,7 @@ def test_one_that_raises_loses_its_own_share_of_a_job() -> None:
     assert tier.stats().failed == 2 * int((~mine).sum())
 
 
-def test_if_none_begins_it_raises_what_the_first_one_raised() -> None:
+def test_the_first_exception_is_raised_if_no_tier_begins() -> None:
     parts = scripted(2)
     tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
     for part in parts:
@@ -296,7 +296,7 @@ def test_if_none_begins_it_raises_what_the_first_one_raised() -> None:
 
 
 @pytest.mark.parametrize("hanging", [0, 1, 2])
-def test_one_that_hangs_keeps_no_other_from_draining_and_closing(hanging: int) -> None:
+def test_a_tier_that_hangs_does_not_stop_the_others_from_draining_and_closing(hanging: int) -> None:
     parts = scripted(3)
     tier, keys = StripedTier(parts), keys_of(range(20))
     tier.submit_write(keys, np.ones((20, BLOCK_BYTES), np.uint8), np.arange(20))
@@ -336,7 +336,7 @@ def test_counters_are_sums() -> None:
         ([ScriptedTier(4, identity=1), ScriptedSharedTier(4, identity=2)], "scripted.*use a cluster"),
     ],
 )
-def test_what_cannot_stand_side_by_side(tiers: list[ScriptedTier], problem: str) -> None:
+def test_impossible_stripes_are_refused(tiers: list[ScriptedTier], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         StripedTier(tiers)
 
@@ -345,13 +345,13 @@ def test_what_cannot_stand_side_by_side(tiers: list[ScriptedTier], problem: str)
 
 
 def disks(paths: list[Path], num_slots: int, block_bytes: int = 4096, **options: object) -> Driver:
-    """Directories side by side, each of so many blocks."""
+    """A stripe of directories of this many blocks."""
     return Driver(StripedTier([Disk(path, num_slots, block_bytes, **options).tier for path in paths]))
 
 
 @pytest.fixture
 def same_identities(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which block is in which directory follows from the slabs' numbers: now and then one has hardly any."""
+    """Draw slabs until each directory has several keys; slab numbers are random."""
     numbers = iter(range(1, 100))
     random = SimpleNamespace(randbits=lambda bits: next(numbers))
     monkeypatch.setattr("kvoffload.tiers.disk.directory.secrets", random)
@@ -359,7 +359,7 @@ def same_identities(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("same_identities")
 def test_several_directories(tmp_path: Path) -> None:
-    """A key has one home, and most keep theirs when a directory is added, also at another place."""
+    """Most keys keep their directory when one is added or moved."""
     paths, numbers = [tmp_path / name for name in "ab"], list(range(60))
     two = disks(paths, 100, 512)
     assert two.write(numbers) == numbers

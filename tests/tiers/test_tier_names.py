@@ -37,18 +37,18 @@ def test_names_do_not_depend_on_the_order(tiers: list[str], names: list[str]) ->
 
 
 @pytest.mark.parametrize("label", ["a b", "1st", "x" * 65, 'a"b', "a{b}"])
-def test_a_label_that_is_no_name(label: str) -> None:
+def test_impossible_labels_are_refused(label: str) -> None:
     with pytest.raises(ConfigError, match=r"label.*allowed: 1 to 64 letters"):
         parse_tier("tier", {"type": "disk", "path": "/a", "capacity": "1GiB", "label": label})
 
 
-def test_a_label_that_another_tier_has() -> None:
+def test_a_duplicate_label_is_refused() -> None:
     for tiers in ([f"{A},label=x", f"{B},label=x"], [f"{A},label=valkey", SERVER]):
         with pytest.raises(ConfigError, match=r"tiers\[\d\]\.label.*another tier has this name"):
             parse_tiers("tiers", tiers)
 
 
-def test_series_are_called_after_tiers_in_any_order(tmp_path: Path) -> None:
+def test_series_have_the_names_of_their_tiers_in_any_order(tmp_path: Path) -> None:
     owner = TierOwner(4096, 32, "model")
     options = parse_tiers("tiers", [f"disk:{tmp_path / name}:1MiB" for name in ("fast", "slow")])
     for order in (options, options[::-1]):

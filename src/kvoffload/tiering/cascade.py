@@ -68,8 +68,8 @@ class Cascade:
         job, accepted = lane.tier.submit_write(offered.keys, memory.pool, offered.slots, record)
         written = offered
         if not accepted.all():
-            written, others = offered.split([np.flatnonzero(accepted), np.flatnonzero(~accepted)])
-            ram.unpin(others)
+            written, rejected = offered.split([np.flatnonzero(accepted), np.flatnonzero(~accepted)])
+            ram.unpin(rejected)
         if job == NO_JOB:
             ram.unpin(written)
             return

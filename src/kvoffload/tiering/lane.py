@@ -26,7 +26,7 @@ _WRITE_DECAY = 0.9
 
 @dataclass
 class TieringCounts:
-    """Counters of promotion and cascade. In blocks, unless a line says otherwise."""
+    """Counters of promotion and cascade, in blocks unless noted."""
 
     promoted: int = 0
     lost: int = 0
@@ -83,7 +83,7 @@ class TierLane:
         self.probing: set[bytes] = set()
 
     def probe(self, keys: Keys, now: float) -> None:
-        """Ask a shared tier for blocks, except those that a probe asks for already."""
+        """Probe a shared tier for blocks that no probe in flight covers."""
         is_new = np.array([key not in self.probing for key in keys], np.bool_)
         if not is_new.any():
             return
@@ -94,7 +94,7 @@ class TierLane:
             self.probing.update(new)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Return True if the oldest job is so late that the tier gets no more jobs."""
+        """Return True if the oldest job is so late that the tier must get no new jobs."""
         if not self.jobs:
             return False
         oldest = next(iter(self.jobs.values()))
@@ -120,7 +120,7 @@ class TierLane:
             self._next_try = now + _RETRY_AFTER_S
 
     def end_write(self, num_blocks: int, num_written: int, seconds: float) -> None:
-        """Learn from a write of `num_blocks`, of which `num_written` succeeded."""
+        """Learn from a write of `num_blocks`; `num_written` blocks succeeded."""
         self.num_writing -= num_blocks
         if num_written:
             latest, past = seconds / num_written, self.write_s_per_block

@@ -54,7 +54,7 @@ class TieredManager:
     expected to deliver it first is read; while the time to compute is unknown, the first tier. A tier whose
     last three reads delivered nothing is not read for 10 s. A request that has waited longer than computing
     would have taken, or longer than `deadline_s`, gets MISS instead of RETRY from then on. A tier whose
-    oldest job is late by four deadlines gets no more jobs until it answers. An exception in any call of a
+    oldest job is late by four deadlines gets no new jobs until it answers. An exception in any call of a
     tier is a miss and a failure of the tier (`GuardedTier`).
 
     Args:
@@ -142,7 +142,7 @@ class TieredManager:
     def begin_request(
         self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> RequestContext:
-        """As `OffloadingManager.begin_request`."""
+        """Open a request, see `OffloadingManager.begin_request`."""
         ctx = self.ram_manager.begin_request(request_id, keys, hints=hints)
         self.waits[ctx] = wait = TierWait([lane.tier.begin_request(request_id) for lane in self.lanes])
         self._stack.follow(ctx, wait)
@@ -151,8 +151,10 @@ class TieredManager:
     def finish_request(
         self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> None:
-        """As `OffloadingManager.finish_request`. Tiers learn of the end when the request's stores are
-        complete."""
+        """Finish a request, see `OffloadingManager.finish_request`.
+
+        The tiers are notified when the stores of the request are complete.
+        """
         self.ram_manager.finish_request(ctx, path, hints=hints)
         self.promotion.ahead.pop(ctx, None)
         wait = self.waits.get(ctx)
@@ -161,15 +163,17 @@ class TieredManager:
             self._end_if_complete(ctx, wait)
 
     def expect(self, ctx: RequestContext) -> None:
-        """As `OffloadingManager.expect`. Blocks that only tiers have are read ahead while nothing else is
-        read."""
+        """Expect a queued request, see `OffloadingManager.expect`.
+
+        While no other read is in flight, the blocks that only tiers have are read ahead.
+        """
         self.ram_manager.expect(ctx)
         wait = self.waits[ctx]
         if len(wait.left_out) < len(self.lanes):
             self.promotion.ahead[ctx] = wait
 
     def withdraw(self, ctx: RequestContext) -> None:
-        """As `OffloadingManager.withdraw`."""
+        """Stop to expect a request, see `OffloadingManager.withdraw`."""
         self.ram_manager.withdraw(ctx)
         self.promotion.ahead.pop(ctx, None)
 
@@ -200,29 +204,30 @@ class TieredManager:
     # ---- lookup and load
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
-        """As `OffloadingManager.lookup`; RETRY if the prefix continues with blocks that are being promoted.
+        """Look up a prefix, see `OffloadingManager.lookup`, and begin to promote its blocks from tiers.
 
-        The lookup begins their promotion. Without a request only RAM is asked.
+        Returns RETRY if the prefix continues with blocks that are being promoted. Without a request only RAM
+        is searched.
         """
-        found = self.ram_manager.lookup(keys, ctx)
-        if found.stopped_by is HIT or ctx is None or not self.lanes:
-            return found
+        in_ram = self.ram_manager.lookup(keys, ctx)
+        if in_ram.stopped_by is HIT or ctx is None or not self.lanes:
+            return in_ram
         wait = self.waits[ctx]
         if len(wait.left_out) == len(self.lanes):
-            return found
+            return in_ram
         self._stack.follow(ctx, wait)
-        rest = self.pack(keys[found.num_ready :])
-        self.promotion.begin(rest, ctx, wait)
-        if rest[0] in self.promotion.promoting:
-            return PrefixLookup(found.num_ready, self.promotion.result_for(rest, wait))
-        if found.stopped_by is MISS and self.promotion.awaits_probe(rest[0], wait):
-            return PrefixLookup(found.num_ready, RETRY)
-        return found
+        missing = self.pack(keys[in_ram.num_ready :])
+        self.promotion.begin(missing, ctx, wait)
+        if missing[0] in self.promotion.promoting:
+            return PrefixLookup(in_ram.num_ready, self.promotion.result_for(missing, wait))
+        if in_ram.stopped_by is MISS and self.promotion.awaits_probe(missing[0], wait):
+            return PrefixLookup(in_ram.num_ready, RETRY)
+        return in_ram
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """As `OffloadingManager.lookup_key`; RETRY for a block that is in a tier, or may be in one.
+        """Look up a block, see `OffloadingManager.lookup_key`; RETRY if a tier has it or may have it.
 
-        The next `poll` begins to promote these blocks, and asks for them in one probe.
+        The next `poll` begins to promote all such blocks, and sends one probe for them.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:
@@ -237,7 +242,7 @@ class TieredManager:
         return self.promotion.result_for([key], wait)
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
-        """As `OffloadingManager.complete_load`; counts the blocks by source."""
+        """End a load, see `OffloadingManager.complete_load`, and count its blocks by source."""
         self.ram_manager.complete_load(plan, damaged)
         num_usable = min(damaged) if len(damaged) else len(plan.keys)
         self.hit_blocks[0] += num_usable
@@ -252,7 +257,7 @@ class TieredManager:
     def prepare_store(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> StorePlan | None:
-        """As `OffloadingManager.prepare_store`."""
+        """Begin a store, see `OffloadingManager.prepare_store`."""
         plan = self.ram_manager.prepare_store(keys, ctx, admitted=admitted)
         wait = self.waits.get(ctx) if ctx is not None else None
         if plan is not None and wait is not None:
@@ -260,7 +265,7 @@ class TieredManager:
         return plan
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """As `OffloadingManager.complete_store`; offers the stored blocks to the tiers."""
+        """End a store, see `OffloadingManager.complete_store`, and offer its blocks to the tiers."""
         self.ram_manager.complete_store(plan, success)
         wait = self.waits.get(plan.request)
         if success and plan.epoch == self.ram_manager.epoch:
@@ -318,11 +323,11 @@ class TieredManager:
         return self.settle(timeout_s) and self._stack.drain(until) and self._num_lost() == num_lost
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
-        """As `OffloadingManager.reset`; tiers forget everything too.
+        """Forget every block of RAM, see `OffloadingManager.reset`, and of the tiers.
 
-        With `drop_in_flight` it first waits, for at most `deadline_s`, for the tiers' own jobs, because the
-        caller cannot vouch for them. If a job still runs then, slots in flight stay reserved. In any case it
-        then waits, at most as long again, until the tiers would not serve old blocks even after a crash.
+        `drop_in_flight` covers the transfers of the caller, not the jobs of tiers. So the call first waits
+        for these jobs, at most `deadline_s`; if a job still runs then, slots in flight stay reserved. Then
+        it waits, again at most `deadline_s`, until no tier would serve an old block after a crash.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()
@@ -355,10 +360,10 @@ class TieredManager:
     # ---- reports
 
     def take_events(self) -> list[OffloadingEvent]:
-        """As `OffloadingManager.take_events`, followed by the events of shared tiers under the tier's name.
+        """Return the events of RAM, see `OffloadingManager.take_events`, and then of the shared tiers.
 
-        Reported are blocks that this manager has written there, and those of them that it has found gone.
-        Blocks of other writers are not reported; an eviction there is noticed by the next probe or read.
+        A shared tier reports, under its name, the blocks that this manager wrote there, and later their loss
+        when a probe or read notices it. Blocks of other writers are not reported.
         """
         events = self.ram_manager.take_events()
         if self._reports_events:
@@ -387,7 +392,7 @@ class TieredManager:
         return self.counts.not_offered + sum(stats.failed + stats.dropped for stats in self.tier_stats())
 
     def _end_if_complete(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report to the tiers what the request used, if it has finished and its stores have ended."""
+        """Report the used blocks to the tiers, if the request has finished and its stores have ended."""
         if not wait.finished or wait.num_storing:
             return
         del self.waits[ctx]

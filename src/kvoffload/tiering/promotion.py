@@ -163,19 +163,19 @@ class Promotion:
         """Begin to read the blocks of a plan, each from its tier."""
         rows = sorted(set(sources.tolist()))
         # Splitting a plan costs as much as reading it, so a plan for a single tier stays whole.
-        parts = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])
-        for row, part in zip(rows, parts, strict=True):
+        shares = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])
+        for row, share in zip(rows, shares, strict=True):
             lane = self._stack.lanes[row]
-            job = lane.tier.submit_read(part.keys, self._stack.memory.pool, part.slots)
+            job = lane.tier.submit_read(share.keys, self._stack.memory.pool, share.slots)
             if job == NO_JOB:
-                self._num_reading -= len(part.keys)
-                self._stack.counts.lost += len(part.keys)
-                wait.given_up.update(part.keys)
-                self._stack.ram.complete_store(part, success=False)
+                self._num_reading -= len(share.keys)
+                self._stack.counts.lost += len(share.keys)
+                wait.given_up.update(share.keys)
+                self._stack.ram.complete_store(share, success=False)
                 continue
-            lane.jobs[job] = LaneJob(part, self._stack.clock())
-            lane.num_reading += len(part.keys)
-            self.promoting.update(dict.fromkeys(part.keys, row + 1))
+            lane.jobs[job] = LaneJob(share, self._stack.clock())
+            lane.num_reading += len(share.keys)
+            self.promoting.update(dict.fromkeys(share.keys, row + 1))
 
     def _read_ahead(self) -> None:
         """Read for the request that has waited longest in the engine's queue, once, as if it asked now.
@@ -215,7 +215,7 @@ class Promotion:
         ]
 
     def _awaits_probe_of(self, keys: Keys, wait: TierWait) -> bool:
-        """Return True if only a probe can tell whether a shared tier has the block, and the request waits."""
+        """Return True if presence needs a probe and the request still waits for probes."""
         if not any(unknown.any() for _, unknown in self._unknown(keys, wait)):
             return False
         return wait.waits_for_probe(self._stack.clock(), self._probe_timeout_s, self._stack.deadline_s)

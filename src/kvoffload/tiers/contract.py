@@ -1,4 +1,4 @@
-"""What tiers share: their contract, and the checksum that binds a block's bytes to its key.
+"""The contract of a tier, and the checksum that binds the bytes of a block to its key.
 
 Does not know media or devices.
 """
@@ -17,7 +17,7 @@ from kvoffload.tiers.checksum import checksums
 from kvoffload.transfer import Blocks, Rows, check_rows
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
-"""Shape ``(n,)``, bool: one answer for each block of a batch."""
+"""Shape ``(n,)``, bool: a flag for each block of a batch."""
 
 Checksums: TypeAlias = npt.NDArray[np.uint64]
 """Shape ``(n,)``, uint64. 0 (`NO_CHECKSUM`) means none; a checksum is never 0."""
@@ -26,7 +26,7 @@ NO_CHECKSUM = 0
 
 
 class Memory(Protocol):
-    """The memory behind RAM's slots, as `MemoryTier` has it: where tiers read to and write from."""
+    """The memory of RAM's slots, which tiers read into and write from; see `MemoryTier`."""
 
     @property
     def pool(self) -> Blocks: ...
@@ -37,9 +37,9 @@ class Memory(Protocol):
 class SecondaryTier(ABC):
     """A store for blocks behind RAM: finds blocks by key, works in the background, and may forget them.
 
-    Every member is abstract, so a tier or a wrapper that misses one cannot be constructed.
-    `SharedTier` adds the members of a store that several machines share, `GroupedTier` those of a store that
-    keeps consecutive blocks together. `StripedTier` makes one tier of several.
+    Every method is abstract, so a tier or wrapper that misses a method cannot be constructed. `SharedTier` is
+    the contract of a store that several machines share, `GroupedTier` of a store that keeps consecutive
+    blocks together. `StripedTier` combines several tiers.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
     work, and `finished` returns the results. A job owns its rows of the pool from submission to end. A
@@ -64,7 +64,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def begin_request(self, request_id: str) -> object:
-        """Open the tier's record of a request: a block counts as used once, however often it is asked for."""
+        """Open the tier's record of a request; repeated lookups of a block count as one use."""
 
     @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
@@ -160,9 +160,9 @@ class SharedTier(SecondaryTier):
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         """Return the changes since the last call, in order, as (keys, removed).
 
-        ``removed`` is False for blocks that this process has written, confirmed by the server, and True for
-        those of them that it has found gone or cannot vouch for any longer. Blocks of other writers, and
-        changes before the first call, are not reported.
+        ``removed`` is False for blocks that this process wrote and the server confirmed. It is True for such
+        blocks when they are found gone, or when their presence is no longer certain. Blocks of other writers,
+        and changes before the first call, are not reported.
         """
 
 
@@ -180,8 +180,8 @@ class GroupedTier(SecondaryTier):
     def follow(self, request: object, path: Keys) -> None:
         """Learn the path of a request from its beginning, as far as it is known.
 
-        Called before the tier is asked for blocks of the path or offered them, and again when the path has
-        grown. `path` is a view that the tier must not keep. Cost: O(new blocks).
+        Called before any lookup or write of blocks of the path, and again when the path has grown. `path` is
+        a view that the tier must not keep. Cost: O(new blocks).
         """
 
     @abstractmethod
@@ -196,14 +196,14 @@ NO_JOB = -1
 
 
 class JobResult(NamedTuple):
-    """How a job ended.
+    """The result of a job.
 
     Attributes:
-        job: its number.
-        ok: shape ``(n,)``; which blocks were read and are sound, or are written durably, or are there.
-        seconds: from its submission to its end, including waiting in queues.
-        stale: shape ``(n,)``; of a read from a shared tier, the blocks that were believed to be there and had
-            left. They have neither failed nor been damaged. None for none.
+        job: number of the job.
+        ok: shape ``(n,)``; blocks that were read and are sound, were written durably, or are present.
+        seconds: from submission to end, including time in queues.
+        stale: shape ``(n,)``; blocks that the presence cache of a shared tier listed and the server has lost.
+            They count neither as failed nor as damaged. None for none.
     """
 
     job: int
@@ -214,7 +214,7 @@ class JobResult(NamedTuple):
 
 @dataclass
 class TierStats:
-    """Counters of one secondary tier since it was opened. In blocks, unless a name says otherwise."""
+    """Counters of a tier since it was opened, in blocks unless noted."""
 
     capacity: int = 0
     ready: int = 0
@@ -224,52 +224,51 @@ class TierStats:
     refused: int = 0
     """Refused by the tier's admission rule or policy."""
     dropped: int = 0
-    """Not taken because the tier was too busy or its write budget was used up."""
+    """Not accepted because the tier was busy or its write budget spent."""
     failed: int = 0
-    """The medium failed to write or read them."""
+    """Not written or read because the medium failed."""
     mismatches: int = 0
-    """Read, but not what was stored under their key: served as misses and forgotten."""
+    """Read with other bytes than were stored under the key; served as misses and forgotten."""
     restored: int = 0
     """Found when the tier was opened."""
     journal_damage: int = 0
-    """Parts of the tier's own records, not blocks, that could not be read. Their contents are lost."""
+    """Unreadable parts of the tier's own records, whose contents are lost."""
     bytes_written: int = 0
     bytes_read: int = 0
     free: int = 0
-    """Room without a block in it."""
+    """Empty slots."""
     in_flight: int = 0
     """Being written or read."""
     write_budget_bytes: int | None = None
-    """Bytes that may still be written in these 24 hours; None without a limit."""
+    """Bytes that may still be written in the current 24 hours; None without a limit."""
     probes: int = 0
-    """Of a shared tier, blocks that it was asked for."""
+    """Blocks that probes asked a shared tier for."""
     probe_hits: int = 0
-    """Of those, how many were there."""
+    """Probed blocks that were present."""
     stale: int = 0
-    """Blocks that were believed to be in a shared tier, and had left it."""
+    """Blocks that the presence cache of a shared tier listed and the server had lost."""
     timeouts: int = 0
-    """Blocks of jobs whose time was up before they had ended."""
+    """Blocks of jobs that exceeded their deadline."""
     skipped: int = 0
-    """Blocks that were not written because another machine had written them."""
+    """Not written because another machine had written them."""
     circuit_open: int = 0
-    """Nodes of a shared tier that are left alone now, because they did not answer."""
+    """Nodes of a shared tier with an open circuit breaker."""
     outages: int = 0
-    """How often nodes of a shared tier were left alone, because they did not answer."""
+    """Times that the circuit breaker of a node has opened."""
     outage_s: float = 0.0
-    """Seconds for which a node was left alone, and was waited for before; summed over nodes."""
+    """Seconds with an open circuit breaker, and of the waits before; summed over nodes."""
     puts: int = 0
-    """Requests to a bucket that store."""
+    """Storing requests to a bucket."""
     gets: int = 0
-    """Requests to a bucket that read or ask."""
+    """Reading and listing requests to a bucket."""
     errors: int = 0
     """Calls of the tier that raised an exception."""
     cost: float = 0.0
-    """What these requests, and the bytes received, come to at the prices that were given."""
+    """Price of these requests and of the received bytes, at the configured prices."""
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:
-    """The rows of a job, checked against its pool and keys. Raises `ValueError` and, as `check_rows`,
-    `IndexError`."""
+    """Check the rows of a job against its pool and keys. Raises `ValueError` or `IndexError`."""
     if pool.shape[1] != block_bytes:
         raise ValueError(f"the pool has blocks of {pool.shape[1]} bytes, this tier of {block_bytes}")
     checked = check_rows("rows", rows, len(pool))
@@ -279,7 +278,7 @@ def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.
 
 
 def block_checksums(addresses: npt.NDArray[np.int64], block_bytes: int, digests: Checksums) -> Checksums:
-    """xxh3_64 of the block at each of these addresses, seeded with its key's digest; never `NO_CHECKSUM`.
+    """Compute the xxh3_64 of the block at each address, seeded with its key's digest; never `NO_CHECKSUM`.
 
     The caller keeps the memory alive. Cost: memory speed (10-20 GB/s), without the GIL. Thread: any.
     """

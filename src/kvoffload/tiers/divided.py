@@ -147,13 +147,13 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     def finished(self) -> list[JobResult]:
         for number, tier in self._members().items():
-            for part in tier.finished():
-                job, rows = self._parts.pop((number, part.job))
-                job.ok[rows] = part.ok
-                if part.stale is not None:
+            for result in tier.finished():
+                job, rows = self._parts.pop((number, result.job))
+                job.ok[rows] = result.ok
+                if result.stale is not None:
                     job.stale = np.zeros(len(job.ok), np.bool_) if job.stale is None else job.stale
-                    job.stale[rows] = part.stale
-                job.seconds = max(job.seconds, part.seconds)
+                    job.stale[rows] = result.stale
+                job.seconds = max(job.seconds, result.seconds)
                 job.remaining -= 1
                 if job.remaining == 0:
                     self._results.append(JobResult(job.number, job.ok, job.seconds, job.stale))
@@ -178,7 +178,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return min(tier.queue_room for tier in self._members().values())
 
     def stats(self) -> TierStats:
-        """As `SecondaryTier.stats`, summed over the members; no write budget if a member has none."""
+        """Sum the counters of the members; no write budget if a member has none."""
         counts = [vars(tier.stats()) for tier in self._members().values()]
         total: dict[str, int | None] = {}
         for counter in fields(TierStats):
@@ -233,7 +233,7 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
     def submit_probe(self, keys: Keys) -> int:
         shares = self._shares(keys)
         begun = [(number, tier.submit_probe(_take(keys, rows)), rows) for number, tier, rows in shares]
-        parts = [part for part in begun if part[1] != NO_JOB]
+        parts = [(number, job, rows) for number, job, rows in begun if job != NO_JOB]
         return self._begin(len(keys), parts) if parts else NO_JOB
 
     def take_changes(self) -> list[tuple[list[bytes], bool]]:

@@ -125,7 +125,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._submit("submit_probe", self._shared.submit_probe, keys)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        """As `SecondaryTier.submit_read`; `NO_JOB` if the tier does not begin it."""
+        """Begin a read; returns `NO_JOB` if the tier does not begin it."""
         return self._submit("submit_read", self.inner.submit_read, keys, pool, rows)
 
     def submit_write(
@@ -144,7 +144,7 @@ class GuardedTier(SharedTier, GroupedTier):
 
     @property
     def queue_room(self) -> int:
-        """As `SecondaryTier.queue_room`; without bound while the tier is paused: it drops what is offered."""
+        """Room in the write queue; unbounded while the tier is paused, because the guard drops all offers."""
         return self._call_unless_paused("queue_room", sys.maxsize, lambda: self.inner.queue_room)
 
     def finished(self) -> list[JobResult]:
@@ -170,7 +170,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("take_changes", nothing, self._shared.take_changes)
 
     def drain(self, timeout_s: float) -> bool:
-        """As `SecondaryTier.drain`; False also while a `clear` has failed, and once the tier is closed."""
+        """Wait for the jobs; False also while a failed `clear` is pending, and once the tier is closed."""
         if self._must_clear:
             self._try_clear()
         if self._must_clear or self._is_closed:
@@ -178,8 +178,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("drain", False, self.inner.drain, timeout_s)
 
     def stats(self) -> TierStats:
-        """As `SecondaryTier.stats`, with the blocks of calls that raised. Repeats the last counters if it
-        raises."""
+        """Return the tier's counters, plus the blocks of calls that raised; the last known if it raises."""
         if not self._is_closed:
             self._last_stats = self._call("stats", self._last_stats, self.inner.stats)
         stats = self._last_stats

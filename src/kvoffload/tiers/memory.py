@@ -1,7 +1,6 @@
 """The RAM tier: one contiguous pool of slots, and a checksum for each.
 
-Owns the pool's memory and the checksums. Does not know which slots are in use, nor why a block enters or
-leaves: the manager decides that.
+Owns the memory of the pool and the checksums. Does not know which slots are in use: the manager decides.
 """
 
 from __future__ import annotations
@@ -31,36 +30,35 @@ _CHUNK_BYTES = 4 * 1024 * 1024
 class MemoryTier:
     """A pool of `num_slots` blocks of `block_bytes` in page-aligned anonymous memory.
 
-    Verification is by identity. A slot's checksum is the xxh3_64 of its bytes, seeded with the digest of
-    the key under which it was written, so `read` and `verify_slots` detect
+    The checksum of a slot is the xxh3_64 of its bytes, seeded with the digest of its key. So `read` and
+    `verify_slots` detect
 
-    - damaged bytes, zeroed or torn blocks: all but one in 2^64. The checksum is not stored with the bytes;
-      damage to it makes a sound block count as damaged, never the reverse;
-    - bytes of another block, with the same certainty, even if its checksum was moved with them (swapped
-      slots, a stale slot number). Only two keys with equal digests are confused: 2^-64 a pair;
-    - a slot that was never written, or was erased: always.
+    - damaged, zeroed or torn blocks, all but one in 2^64. The checksum is not stored with the bytes: damage
+      to a checksum makes a sound block count as damaged, never the reverse;
+    - the bytes of another block, even if its checksum was moved with them (swapped slots, a stale slot
+      number). Only keys with equal digests are confused: 2^-64 a pair;
+    - a slot that was never written or was erased, always.
 
-    Not detected: bytes that were wrong before `write` took the checksum; damage between verification and
-    the copy right after it; and forgery, since xxh3 detects accidents, not adversaries.
+    Not detected: bytes that were wrong before `write` computed the checksum; damage between verification and
+    the copy that follows; and forgery, because xxh3 detects accidents, not attacks.
 
-    With ``verify=False`` there are no checksums: every block of a valid slot counts as sound, whatever its
-    bytes.
+    With ``verify=False`` there are no checksums, and every block counts as sound.
 
     Args:
         num_slots: at least 1.
-        block_bytes: at least 1. Slots start at multiples of 64 bytes, so an odd size leaves gaps.
+        block_bytes: at least 1. Slots start at multiples of 64 bytes.
         verify: keep and check checksums.
 
     Attributes:
         slot_stride: bytes from one slot to the next.
         checksums: ``(num_slots,)`` uint64, or None without verification.
 
-    Memory is populated page by page as slots are first written; untouched slots cost nothing.
+    Memory: pages are allocated when slots are first written.
     Thread: one at a time. A caller that runs transfers with its own engine (`pool`, `seal`, `verify_slots`)
-    must not name the slots of a transfer under way in other calls.
+    must not pass the slots of a transfer in flight to other calls.
     Cost: a write or read reads each byte twice, once for the checksum.
-    Raises: `ConfigError` when the pool is larger than the memory available; `IndexError` that names
-    the first slot or row out of range, before anything changes; `MisuseError` after `close`.
+    Raises: `ConfigError` for a pool larger than the available memory; `IndexError` that names the first slot
+    or row out of range, before any change; `MisuseError` after `close`.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, *, verify: bool = True) -> None:
@@ -77,15 +75,15 @@ class MemoryTier:
 
     @property
     def pool(self) -> Blocks:
-        """The slots, ``(num_slots, block_bytes)`` uint8, in place: row `i` starts at ``i * slot_stride``."""
+        """The slots, ``(num_slots, block_bytes)`` uint8, as a view: row `i` starts at ``i * slot_stride``."""
         self._check_open()
         return self._slots[:, : self.block_bytes]
 
     def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
-        """Copy blocks in and take their checksums: block `i` is ``source[source_rows[i]]``.
+        """Copy blocks in and compute their checksums: block `i` is ``source[source_rows[i]]``.
 
-        `source` is a device or, better for many calls, its engine. Each slot is named once. If the device
-        fails, its error is raised, and the slots that were not finished count as never written.
+        `source` is a device or, for many calls, its engine. Slots must be distinct. If the device fails, its
+        error is raised, and the unfinished slots count as never written.
         """
         engine = self._engine_for(source)
         slots = self._checked(keys, slots)
@@ -93,8 +91,8 @@ class MemoryTier:
         pool = self.pool
         self.erase(slots)
         transfers = []
-        # The stack waits for the copies under way even if a later chunk fails: after the error nothing writes
-        # to the slots.
+        # The stack waits for the copies in flight even if a later chunk fails, so that nothing writes to the
+        # slots after the error.
         with contextlib.ExitStack() as under_way:
             for batch in self._chunks(slots):
                 transfer = engine.store(source_rows[batch], pool, slots[batch])
@@ -105,14 +103,14 @@ class MemoryTier:
                 self.seal(keys[batch], slots[batch])
 
     def read(self, keys: Keys, slots: Rows, dest: DeviceArray | CopyEngine, dest_rows: Rows) -> Mask:
-        """Verify blocks and copy out the sound ones: ``(n,)`` bool. No byte of a damaged block is copied."""
+        """Verify blocks and copy out the sound blocks; returns which are sound, ``(n,)`` bool."""
         engine = self._engine_for(dest)
         slots = self._checked(keys, slots)
         dest_rows = self._checked_rows("dest_rows", dest_rows, engine, len(slots))
         pool = self.pool
         sound = np.empty(len(slots), np.bool_)
-        # In chunks, so that a block is still in the CPU's cache when it is copied, and a device copies one
-        # chunk while the next is verified.
+        # In chunks: a block is still in the CPU's cache when it is copied, and a device copies a chunk while
+        # the next is verified.
         with contextlib.ExitStack() as under_way:
             for batch in self._chunks(slots):
                 sound[batch] = good = self.verify_slots(keys[batch], slots[batch])
@@ -121,38 +119,38 @@ class MemoryTier:
         return sound
 
     def seal(self, keys: Keys, slots: Rows) -> None:
-        """Take the checksums of the slots' bytes as those of the blocks `keys`: the end of a write."""
+        """Compute the checksums of the slots for these keys, at the end of a write."""
         slots = self._checked(keys, slots)
         if self.checksums is not None:
             self.checksums[slots] = self._compute(keys, slots)
 
     def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
-        """Which slots hold the bytes that were written under these keys: ``(n,)`` bool. Copies nothing."""
+        """Return which slots hold the bytes written under these keys: ``(n,)`` bool. Copies nothing."""
         slots = self._checked(keys, slots)
         if self.checksums is None:
             return np.ones(len(slots), np.bool_)
-        found: Mask = self.checksums[slots] == self._compute(keys, slots)
-        return found
+        sound: Mask = self.checksums[slots] == self._compute(keys, slots)
+        return sound
 
     def erase(self, slots: Rows) -> None:
-        """Make the slots count as never written. Their bytes stay."""
+        """Mark slots as never written. Their bytes stay."""
         self._check_open()
         slots = check_rows("slots", slots, self.num_slots)
         if self.checksums is not None:
             self.checksums[slots] = NO_CHECKSUM
 
     def close(self) -> None:
-        """Release the memory; it is unmapped when the last view of `pool` is gone. Idempotent."""
+        """Release the memory, which is unmapped with the last view of `pool`. Idempotent."""
         if self._memory is None:
             return
         memory, self._memory = self._memory, None
         del self._slots
-        # A view of the memory is still in use: it is unmapped with the last view, not now.
+        # BufferError: a view is in use; the memory is unmapped with the last view.
         with contextlib.suppress(BufferError):
             memory.close()
 
     def _compute(self, keys: Keys, slots: npt.NDArray[np.int64]) -> Checksums:
-        held = self._slots  # a reference of this frame: a `close` meanwhile does not unmap the memory
+        held = self._slots  # keeps the memory mapped if another thread calls `close`
         addresses = address_of(held) + slots * self.slot_stride
         return block_checksums(addresses, self.block_bytes, keys.digests)
 
@@ -204,18 +202,18 @@ def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
 
 
 def available_bytes() -> int:
-    """Memory that this process can still use: the system's available memory, within the cgroup's limit.
+    """Return the memory that this process can still use: available memory, within the cgroup's limit.
 
-    An anonymous mapping of any size succeeds; a lack of memory shows only when pages are written, and then
-    the kernel kills the process. So this is checked first.
+    Checked before allocation: an anonymous mapping of any size succeeds, and the kernel kills the process
+    later, when it writes pages that do not exist.
     """
-    found = [2**63 - 1]
+    limits = [2**63 - 1]
     with contextlib.suppress(AttributeError, ValueError, OSError):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        found.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(Path(limit).read_text()))
-    return min(found)
+            limits.append(int(Path(path).read_text()))
+    return min(limits)

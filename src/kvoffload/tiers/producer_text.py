@@ -1,7 +1,7 @@
-"""The text of a producer for people: packed into a bounded number of bytes, unpacked, and compared.
+"""The text that describes a producer: packed into a bounded number of bytes, unpacked, and compared.
 
-Tiers identify a producer by a hash of its whole text. They store the packed text beside the hash, for
-``inspect`` to show how two producers differ. It is not trusted, and has no part in serving blocks.
+Tiers identify a producer by a hash of its whole text. They store the packed text beside the hash, so that
+``inspect`` can show how two producers differ. The text is untrusted, and no block is served by it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 MAX_BYTES = 3072
 """Bytes of a packed text."""
 _COMPRESSED = b"\0"
-"""First byte of a packed text that zlib has compressed; no text begins with it."""
+"""First byte of a compressed text; no plain text begins with it."""
 _MAX_UNPACKED_BYTES = 1 << 18
 _LONG_VALUE = 160
 _MORE = "(not stored)"
 _IN_SUMMARY = ("model", "weights", "vllm", "model.dtype", "dtype", "salt")
 ABSENT = "(absent)"
-"""In place of a value that only the other producer has."""
+"""Stands for a value that only the other producer has."""
 
 
 class Difference(NamedTuple):
-    """A field in which two producers differ, with the value of each."""
+    """A field that differs between two producers, with both values."""
 
     name: str
     first: Any
@@ -37,25 +37,25 @@ class Difference(NamedTuple):
 
 
 def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
-    """Return a producer's text in at most `max_bytes`.
+    """Encode a producer's text in at most `max_bytes`.
 
-    A text that is too long is compressed, with long values replaced by digests. If that is still too long the
-    last fields are left out, and counted. A text without fields is cut.
+    A longer text is compressed, with digests in place of long values. If the result is still too long, the
+    last fields are left out and counted. A text without fields is truncated.
     """
     plain = text.encode()
     if len(plain) <= max_bytes:
         return plain
-    found, rest = _parsed(text)
-    if not found:
+    named, salt = _parsed(text)
+    if not named:
         return plain[:max_bytes].decode(errors="ignore").encode()
-    fields = {name: _shortened(value) for name, value in sorted(found.items())}
+    fields = {name: _shortened(value) for name, value in sorted(named.items())}
     kept = len(fields)
     while True:
-        some = dict(list(fields.items())[:kept])
+        included = dict(list(fields.items())[:kept])
         if kept < len(fields):
-            some[_MORE] = f"{len(fields) - kept} fields"
+            included[_MORE] = f"{len(fields) - kept} fields"
         packed = _COMPRESSED + zlib.compress(
-            (json.dumps(some, separators=(",", ":")) + rest[:256]).encode(), 9
+            (json.dumps(included, separators=(",", ":")) + salt[:256]).encode(), 9
         )
         if len(packed) <= max_bytes or kept == 0:
             return packed
@@ -63,7 +63,7 @@ def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def unpack(packed: bytes) -> str:
-    """Return the text of `pack`. Damaged bytes give a text with replacement signs, or an empty one."""
+    """Decode the text of `pack`. Damaged bytes give replacement characters, or an empty text."""
     if not packed.startswith(_COMPRESSED):
         return packed.decode(errors="replace")
     try:
@@ -74,37 +74,37 @@ def unpack(packed: bytes) -> str:
 
 
 def fields(text: str) -> dict[str, Any]:
-    """Return the fields of a producer's text, by dotted names; of a text without fields the text itself."""
-    found, rest = _parsed(text)
-    if not found:
+    """Return the fields of a producer's text by dotted names; a text without fields is one field."""
+    named, salt = _parsed(text)
+    if not named:
         return {"producer": text}
-    return {**dict(_flat("", found)), **({"salt": rest} if rest else {})}
+    return {**dict(_flat("", named)), **({"salt": salt} if salt else {})}
 
 
 def summary(text: str) -> str:
-    """Return the fields that people know a producer by, in one line."""
-    found = fields(text)
-    if len(found) == 1:
-        return _shown(next(iter(found.values())))
-    known = [f"{name} {_shown(found[name])}" for name in _IN_SUMMARY if found.get(name)]
-    return ", ".join([*known, f"{len(found)} fields"])
+    """Return the best-known fields of a producer, in one line."""
+    named = fields(text)
+    if len(named) == 1:
+        return _shown(next(iter(named.values())))
+    known = [f"{name} {_shown(named[name])}" for name in _IN_SUMMARY if named.get(name)]
+    return ", ".join([*known, f"{len(named)} fields"])
 
 
 def differences(first: str, second: str) -> list[Difference]:
     """Return the fields that differ between two producers' texts, by their shortest distinct names."""
-    one, other = fields(first), fields(second)
-    names = sorted(name for name in {*one, *other} if one.get(name, ABSENT) != other.get(name, ABSENT))
-    shown = _short(names)
-    return [Difference(shown[name], one.get(name, ABSENT), other.get(name, ABSENT)) for name in names]
+    a, b = fields(first), fields(second)
+    names = sorted(name for name in {*a, *b} if a.get(name, ABSENT) != b.get(name, ABSENT))
+    short = _short(names)
+    return [Difference(short[name], a.get(name, ABSENT), b.get(name, ABSENT)) for name in names]
 
 
 def _parsed(text: str) -> tuple[dict[str, Any], str]:
-    """The JSON object at the front of a text, and what follows it: a salt."""
+    """Split a text into its JSON object and the salt behind it."""
     try:
-        found, end = json.JSONDecoder().raw_decode(text)
+        parsed, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return {}, ""
-    return (found, text[end:]) if isinstance(found, dict) else ({}, "")
+    return (parsed, text[end:]) if isinstance(parsed, dict) else ({}, "")
 
 
 def _flat(before: str, value: Any) -> Iterable[tuple[str, Any]]:
@@ -123,14 +123,14 @@ def _shortened(value: Any) -> Any:
 
 
 def _short(names: list[str]) -> dict[str, str]:
-    """Each name's last part, or the whole name where several end so."""
+    """Map each dotted name to its last part, or to itself if several names end alike."""
     last = {name: name.rpartition(".")[2] for name in names}
     ends = list(last.values())
     return {name: end if ends.count(end) == 1 else name for name, end in last.items()}
 
 
 def _shown(value: Any) -> str:
-    """A value for a terminal: short, and without the control characters that a hostile server may send."""
+    """Format a value for a terminal: short, and without control characters, which a server could send."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     text = value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
-"""Log lines about failures of the world: of each kind, at most one in ten seconds.
+"""A logger for failures of the world, with at most one line of each kind in ten seconds.
 
-A dying disk fails thousands of times a second: the log states the fact, the counters have the number.
+A dying disk fails thousands of times a second: the log states the failure, the counters have the number.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RateLimitedLog:
         self._last: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *arguments: object) -> None:
-        """Log a warning, unless the last line of this kind is too recent: then the next line counts it."""
+        """Log a warning, or count it for the next line if the last line of this kind is too recent."""
         self._log(logging.WARNING, kind, message, arguments)
 
     def error(self, kind: str, message: str, *arguments: object) -> None:

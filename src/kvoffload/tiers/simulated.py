@@ -25,7 +25,7 @@ class SimulatedTier(SecondaryTier):
 
     Args:
         capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
-        block_bytes: size of a block, for `TierStats`; the same as RAM's.
+        block_bytes: bytes of a block, as in RAM; for `TierStats`.
         identity: as for `SecondaryTier`.
     """
 
@@ -55,7 +55,7 @@ class SimulatedTier(SecondaryTier):
 
     def finish_request(self, request: object, path: Keys) -> None:
         assert isinstance(request, RequestContext)
-        # RAM asks first for the blocks that it lacks: the order of those calls is not that of the prefix.
+        # Lookups ask first for the blocks that RAM lacks, so their order is not prefix order.
         self._manager.finish_request(request, path)
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
@@ -124,7 +124,7 @@ class SimulatedTier(SecondaryTier):
 
 
 class NoMemory:
-    """The RAM of a replay without bytes: it has slots, and no memory."""
+    """The RAM of a replay without bytes: slots without memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.pool: Blocks = np.empty((num_slots, 0), np.uint8)

@@ -1,11 +1,11 @@
-"""Tiers behind RAM as users describe them: the same names and one grammar everywhere.
+"""The description of tiers by users, with the same names and one grammar everywhere.
 
-As text ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for what has no path; as a mapping
-``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. What is reached over a network is a URL,
-``SCHEME://HOST:PORT/NAME?option=value&...``, or ``{"url": URL, ...}``. Several are a list, or a
-text with ``+`` between them, from the fastest to the slowest.
+As text: ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kind without a path. As mapping:
+``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. A tier on a network is a URL,
+``SCHEME://HOST:PORT/NAME?option=value&...``, or ``{"url": URL, ...}``. Several tiers are a list, or a text
+with ``+`` between them, from the fastest to the slowest.
 
-A password never stands in any of these, and what is refused is shown without one.
+Descriptions contain no passwords, and error messages hide them.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _SECRET = re.compile(r"pass|secret|token|credential|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _PLACE = ("path", "capacity", "url")
-"""Options that stand before all others in a text."""
+"""Options that precede all others in a text."""
 
 
 @dataclass(frozen=True)
 class TierOwner:
-    """Whose blocks a tier holds.
+    """The engine or replay that opens a tier.
 
     Attributes:
         block_bytes: bytes of a block; 0 in a replay without data.
         key_bytes: length of every key.
-        fingerprint: says who computed the blocks: blocks of another producer are never served.
-        shared_fingerprint: makes the same for tiers that several machines share, from what the user calls the
-            weights (an empty text if nothing): equal on all machines that compute equal bytes for equal keys.
-            Raises `ConfigError` if that cannot be known.
-        replica: which of several engines with equal fingerprints this is; each has a place of its own.
-        counts_blocks: capacities are numbers of blocks, as in a replay, instead of sizes.
-        tells_paths: the tier is told of the paths of requests (`SecondaryTier.follow`), and is offered all
-            blocks of one at its end.
-        go_on_without: called with each tier, or part of one, that cannot be opened now; without it that
-            raises.
+        fingerprint: identifies the producer of the blocks; blocks of another producer are never served.
+        shared_fingerprint: returns the fingerprint for tiers that several machines share, from the user's
+            name of the weights (or an empty text). It is equal on all machines that compute equal bytes for
+            equal keys. Raises `ConfigError` if the weights cannot be identified.
+        replica: name of this engine among engines with equal fingerprints; each has its own directory.
+        counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
+        tells_paths: True if the owner reports paths (`GroupedTier.follow`) and offers all blocks of a path at
+            its end.
+        go_on_without: called with each tier, or directory of a tier, that cannot be opened now; None to
+            raise.
     """
 
     block_bytes: int
@@ -65,7 +65,7 @@ class TierOwner:
     shared_fingerprint: Callable[[str], str] | None = None
 
     def without(self, error: UnavailableError) -> None:
-        """Something cannot be opened now: go on without it, or raise."""
+        """Go on without a tier that cannot be opened now, or raise."""
         if self.go_on_without is None:
             raise error
         self.go_on_without(error)
@@ -98,16 +98,17 @@ Label: TypeAlias = Annotated[str, _LabelParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions(ABC):
-    """What one kind of tier can be told, and how a tier of it is opened.
+    """The options of one kind of tier, and its constructor.
 
-    A kind is a file in `kinds` with a class derived from this one. Its fields are its options.
+    A kind is a file in `kinds` with a class derived from `TierOptions`; the fields of the class are the
+    options.
 
     Attributes:
-        label: name of this tier in metrics and reports; empty for one that follows from the kind
+        label: name of the tier in metrics and reports; empty for a name that follows from the kind
             (`names_of`).
-        name: what users type.
-        schemes: of its URLs, if it is reached by URL; the name, or what begins with it: ``valkeys``.
-        keeps_blocks: whether it can stand behind an engine, and not only in a replay.
+        name: name of the kind, as users type it.
+        schemes: URL schemes of a kind on a network; each begins with the name: ``valkeys``.
+        keeps_blocks: False for a kind that stores no bytes, for replays only.
     """
 
     name: ClassVar[str]
@@ -118,41 +119,44 @@ class TierOptions(ABC):
 
     @abstractmethod
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """The tier, with what it holds from before. Raises `ConfigError`, `UnavailableError`."""
+        """Open the tier with its earlier contents. Raises `ConfigError`, `UnavailableError`."""
 
     def in_blocks(self, block_bytes: int | None, unique_blocks: int) -> TierOptions:
-        """The same, its capacity, if it has one, as a number of blocks: for replays. Raises `ConfigError`."""
+        """Return the options with the capacity as a number of blocks, for replays. Raises `ConfigError`."""
         return self
 
     @property
     def num_blocks(self) -> int:
-        """The capacity, where it is a number of blocks; more than any trace has if it is not ours to say."""
+        """Capacity in blocks; more than any trace has for a kind without a capacity."""
         return MOST_BLOCKS
 
     @property
     def place(self) -> str:
-        """The kind and where the tier is, without options."""
+        """Kind and path, or URL, without options."""
         paths = "|".join(getattr(self, "path", ()))
         return str(getattr(self, "url", f"{self.name}:{paths}" if paths else self.name))
 
     def __str__(self) -> str:
-        """As text that `parse_tier` reads."""
-        return f"{getattr(self, 'url', self.name)}{self._said('?', '&')}"
+        """Format the options as text that `parse_tier` reads."""
+        return f"{getattr(self, 'url', self.name)}{self._settings('?', '&')}"
 
-    def _said(self, before: str, between: str) -> str:
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _PLACE}
-        said = [f"{one.name}={values[one.name]}" for one in fields(self)
-                if one.name in values and values[one.name] != one.default]  # fmt: skip
-        return before + between.join(said) if said else ""
+    def _settings(self, before: str, between: str) -> str:
+        """Format the options that differ from their defaults."""
+        given = [
+            f"{option.name}={getattr(self, option.name)}"
+            for option in fields(self)
+            if option.name not in _PLACE and getattr(self, option.name) != option.default
+        ]
+        return before + between.join(given) if given else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizedTierOptions(TierOptions):
-    """Options of a tier that bounds what it holds, and decides itself what leaves it.
+    """Options of a tier with a capacity, which evicts blocks itself.
 
     Attributes:
-        capacity: how much it holds.
-        policy, admission: which blocks leave it and which may enter, whatever RAM has.
+        capacity: bound on its contents.
+        policy, admission: its own eviction policy and admission rule, independent of RAM's.
     """
 
     capacity: Capacity
@@ -168,7 +172,7 @@ class SizedTierOptions(TierOptions):
 
     def __str__(self) -> str:
         paths = getattr(self, "path", ())
-        return ":".join((self.name, *(["|".join(paths)] if paths else []), self.capacity)) + self._said(
+        return ":".join((self.name, *(["|".join(paths)] if paths else []), self.capacity)) + self._settings(
             ",", ","
         )
 
@@ -177,7 +181,7 @@ TIERS: Registry[TierOptions] = Registry("tier", TierOptions, "kvoffload.tiers.ki
 
 
 def parse_tier(field: str, value: object) -> TierOptions:
-    """The tier that a text or a mapping describes. Raises `ConfigError`."""
+    """Parse the description of a tier, a text or a mapping. Raises `ConfigError`."""
     if isinstance(value, TierOptions):
         return value
     given = _fields_of_text(field, value) if isinstance(value, str) else value
@@ -199,63 +203,66 @@ def parse_tier(field: str, value: object) -> TierOptions:
     try:
         return read_options(kind, options, field)
     except CombinedConfigError as several:
-        found = [
-            ConfigError(f"{field}.{one.field}", redacted(one.value), one.allowed) for one in several.problems
+        problems = [
+            ConfigError(f"{field}.{problem.field}", redacted(problem.value), problem.allowed)
+            for problem in several.problems
         ]
-        raise (found[0] if len(found) == 1 else CombinedConfigError(field, found)) from None
+        raise (problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)) from None
 
 
 def redacted(value: object) -> object:
-    """A value that a user gave, without what stands in a URL where a user name and a password could."""
+    """Hide the place of user name and password in a URL."""
     return re.sub(r"://.*@", f"://{_HIDDEN}@", value) if isinstance(value, str) else value
 
 
 def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
-    """The tiers that a list or a text describes, from the fastest to the slowest. Raises `ConfigError`."""
+    """Parse the descriptions of tiers, a list or a text, fastest first. Raises `ConfigError`."""
     if value == NO_TIERS:
         return ()
     if isinstance(value, str):
-        # Also in a path there may be a +: what follows it here is a kind, or a bare capacity.
-        begins = rf"\+(?=(?:{'|'.join(TIERS.names())})[a-z+]*:|\d[\d.]*[%\w]*(?:[,+]|$))"
-        return _distinct(field, [parse_tier(field, text) for text in re.split(begins, value)])
+        # A path may contain a +, so only a + before a kind or a bare capacity separates tiers.
+        separator = rf"\+(?=(?:{'|'.join(TIERS.names())})[a-z+]*:|\d[\d.]*[%\w]*(?:[,+]|$))"
+        return _distinct(field, [parse_tier(field, text) for text in re.split(separator, value)])
     if not isinstance(value, Iterable) or isinstance(value, Mapping):
         raise ConfigError(field, value, "allowed: a list of tiers, from the fastest to the slowest")
-    found, problems = list[TierOptions](), list[ConfigError]()
+    parsed, problems = list[TierOptions](), list[ConfigError]()
     for number, tier in enumerate(value):
         try:
-            found.append(parse_tier(f"{field}[{number}]", tier))
+            parsed.append(parse_tier(f"{field}[{number}]", tier))
         except CombinedConfigError as several:
             problems += several.problems
         except ConfigError as problem:
             problems.append(problem)
     if problems:
         raise problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)
-    return _distinct(field, found)
+    return _distinct(field, parsed)
 
 
 def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ...]:
-    """These tiers, if none has a label that is another tier's name. Raises `ConfigError`."""
+    """Check that no label is the name of another tier. Raises `ConfigError`."""
     names = names_of(tiers)
     for number, (tier, name) in enumerate(zip(tiers, names, strict=True)):
         if tier.label and names.count(name) > 1:
-            raise ConfigError(f"{field}[{number}].label", name, "another tier has this name: give it another")
+            raise ConfigError(
+                f"{field}[{number}].label", name, "another tier has this name; give the tier another label"
+            )
     return tuple(tiers)
 
 
 def names_of(options: Sequence[TierOptions]) -> list[str]:
-    """The name of each tier in metrics and reports. It does not depend on their order.
+    """Return the name of each tier in metrics and reports, independent of their order.
 
-    A tier is called by its label; without one by its kind, if no other tier without a label is of that kind,
-    and otherwise by its kind and place.
+    The name is the label. Without a label it is the kind, or kind and place if several tiers of the kind have
+    no label.
     """
     kinds = Counter(tier.name for tier in options if not tier.label)
     return [tier.label or (tier.name if kinds[tier.name] == 1 else tier.place) for tier in options]
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
-    """All of them, or none; without those that cannot be opened now, if the owner goes on without them.
+    """Open all tiers, or none if an error is raised. The owner may go on without an unavailable tier.
 
-    Raises `ConfigError`.
+    Raises `ConfigError`, `UnavailableError`.
     """
     opened, given = list[SecondaryTier](), list(options)
     with ExitStack() as undo:
@@ -282,22 +289,20 @@ Tiers: TypeAlias = Annotated[tuple[TierOptions, ...], _TiersParser()]
 
 
 def _fields_of_text(field: str, text: str) -> dict[str, Any]:
-    """The mapping that a text stands for. What follows a policy or rule and is no option is its parameter."""
+    """Parse a text into a mapping. A setting after a policy or rule that is no option is its parameter."""
     if match := _SCHEME.match(text):
         return {"type": _kind_of_scheme(field, match[1], text), "url": text}
     place, *settings = text.split(",")
     kind, colon, rest = place.partition(":")
     if not colon and kind[:1].isdigit():
-        # Where nothing keeps bytes, the kind may be left out.
+        # The kind of a simulated tier may be left out.
         kind, rest = "simulated", kind
     path, _, capacity = rest.rpartition(":")
     if not kind or not capacity:
-        raise ConfigError(
-            field, text, f"allowed: {_EXAMPLE}, or, where no bytes are kept, simulated:CAPACITY"
-        )
-    found: dict[str, Any] = {"type": kind, "capacity": capacity}
+        raise ConfigError(field, text, f"allowed: {_EXAMPLE}, or simulated:CAPACITY in a replay without data")
+    given: dict[str, Any] = {"type": kind, "capacity": capacity}
     if path:
-        found["path"] = path.split("|")
+        given["path"] = path.split("|")
     known = option_names(TIERS.find(kind)) if kind in TIERS.names() else {}
     last = ""
     for setting in settings:
@@ -307,16 +312,16 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
                 field, text, f"{setting!r} is no option; allowed: {', '.join(known)}, as name=value"
             )
         if name not in known and last in ("policy", "admission"):
-            found[last] += f",{setting}"
-        elif name in found:
+            given[last] += f",{setting}"
+        elif name in given:
             raise ConfigError(field, text, f"{name} is given twice")
         else:
-            found[name], last = value, name
-    return found
+            given[name], last = value, name
+    return given
 
 
 def _kind_of_scheme(field: str, scheme: str, text: str) -> str:
-    """The kind whose URLs begin so. Cost: imports one kind."""
+    """Return the kind with this URL scheme. Cost: imports one kind."""
     for name in TIERS.names():
         if scheme.startswith(name) and scheme in TIERS.find(name).schemes:
             return name
@@ -326,26 +331,26 @@ def _kind_of_scheme(field: str, scheme: str, text: str) -> str:
 
 
 def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
-    """The options in a URL's query beside those that stand alone; the URL is without it then."""
-    found = dict(given)
+    """Move the options of a URL's query to the other options."""
+    options = dict(given)
     if isinstance(given.get("url"), str):
-        found["url"], _, query = given["url"].partition("?")
+        options["url"], _, query = given["url"].partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
         if len(pairs) < len([part for part in query.split("&") if part]):
             raise ConfigError(
                 f"{field}.url", redacted(given["url"]), "options are name=value, with & between"
             )
         for name, value in pairs:
-            if name in found:
+            if name in options:
                 raise ConfigError(f"{field}.{name}", _shown(name, value), f"{name} is given twice")
-            found[name] = value
-    for name, value in found.items():
+            options[name] = value
+    for name, value in options.items():
         if _shown(str(name), value) is _HIDDEN:
-            why = "a secret stands in the environment or in a file, never among options, which are logged"
+            why = "a secret belongs in the environment or in a file: options are logged"
             raise ConfigError(f"{field}.{name}", _HIDDEN, why)
-    return found
+    return options
 
 
 def _shown(name: str, value: object) -> object:
-    """The value of an option as an error may show it. The name of a file with a secret is none."""
+    """Hide the value of a secret option; the name of a file with a secret is not secret."""
     return _HIDDEN if _SECRET.search(name) and not name.endswith("_file") else value

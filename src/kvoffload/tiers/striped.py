@@ -1,6 +1,6 @@
-"""Several tiers as one: each key belongs to one of them, and all of them work at once.
+"""Several tiers of one machine as one tier: each key belongs to one of them, and all work in parallel.
 
-Owns which key belongs to which tier. Does not know what a tier keeps.
+Owns the assignment of keys to tiers. Does not know the contents of a tier.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from kvoffload.tiers.divided import DividedTier
 
 
 class StripedTier(DividedTier[SecondaryTier]):
-    """Tiers side by side, of any kind: disks, simulated ones, your own.
+    """Tiers side by side: disks, simulated tiers, or your own.
 
-    A key belongs to one of them, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
-    to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998): the tiers' identities decide, not
-    their order. A tier that is added takes its share of the keys from the others, and no other key moves.
-    Each sees its share of every prefix, in order. A tier that fails or hangs costs only its own blocks, also
-    if it raises an exception instead of beginning its part of a job; if none begins, it passes the first on.
+    Each key belongs to one tier, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
+    to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The identities of the tiers
+    decide, not their order. A new tier takes its share of the keys from the others, and no other key moves.
+    Each tier gets its share of every prefix in order. A tier that fails or hangs costs only its own blocks.
 
     Args:
-        tiers: of one block size. This tier owns them from now on: `close` closes them.
+        tiers: tiers of one block size. The stripe owns them from now on: `close` closes them.
 
     Attributes:
-        identity: that of the first tier.
-        stored_bytes: the largest of the tiers'.
+        identity: identity of the first tier.
+        stored_bytes: the largest `stored_bytes` of the tiers.
 
-    Thread: one, as for its tiers. Cost: a digest a key and a weight for each tier; 50 ns a key with four.
+    Thread: one, as for its tiers. Cost: 50 ns a key with four tiers, for a digest and a weight per tier.
     Raises: `ConfigError` for no tiers, tiers of different `block_bytes` or equal identity, and for tiers
         that machines share.
     """
@@ -60,13 +59,12 @@ class StripedTier(DividedTier[SecondaryTier]):
         return self._numbered
 
     def _shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
-        """The tiers that have a share of these keys: number, tier, rows of the share."""
         homes = self._homes(keys)
         numbers = np.unique(homes).tolist()
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """The number of each key's tier. It must never change: blocks on disks depend on it."""
+        """Return the number of each key's tier. Blocks on disks depend on it: it must never change."""
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)

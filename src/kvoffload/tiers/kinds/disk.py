@@ -1,4 +1,4 @@
-"""``disk:PATH:CAPACITY``: a directory on a local disk, or several."""
+"""The kind ``disk:PATH:CAPACITY``: one or more directories on local disks."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class _PathsParser:
             isinstance(path, (str, Path)) and str(path) for path in paths
         ):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        found = tuple(map(str, paths))
-        # In text these stand between paths, and before options.
-        unclear = any(sign in path for path in found for sign in "|,")
-        if unclear or not found or len(set(map(Path, found))) < len(found):
+        given = tuple(map(str, paths))
+        # In text | separates paths, and , precedes options.
+        is_ambiguous = any(sign in path for path in given for sign in "|,")
+        if is_ambiguous or not given or len(set(map(Path, given))) < len(given):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        return found
+        return given
 
 
 Salt: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[^,]*$")]
@@ -43,11 +43,11 @@ Paths: TypeAlias = Annotated[tuple[str, ...], _PathsParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions(SizedTierOptions):
-    """Blocks are spread over the directories of `path`, in equal shares of the capacity.
+    """Options of a disk tier. Its directories have equal shares of the capacity and of the keys.
 
     Attributes:
-        max_write_bytes_per_day: to all directories together; None for no limit.
-        salt: blocks of engines with another salt are not theirs: for weights that change under one name.
+        max_write_bytes_per_day: bound for all directories together; None for no limit.
+        salt: part of the producer's identity, for weights that change under one name.
     """
 
     name = "disk"
@@ -57,11 +57,13 @@ class DiskOptions(SizedTierOptions):
     salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """A directory has one owner: engines that share the path have one below it each, called like the
+        """Open the tier. Each engine that shares the path has a directory of its own below, named after its
         replica."""
         if owner.block_bytes == 0:
             raise ConfigError(
-                "tier", str(self), f"without data it has nothing to hold; take simulated:{self.capacity}"
+                "tier",
+                str(self),
+                f"a replay without data has no bytes to store; use simulated:{self.capacity}",
             )
         limit = self.max_write_bytes_per_day
         budget = None if limit is None else WriteBudget(limit)

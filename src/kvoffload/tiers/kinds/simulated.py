@@ -1,4 +1,4 @@
-"""``simulated:CAPACITY``: a tier that keeps account of blocks, and keeps none."""
+"""The kind ``simulated:CAPACITY``: a tier that decides about blocks and stores no bytes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvoffload.tiers.spec import SizedTierOptions, TierOwner
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOptions(SizedTierOptions):
-    """For replays of decisions, sweeps and plans."""
+    """Options of a simulated tier, for replays of decisions, sweeps and plans."""
 
     name = "simulated"
     keeps_blocks = False
 
     def open(self, owner: TierOwner) -> SimulatedTier:
         if not owner.counts_blocks:
-            raise ConfigError("tier", str(self), "a simulated tier keeps no blocks: it is for replays")
+            raise ConfigError("tier", str(self), "a simulated tier stores no bytes: it is for replays only")
         return SimulatedTier(
             self.num_blocks,
             key_bytes=owner.key_bytes,

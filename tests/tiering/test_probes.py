@@ -1,0 +1,230 @@
+"""Shared tiers: probes, stale blocks, break-even."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvoffload.testing.scripted_tier import ScriptedSharedTier
+from kvoffload.tiering.worth import break_even
+from support.letters import HIT, MISS, keys
+from support.tiering_rig import RETRY, Rig, fails, jobs, shared_rig
+
+
+def test_one_probe_asks_for_the_whole_rest_of_a_path() -> None:
+    rig = shared_rig()
+    rig.below("abc")
+    ctx = rig.begin()
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert jobs(rig) == [("probe", "abcdef")]
+    rig.end_all()
+    assert rig.ask("abcdef", ctx) == (0, RETRY)
+    assert jobs(rig) == [("read", "abc")]
+    rig.end_all()
+    assert rig.ask("abcdef", ctx) == (3, MISS)
+    rig.load("abc", ctx)
+    assert rig.manager.hit_blocks == [0, 3]
+    assert rig.ask("abcdef", rig.begin()) == (3, MISS), "what was absent a moment ago is not asked for again"
+    assert jobs(rig) == []
+
+
+def test_blocks_in_ram_or_on_disk_are_not_probed_and_are_read_meanwhile() -> None:
+    rig = Rig(capacity=16, immediate=False, shared=True)
+    rig.store("a")
+    rig.end_all()
+    rig.below("bc", tier=0)
+    rig.below("defg", tier=1)
+    ctx = rig.begin()
+    assert rig.ask("abcdefgh", ctx) == (1, RETRY)
+    assert (jobs(rig, 0), jobs(rig, 1)) == ([("read", "bc")], [("probe", "defgh")])
+    rig.tiers[0].end(rig.tiers[0].jobs[0])
+    rig.manager.poll()
+    assert rig.ask("abcdefgh", ctx) == (3, RETRY), "it waits for the answer"
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (3, RETRY)
+    assert jobs(rig, 1) == [("read", "defg")]
+    rig.end_all()
+    assert rig.ask("abcdefgh", ctx) == (7, MISS)
+
+
+def test_no_probe_for_blocks_behind_an_absent_block() -> None:
+    rig = shared_rig()
+    rig.believed[b"b"] = False
+    assert rig.ask("abcd", rig.begin()) == (0, RETRY)
+    assert jobs(rig) == [("probe", "a")]
+
+
+def test_two_requests_share_one_probe() -> None:
+    rig = shared_rig()
+    first, second = rig.begin(), rig.begin()
+    assert rig.ask("abc", first) == rig.ask("abcd", second) == (0, RETRY)
+    assert jobs(rig) == [("probe", "abc"), ("probe", "d")]
+
+
+def test_a_request_waits_for_probes_at_most_the_probe_timeout() -> None:
+    rig = shared_rig()
+    ctx = rig.begin()
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.04
+    assert rig.ask("ab", ctx) == (0, RETRY)
+    rig.clock.now += 0.02
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.ask("cd", ctx) == (0, MISS), "nor for another one"
+    rig.below("ab")
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, RETRY), "what it did not wait for is read all the same, if it asks again"
+    assert jobs(rig) == [("read", "ab")]
+    rig.clock.now += 3.0
+    assert rig.ask("ef", ctx) == (0, RETRY), "after a pause a new wait begins"
+
+
+def test_a_failed_probe_is_a_miss_and_is_not_repeated_at_once() -> None:
+    rig = shared_rig()
+    ctx = rig.begin()
+    rig.ask("ab", ctx)
+    rig.tier.jobs[0].fail = {b"a", b"b"}
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert jobs(rig) == []
+
+
+def test_key_by_key_one_probe_a_step() -> None:
+    rig = shared_rig()
+    rig.below("abc")
+    ctx = rig.begin()
+    for _ in range(2):
+        assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [RETRY] * 4
+        assert rig.manager.poll()
+        assert jobs(rig) == [("probe", "abcd")]
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [RETRY, RETRY, RETRY, MISS]
+    rig.manager.poll()
+    assert jobs(rig) == [("read", "abc")]
+    rig.end_all()
+    assert [rig.manager.lookup_key(key, ctx) for key in keys("abcd")] == [HIT, HIT, HIT, MISS]
+
+
+def test_key_by_key_a_request_waits_at_most_the_probe_timeout() -> None:
+    rig = shared_rig()
+    ctx = rig.begin()
+    assert rig.manager.lookup_key(b"a", ctx) is RETRY
+    rig.manager.poll()
+    rig.clock.now += 0.06
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+
+
+def test_a_block_evicted_from_a_shared_tier_is_stale_and_not_lost() -> None:
+    rig = shared_rig()
+    ctx = rig.begin()
+    rig.believed.update(dict.fromkeys(keys("abc"), True))
+    rig.below("ac")
+    for _ in range(5):
+        rig.ask("abc", ctx)
+        rig.end_all()
+    assert rig.ask("abc", ctx) == (1, MISS)
+    assert (rig.manager.counts.stale, rig.manager.counts.lost, rig.manager.counts.promoted) == (1, 0, 2)
+
+
+def test_stale_blocks_are_no_failure_of_the_tier() -> None:
+    rig = shared_rig()
+    for letter in "abcd":
+        rig.believed[letter.encode()] = True
+        rig.ask(letter, rig.begin())
+        rig.end_all()
+    assert rig.manager.counts.stale == 4
+    assert not rig.manager.lanes[0].is_failing(rig.clock.now)
+
+
+def test_the_time_of_a_probe_counts_against_the_read() -> None:
+    """A block takes 20 ms to read and 30 ms to compute; after a probe of 15 ms reading does not pay."""
+    for asked_s, expected in [(0.0, [("read", "a")]), (0.015, [])]:
+        rig = shared_rig(recompute_s_per_block=0.03)
+        rig.manager.lanes[0].speed.learn(1, 0.02)
+        assert rig.manager.lanes[0].is_trial_due(rig.clock.now), "and the next one is not"
+        rig.below("a")
+        ctx = rig.begin()
+        assert rig.ask("ab", ctx) == (0, RETRY)
+        rig.end_all()
+        rig.clock.now += asked_s
+        rig.ask("ab", ctx)
+        assert jobs(rig) == expected
+
+
+def test_an_exception_of_submit_probe_is_a_miss() -> None:
+    rig = shared_rig()
+    rig.tier.submit_probe = fails  # type: ignore[method-assign]
+    ctx = rig.begin()
+    assert rig.ask("abc", ctx) == (0, MISS)
+    assert rig.manager.tier_stats()[0].failed == 3
+
+
+def test_a_stalled_shared_tier_gets_no_probes() -> None:
+    rig = shared_rig()
+    rig.ask("a", rig.begin())
+    rig.clock.now += 10.0
+    assert rig.ask("b", rig.begin()) == (0, MISS)
+    assert jobs(rig) == [("probe", "a")]
+
+
+def test_a_request_that_leaves_out_tiers_sends_no_probe() -> None:
+    rig = shared_rig()
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx)
+    assert rig.ask("a", ctx) == (0, MISS)
+    assert rig.manager.lookup_key(b"a", ctx) is MISS
+    assert jobs(rig) == []
+
+
+def test_a_queued_request_is_probed_ahead() -> None:
+    """When the request is served, the probe is done. Tiers that it leaves out are not probed."""
+    rig = shared_rig()
+    rig.below("ab")
+    ctx = rig.begin("abc")
+    rig.manager.expect(ctx)
+    rig.manager.poll()
+    assert jobs(rig) == [("probe", "abc")]
+    rig.end_all()
+    assert rig.ask("abc", ctx) == (0, RETRY)
+    assert jobs(rig) == [("read", "ab")]
+    rig = Rig(capacity=8, immediate=False, shared=True)
+    other = rig.begin("xyz")
+    rig.manager.leave_out_tiers(other, shared=True)
+    rig.manager.expect(other)
+    rig.manager.poll()
+    assert jobs(rig, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "measured", "said"),
+    [
+        (None, (0.001, 1e9), "all its blocks are read"),
+        (0.01, None, "faster than 0.1 GB/s; the speed was not measured"),
+        (0.01, (0.001, 1e9), "faster than 0.1 GB/s; measured 1 GB/s after 1 ms: reads pay from 1 blocks on"),
+        (0.01, (0.045, 1e9), "measured 1 GB/s after 45 ms: reads pay from 10 blocks on"),
+        (0.01, (0.001, 0.05e9), "measured 0.05 GB/s after 1 ms: reads do not pay"),
+    ],
+)
+def test_the_break_even_of_a_shared_tier_is_logged(
+    compute_s: float | None, measured: tuple[float, float] | None, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """1 MB in 10 ms is 0.1 GB/s. At 1 GB/s a block takes 1 ms; a probe and a read are two round trips, and
+    90 ms pay from 10 blocks on."""
+    tier = ScriptedSharedTier(1_000_000)
+    tier.measured_read = measured
+    assert said in break_even(tier, compute_s)
+    with caplog.at_level("INFO"):
+        shared_rig(recompute_s_per_block=0.5)
+    assert "tier far: a read pays if blocks arrive faster than 1.6e-08 GB/s" in caplog.text
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_request_may_leave_out_only_shared_or_only_local_tiers(shared: bool) -> None:
+    rig = Rig(capacity=16, immediate=False, shared=True)
+    rig.below("ab", tier=0)
+    rig.below("abc", tier=1)
+    ctx = rig.begin()
+    rig.manager.leave_out_tiers(ctx, shared=shared)
+    assert rig.ask("abcd", ctx) == (0, RETRY)
+    assert (jobs(rig, 0), jobs(rig, 1)) == (([("read", "ab")], []) if shared else ([], [("probe", "abcd")]))
+    rig.end_all()
+    assert rig.ask("abcd", ctx) == ((2, MISS) if shared else (0, RETRY))

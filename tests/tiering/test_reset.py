@@ -1,0 +1,98 @@
+"""Reset, settle and close of a tiered manager, checksums, and refused options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvoffload.errors import ConfigError
+from kvoffload.testing.audit import audit
+from kvoffload.testing.scripted_tier import ScriptedTier
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.memory import MemoryTier
+from support.letters import MISS, keys
+from support.tiering_rig import RETRY, Rig
+
+
+def test_reset_forgets_all_blocks_including_those_in_flight() -> None:
+    rig = Rig(immediate=False)
+    rig.below("ab")
+    ctx = rig.begin()
+    rig.ask("ab", ctx)
+    rig.store("cd")
+    rig.manager.reset()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (0, MISS)
+    assert rig.tier.blocks == {}
+    audit(rig.manager)
+    assert rig.manager.stats().free == 4
+
+
+@pytest.mark.parametrize("immediate", [True, False])
+def test_a_reset_that_drops_transfers_keeps_slots_that_tiers_use(immediate: bool) -> None:
+    """The caller knows the engine's transfers, not the jobs of a disk."""
+    rig = Rig(immediate=immediate, deadline_s=0.01)
+    rig.store("abcd")
+    rig.manager.reset(drop_in_flight=True)
+    assert rig.manager.stats().free == (4 if immediate else 0)
+    rig.end_all()
+    assert rig.manager.stats().free == 4
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_reset_that_drops_transfers_is_durable_in_every_tier(hangs: bool) -> None:
+    """Every tier forgets durably, even if another tier hangs."""
+    rig = Rig(capacity=8, tiers=2, deadline_s=0.01)
+    rig.store("ab")
+    assert all(tier.drain(0.0) for tier in rig.tiers)
+    assert [set(tier.durable) for tier in rig.tiers] == [{*keys("ab")}] * 2
+    rig.tier.immediate = not hangs
+    rig.store("cd")
+    rig.manager.reset(drop_in_flight=True)
+    assert [set(tier.durable) for tier in rig.tiers] == [{*keys("ab")} if hangs else set(), set()]
+
+
+def test_settle_waits_for_jobs_and_close_closes_the_tiers() -> None:
+    rig = Rig(immediate=False)
+    rig.store("ab")
+    assert not rig.manager.settle(0.0)
+    rig.tier.end(rig.tier.jobs[0])
+    assert rig.manager.settle(0.0)
+    rig.manager.close(0.0)
+    assert rig.tier.closed
+
+
+def test_promoted_blocks_get_checksums() -> None:
+    rig = Rig()
+    rig.below("a")
+    ctx = rig.begin()
+    assert rig.ask("a", ctx) == (0, RETRY)
+    rig.manager.poll()
+    plan = rig.load("a", ctx)
+    assert rig.ram.verify_slots(plan.keys, plan.slots).all()
+
+
+def test_damage_in_ram_does_not_cascade_with_a_good_checksum() -> None:
+    rig = Rig()
+    plan = rig.compute(rig.manager.prepare_store(keys("abc")))
+    rig.pool[plan.slots[1]] ^= 1
+    rig.manager.complete_store(plan)
+    assert set(rig.tier.blocks) == {*keys("ac")}
+    assert rig.manager.lookup_key(b"b") is MISS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ram": MemoryTier(3, 8)}, "ram: '3 slots'.* allowed: 4 or more"),
+        ({"deadline_s": 0}, "deadline_s: 0 .* more than 0"),
+        ({"max_in_flight": 1.5}, "max_in_flight: 1.5"),
+        ({"tiers": [ScriptedTier(16)]}, "tier scripted: .*16 bytes.*8"),
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"ram": MemoryTier(4, 8), "tiers": []} | options
+    with pytest.raises(ConfigError, match=message):
+        TieredManager(4, key_bytes=1, **given)
