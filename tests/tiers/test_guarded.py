@@ -220,9 +220,8 @@ def test_impossible_results_are_failures(wrong: str, caplog: pytest.LogCaptureFi
     result = JobResult(job + (wrong == "another job"), np.ones(2 + (wrong != "another job"), np.bool_), 0.0)
     tier.report(result)
     results = guard.finished()
-    assert [(result.job, result.ok.tolist()) for result in results] == [(job, [False, False])] * (
-        wrong != "another job"
-    )
+    expected = [(job, [False, False])] * (wrong != "another job")
+    assert [(result.job, result.ok.tolist()) for result in results] == expected
     assert guard.stats().errors == 1
     assert "finished failed" in caplog.text
 
