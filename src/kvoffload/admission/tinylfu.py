@@ -15,11 +15,11 @@ THRESHOLD = 2
 
 
 class TinyLFUAdmission(Admission):
-    """Admits a block that two requests have referred to recently, including the storing request.
+    """Admits a block that two requests have referred to recently.
 
-    Recent means within the last ten references for each block of the cache, with counts that age (see
-    `structures.sketch`). The memory of this rule grows with the cache, a few bits a key, while the table of
-    ``reuse:N`` has one size for all caches.
+    The storing request counts. Recent means within the last ten references for each block of the cache, with
+    counts that age (see `structures.sketch`). The memory of this rule grows with the cache, a few bits a key,
+    while the table of ``reuse:N`` has one size for all caches.
 
     The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
     that holds all of its traffic never refuses a block, and a large cache fills at once.

@@ -44,7 +44,7 @@ class State(Struct):
 
 
 class TwoQ(CompiledPolicy):
-    """New blocks enter a FIFO; blocks requested again after their eviction enter an LRU list.
+    """New blocks enter a FIFO; returning blocks enter an LRU list.
 
     The paper's full version with A1in, A1out and Am, for batches with pins.
 

@@ -39,7 +39,7 @@ class State(Struct):
 
 
 class ARC(CompiledPolicy):
-    """Balances recency and frequency by the blocks that it evicted too early.
+    """Balances recency and frequency by its early evictions.
 
     The paper's algorithm with all four cases and bounds, for batches with pins.
 

@@ -26,7 +26,7 @@ class State(Struct):
 
 
 class LFU(CompiledPolicy):
-    """Evicts the block used least often; of several, the least recent.
+    """Evicts the least used block; of several, the least recent.
 
     One list for each number of uses, most recent first; the victim is the last block of the lowest list.
 

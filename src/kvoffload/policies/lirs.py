@@ -57,7 +57,7 @@ class State(Struct):
 
 
 class LIRS(CompiledPolicy):
-    """Keeps blocks used at short intervals; other blocks pass through a queue.
+    """Keeps blocks used at short intervals; others pass through.
 
     The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 

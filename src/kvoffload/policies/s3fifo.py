@@ -53,7 +53,7 @@ class State(Struct):
 
 
 class S3FIFO(CompiledPolicy):
-    """A small FIFO for new blocks, and a main FIFO for blocks used again.
+    """A small FIFO for new blocks, a main FIFO for reused ones.
 
     The paper's algorithm for batches with pins, and with a limit on the search in one call.
 

@@ -28,7 +28,7 @@ class State(Struct):
 
 
 class SLRU(CompiledPolicy):
-    """New blocks are on probation; a second use makes them proven.
+    """New blocks are on probation; a second use proves them.
 
     Two LRU lists: blocks on probation, which provide the victims, and proven blocks.
 

@@ -56,7 +56,7 @@ class State(Struct):
 
 
 class WTinyLFU(CompiledPolicy):
-    """A small LRU window; a block leaves it for the main cache only if more popular than the victim.
+    """An LRU window before a cache that admits popular blocks.
 
     The paper's algorithm with a 1 % window and an 80/20 main cache, for batches with pins.
 

@@ -104,7 +104,7 @@ class State(Struct):
 
 
 class Hazard(CompiledPolicy):
-    """Evicts the block with the lowest chance of a hit, per slot and time.
+    """Evicts the block least likely to be hit, per slot and time.
 
     Refuses a new block whose chance is lower still.
 
