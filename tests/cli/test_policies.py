@@ -46,7 +46,7 @@ def test_marks() -> None:
 
 
 def test_the_table_says_the_same() -> None:
-    done = CliRunner().invoke(command)
+    done = CliRunner().invoke(command, env={"COLUMNS": "120"})
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert len(lines) <= 24, "one screen"

@@ -707,7 +707,7 @@ def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
         (("--load", "fast"), "load: 'fast' is not possible; allowed: a number more than 0"),
         (("--policies", "lru,best"), "best"),
         (("--jobs", "0"), "jobs"),
-        (("--jobs", "1", "--scheduler", "tcp://127.0.0.1:1"), "with a scheduler, the cluster decides"),
+        (("--jobs", "1", "--scheduler", "tcp://127.0.0.1:1"), "the scheduler's cluster sets the number"),
         (("--model", "gpt-x"), "bytes-per-token"),
     ],
 )

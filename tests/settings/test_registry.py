@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import subprocess
@@ -76,7 +77,8 @@ def test_another_process_finds_it_by_the_same_text(file: Path) -> None:
         f"found = POLICIES.find({f'{file}:Mine'!r})\n"
         f"assert pickle.loads(bytes.fromhex({pickled!r})) is found"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 
