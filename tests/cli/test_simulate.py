@@ -16,7 +16,6 @@ ON_MACHINE = ("--bytes-per-token", "128KiB", "--capacity", "16GiB", "--device-bl
 def test_the_table_has_waits_savings_and_sources(chat: str) -> None:
     done = kvoffload("simulate", chat, *ON_MACHINE, "--store", "on-device-eviction", "--tiers", "1TiB")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
     for words in (
         "TTFT, mean",
         "GPU-hours of prompts saved",
@@ -37,7 +36,7 @@ def test_json_is_the_report_of_the_library(chat: str, tmp_path: Path) -> None:
     assert shown["machine"]["name"] == "by hand"
     assert shown["at_once"] == 4
     assert shown["block_bytes"] == 512 * 128 * 1024
-    assert shown["with_offload"]["requests"] == shown["without"]["requests"] > 100
+    assert shown["with_offload"]["requests"] == shown["without"]["requests"] > 50
     done = kvoffload(*arguments, "--output", str(out))
     assert (done.returncode, done.stdout) == (0, "")
     assert json.loads(out.read_bytes()) == shown
@@ -55,7 +54,7 @@ def test_the_title_has_the_load(chat: str) -> None:
         ((*ON_MACHINE, "--machine", "gone.json"), "machine: 'gone.json' is not possible; it cannot be read"),
         ((*ON_MACHINE, "--load", "dense"), "load: 'dense' is not possible"),
         ((*ON_MACHINE, "--load", "2", "--at-once", "3"), "set load or at_once"),
-        ((*ON_MACHINE, "--device-blocks", "10"), "the longest request takes"),
+        ((*ON_MACHINE, "--device-blocks", "10"), "the longest request and its answer take"),
         ((*ON_MACHINE, "--max-running", "0"), "max-running: 0 is not possible"),
     ],
 )
