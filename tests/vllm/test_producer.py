@@ -203,7 +203,7 @@ def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("value", "other"),
     [
         (np.float32(1e4), np.float32(1e6)),
         (np.arange(3000), np.arange(3000)[::-1]),
@@ -211,9 +211,9 @@ def test_a_changed_field_of_the_models_own_configuration_is_another_producer(
     ],
     ids=["number", "array", "partial"],
 )
-def test_values_of_any_type_are_told_apart(rig: Any, other: Any) -> None:
-    assert plain(rig) == plain(copy.copy(rig))
-    assert plain(rig) != plain(other)
+def test_values_of_any_type_are_told_apart(value: Any, other: Any) -> None:
+    assert plain(value) == plain(copy.copy(value))
+    assert plain(value) != plain(other)
 
 
 def test_a_model_of_one_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
