@@ -167,7 +167,7 @@ def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tup
         assert by_name[name]["x"] == [row["price"] for row in feasible]
         assert by_name[name]["y"] == [100 * row["saved"] for row in feasible]
     notes = [text for _, text in page.texts]
-    assert any("What was measured on a part of the sessions led to the others" in note for note in notes)
+    assert any("Points of a part of the sessions guided the search" in note for note in notes)
     assert any(note.endswith("On one of 2 sessions.") for note in notes)
     alone = [row for row in found["sampled"] if row["ram_modules"] and not row["servers"]]
     for one in drawn["over-ram"]["data"]:

@@ -44,7 +44,7 @@ def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: obje
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],
-        "hovertemplate": "%{y:.1f} %<br>%{text}<extra></extra>", **look,
+        "hovertemplate": "%{y:.1f}%<br>%{text}<extra></extra>", **look,
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _over_ram(answer: PlanAnswer) -> Chart:
     data += [
         {"type": "scatter", "mode": "lines+markers", "name": "optimum", "x": list(best),
          "y": list(best.values()), "line": {"dash": "dash"},
-         "hovertemplate": "%{y:.1f} %<extra>optimum</extra>"},
+         "hovertemplate": "%{y:.1f}%<extra>optimum</extra>"},
     ]  # fmt: skip
     if not answer.sampled:
         data += [_flat("ceiling", answer.ceiling, sizes), _flat("the GPUs alone", answer.by_gpus, sizes)]
@@ -124,7 +124,7 @@ def _places(answer: PlanAnswer) -> Chart:
     data: Data = [
         {"type": "bar", "name": name, "x": list(range(1, len(names) + 1)), "customdata": names,
          "y": [100 * getattr(row, field) for row in answer.frontier],
-         "hovertemplate": f"%{{y:.1f}} % by {name}<br>%{{customdata}}<extra></extra>"}
+         "hovertemplate": f"%{{y:.1f}}% by {name}<br>%{{customdata}}<extra></extra>"}
         for name, field in fields
     ]  # fmt: skip
     ticks = {"tickvals": list(range(1, len(names) + 1)), "title": {"text": "purchases, cheapest first"}}
@@ -194,7 +194,7 @@ def _over_time(answer: PlanAnswer) -> Chart:
     data: Data = [
         {"type": "scatter", "mode": "lines", "name": name, "x": numbers,
          "y": [100 * getattr(window, field) for window in answer.over_time],
-         "hovertemplate": f"%{{y:.1f}} %<extra>{name}</extra>"}
+         "hovertemplate": f"%{{y:.1f}}%<extra>{name}</extra>"}
         for name, field in (("recommended", "chosen"), ("the GPUs alone", "by_gpus"))
     ]  # fmt: skip
     axes = {"xaxis": {"title": {"text": "window of the recording"}}, "yaxis": _SAVED}

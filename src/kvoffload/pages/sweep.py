@@ -71,7 +71,7 @@ def _hits(rows: Sequence[Row]) -> Data:
             {"type": "scatter", "mode": "lines+markers", "name": label,
              "x": [row.capacity_blocks for row in line], "y": [100 * row.prefix_hit_ratio for row in line],
              "text": [row.capacity for row in line], **({"error_y": bars} if len(known) == len(line) else {}),
-             "hovertemplate": f"%{{y:.2f}} %<br>{label}, %{{text}}<extra></extra>"}
+             "hovertemplate": f"%{{y:.2f}}%<br>{label}, %{{text}}<extra></extra>"}
         )  # fmt: skip
     for store in dict.fromkeys(row.store for row in rows):
         bounded = [row for row in rows if row.store == store and not row.tier_blocks]
@@ -82,7 +82,7 @@ def _hits(rows: Sequence[Row]) -> Data:
             data.append(
                 {"type": "scatter", "mode": "lines", "name": f"optimum, {store}", "x": sizes,
                  "y": [best[blocks] for blocks in sizes], "line": {"dash": "dash"},
-                 "hovertemplate": "%{y:.2f} %<extra>optimum</extra>"}
+                 "hovertemplate": "%{y:.2f}%<extra>optimum</extra>"}
             )  # fmt: skip
     sizes = [row.capacity_blocks for row in rows]
     limit = 100 * rows[0].infinite_hit_ratio
@@ -106,7 +106,7 @@ def _against(rows: Sequence[Row]) -> Data:
         {"type": "scatter", "mode": "lines+markers", "name": label, "text": [row.capacity for row in line],
          "x": [row.writes_per_ref + row.tier_writes_per_ref for row in line],
          "y": [100 * row.prefix_hit_ratio for row in line],
-         "hovertemplate": f"%{{y:.2f}} %, %{{x:.3f}} writes<br>{label}, %{{text}}<extra></extra>"}
+         "hovertemplate": f"%{{y:.2f}}%, %{{x:.3f}} writes<br>{label}, %{{text}}<extra></extra>"}
         for label, line in _lines(rows).items()
     ]  # fmt: skip
 
