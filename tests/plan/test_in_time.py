@@ -246,7 +246,7 @@ def test_the_machine_tells_how_fast_a_gpu_computes(turns: str) -> None:
     assert answer.chosen.gpus_worth == pytest.approx(475 * 4 / 4990)
     sources = [next(it.source for it in one.assumptions if it.name == "prefill") for one in (answer, given)]
     assert sources == [
-        "the machine's, without attention to what is before",
+        "the machine's, without attention",
         "given; not measured here; waits are the machine's",
     ]
     assert given.in_time == answer.in_time
@@ -346,7 +346,7 @@ def test_what_no_purchase_reaches_is_said_with_the_nearest(
     assert answer.chosen.ttft_p90_s == pytest.approx(nearest)
     said = "No feasible purchase{} that was timed reaches a p90 of time to first token of 1 s."
     assert answer.words[0].startswith(said.format("" if budget is None else " for 1,999 USD"))
-    assert f"The nearest is {nearest:.2f} s, with " in answer.words[0]
+    assert f"The nearest is {duration(nearest)}, with " in answer.words[0]
     assert budget is None or answer.chosen.price <= budget
 
 
@@ -432,7 +432,7 @@ def test_a_wait_is_one_target_and_more_than_nothing() -> None:
     for wrong in (0.0, -1.0, math.inf):
         with pytest.raises(ConfigError, match=r"target-ttft-p90: .* seconds, more than 0"):
             Target(ttft_p90_s=wrong)
-    with pytest.raises(ConfigError, match=r"target-saved: 0\.5 .* one target .* not also target-ttft-p90"):
+    with pytest.raises(ConfigError, match=r"target-saved: 0\.5 .* one target .* leave out target-ttft-p90"):
         Target(saved=0.5, ttft_p90_s=1.0)
 
 

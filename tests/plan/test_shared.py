@@ -404,7 +404,7 @@ def test_servers_stand_in_the_line_for_vllm(twice: str, tmp_path: Path, slots: i
         assert " ".join(sentence.split()) in text
     (line_of_it,) = [one.split() for one in shown.stdout.splitlines() if one.lstrip().startswith("* ")]
     assert line_of_it[:7] == ["*", "10", "MiB", "-", str(slots), f"{100 + 50 * slots}",
-                              f"{100 * found['chosen']['saved']:.1f}"]  # fmt: skip
+                              f"{100 * found['chosen']['saved']:.1f}%"]  # fmt: skip
 
 
 def test_hits_of_the_windows_add_up(twice: str) -> None:

@@ -275,7 +275,7 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
     for words in ("ram (lru, all, 60 blocks)", "disk", "written to disk", "mismatches caught by disk"):
         assert words in done.stdout, words
     slab = tmp_path / "slab"
-    assert f"{slab} takes up to 1.6 MiB and stays; to be rid of it: kvoffload disk rm {slab}" in done.stderr
+    assert f"{slab} takes up to 1.562 MiB and stays; delete it with: kvoffload disk rm {slab}" in done.stderr
     done = kvoffload(*arguments, "--tiers", f"disk:{slab}:400+simulated:5", "--format", "json", "--no-data")
     assert "a replay without data has no bytes to store" in done.stderr
     done = kvoffload(*arguments, "--tier", f"disk:{tmp_path / 'slab'}:400", "--format", "json")

@@ -336,10 +336,10 @@ def test_denser_sessions_wait_longer(chat: Trace) -> None:
 
 def test_what_cannot_be_is_one_clear_error() -> None:
     trace = trace_of((0, "abcdef", 20))
-    with pytest.raises(ConfigError, match=r"device-blocks: 7 is not possible.*takes 8 blocks"):
+    with pytest.raises(ConfigError, match=r"device-blocks: 7 is not possible.*take 8 blocks"):
         run_in_time(trace, timing(), 7)
     run_in_time(trace, timing(), 8)
-    with pytest.raises(ConfigError, match="by themselves"):
+    with pytest.raises(ConfigError, match="leave both out"):
         replay_in_time(trace, config(8, 8, queue_requests=3), timing())
     with pytest.raises(ConfigError, match="config has"):
         run_in_time(trace, timing(), 8, config(8, 9))

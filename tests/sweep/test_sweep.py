@@ -801,7 +801,7 @@ def test_lines_are_half_a_minute_apart() -> None:
 def test_lines_tell_of_references_not_of_rows() -> None:
     done_at = [(0, 0), (60, 20), (100, 500), (9000, 1000)]
     uneven = [(seconds, Progress(rows, 3, refs, 1000)) for rows, (seconds, refs) in enumerate(done_at)]
-    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 104 s left"]
+    assert said(uneven) == ["kvoffload: 2 of 3 rows, 50%, about 100 s left"]
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -833,7 +833,7 @@ def test_better_than_the_optimum_is_an_error(
     assert done.returncode == 1
     assert len(errors) == 2
     assert errors[0].startswith(
-        "kvoffload: better than the best there can be: small-chat: arc, all, on-compute, capacity 5%: "
+        "kvoffload: better than the optimum: small-chat: arc, all, on-compute, capacity 5%: "
         "prefix-hit ratio 0.97, but an optimal policy reaches 0."
     )
     assert "a cache without limit" in errors[1]
