@@ -566,7 +566,7 @@ def test_a_way_without_tls_is_said(endpoint: str, is_said: bool, caplog: pytest.
 
 
 def test_it_does_not_stand_beside_others(client: Client) -> None:
-    with pytest.raises(ConfigError, match="groups of 4"):
+    with pytest.raises(ConfigError, match="tiers that no other machine shares"):
         StripedTier([client.tier])
 
 

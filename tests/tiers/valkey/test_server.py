@@ -186,6 +186,7 @@ def test_a_child_has_no_part_in_it(client: Client) -> None:
     assert client.read(1) == [1], "the parent's connections are as they were"
 
 
+@pytest.mark.parametrize("block_bytes", [64 << 10, 512 << 10, 9 << 18])
 def test_a_server_needs_no_more_memory_than_blocks_have(
     tmp_path: Path, make: Callable[..., Client], block_bytes: int
 ) -> None:
@@ -726,7 +727,7 @@ def test_a_server_that_evicts_what_it_likes(
 def test_a_node_of_a_cluster_is_refused_at_the_start(tmp_path: Path, make: Callable[..., Client]) -> None:
     with (
         running(tmp_path, "--cluster-enabled", "yes") as server,
-        pytest.raises(ConfigError, match=r"take valkey\+cluster://.*CLUSTERDOWN"),
+        pytest.raises(ConfigError, match=r"use valkey\+cluster://.*CLUSTERDOWN"),
     ):
         make(server)
 
