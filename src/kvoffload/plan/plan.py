@@ -250,7 +250,7 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """Whether servers are searched; not with a limit for waits, because their waits are unknown."""
+        """Return True if the search includes shared servers; a limit for waits excludes them: their waits are unknown."""
         return self.fleet.may_share and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:

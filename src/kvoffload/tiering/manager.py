@@ -374,7 +374,7 @@ class TieredManager:
         return events
 
     def is_shared(self, number: int) -> bool:
-        """Return True if machines share the tier of this number, from 1."""
+        """Return True if several machines share tier `number`: 0 is RAM, which is never shared."""
         return number > 0 and self.lanes[number - 1].tier.shared
 
     @property

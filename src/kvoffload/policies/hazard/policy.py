@@ -549,7 +549,7 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 @inline
 def _insert_in_shadow(own: State, new: Entering) -> None:
-    """Add the blocks that the device drops to the simulated LRU; the first of a batch is the most recent."""
+    """Add to the simulated LRU the blocks that the device evicts, the first of a batch as the most recent."""
     history = own.history
     for row in range(new.count - 1, -1, -1):
         place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))

@@ -131,7 +131,7 @@ class Placement:
         self._place[slots], self._reserve = queue[: len(slots)], queue[len(slots) :]
 
     def set_gate(self, places: SlabSlots, gate: int) -> None:
-        """Set the gate of emptied places."""
+        """Record how many removals must be durable before these emptied places may be written again."""
         self._gate[places] = gate
 
     def gate(self, slots: SlotArray) -> int:

@@ -202,7 +202,9 @@ class Slab:
         return self._files.monotonic_s() >= self._may_grow_at_s
 
     def reserve_all(self) -> None:
-        """Extend the file to the space that the directory has; other slabs shrink until it fits on the disk.
+        """Extend the file to its full length or, if less, to its share of the directory.
+
+        While the disk is too full, other slabs of the directory shrink.
 
         Raises `OSError`.
         """

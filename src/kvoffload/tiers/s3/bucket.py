@@ -123,13 +123,13 @@ class Span(NamedTuple):
 
 
 class Bucket:
-    """A client of one bucket for one thread. As `Connection` of `ConnectionThread`.
+    """A client of one bucket, for one thread: a `Connection` of `ConnectionThread`.
 
     Requests are coroutines, and `run` performs them. They raise `BucketError` for an error response, and
     `OSError` for a response that is missing or violates the protocol. No error message contains a secret, the
     address of an object, or server text except an error code. The caller, not the server, bounds memory: an
-    object of another size is rejected by its headers, a longer response is cut, and 16 KiB of an error are
-    read. Redirections are not followed.
+    object of another size is rejected by its headers, a longer response is cut, and an
+    error body is read up to 16 KiB. Redirections are not followed.
 
     Args:
         signer: signs requests; shared by clients.

@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """Return an object of class `ours` with the state of `made`, an object of the base class.
+    """Return an object of class `ours` with the attributes of `made`, an instance of its base class.
 
-    vLLM's connector has no option for the class of its sides.
+    vLLM's connector creates its scheduler side and its worker side itself, without an option for their classes.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
