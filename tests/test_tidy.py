@@ -169,7 +169,8 @@ def test_only_tiers_that_machines_share_know_the_network() -> None:
     }
     inside = {(room, medium) for room, medium in importing if room.startswith("tiers")}
     assert {room for room, medium in inside if medium == "disk"} == {"tiers/disk", "tiers/kinds"}
-    assert ("tiers/disk", "shared") not in inside
+    assert not {("tiers/disk", "shared"), ("tiers/s3", "valkey"), ("tiers/valkey", "s3")} & inside
+    assert not {("tiers/shared", "valkey"), ("tiers/shared", "s3")} & inside
 
 
 def test_only_integrations_know_engines() -> None:
@@ -199,6 +200,22 @@ def test_functions_are_read_at_once() -> None:
             if count > limit:
                 wrong.append(f"{name} has {count} parameters")
     assert not wrong, "\n".join(wrong)
+
+
+FIRST_WORDS = {"What", "Whether", "Who", "Whose", "Where", "How", "Of", "As", "To", "Which", "That", "Why"}
+"""Words that a docstring does not begin with: it begins with a noun or a verb (CONTRIBUTING.md)."""
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds) and (docstring := ast.get_docstring(node))
+        if docstring.split()[0].strip(",.:;") in FIRST_WORDS
+    ]
+    assert not wrong
 
 
 def test_no_unfinished_work() -> None:

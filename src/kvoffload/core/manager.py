@@ -481,7 +481,7 @@ class OffloadingManager:
         self._report_uses(ctx, num_used)
 
     def _report_uses(self, ctx: RequestContext, num_used: int) -> None:
-        """Report references and uses to policies and admission rules in Python; kernels report to compiled ones."""
+        """Report references and uses to a policy and a rule in Python; kernels report to compiled ones."""
         if not self.store_mode.is_compiled:
             self.store_mode.observe(ctx)
         if num_used:

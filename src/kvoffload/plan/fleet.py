@@ -76,7 +76,7 @@ class Fleet:
 
     @property
     def may_share(self) -> bool:
-        """Whether several replicas can share servers, and servers are for sale."""
+        """True if several replicas can share servers, and servers are for sale."""
         return self.replicas > 1 and self.prices.server.slots > 0
 
     @property

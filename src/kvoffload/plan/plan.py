@@ -115,7 +115,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_servers(self) -> bool:
-        """Whether rows with servers were measured."""
+        """True if rows with servers were measured."""
         return any(row.servers for row in self.rows)
 
     def to_json(self) -> bytes:
@@ -250,7 +250,7 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """Return True if the search includes shared servers; a limit for waits excludes them: their waits are unknown."""
+        """Return True if the search includes shared servers: not with a limit for waits."""
         return self.fleet.may_share and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:

@@ -63,7 +63,7 @@ class Target:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is a target besides a budget."""
+        """True if there is a target besides a budget."""
         return (self.saved, self.of_ceiling, self.gpu_hours_a_day, self.ttft_p90_s) != (None,) * 4
 
     def needed(self, evidence: Evidence, fleet: Fleet) -> float | None:

@@ -43,8 +43,8 @@ class State(Struct):
         gone_used_at: time of the last use of each ghost.
         clock: the current time.
         max_lir: largest number of LIR blocks.
-        new_lir: number of blocks of the current batch that become LIR. They enter the lists after the last victim
-            of the batch was chosen; until then their slots are marked (`push_marked`).
+        new_lir: number of blocks of the current batch that become LIR. They enter the lists after the last
+            victim of the batch was chosen; until then their slots are marked (`push_marked`).
     """
 
     lists: Lists

@@ -133,7 +133,7 @@ _HOW_TO_KNOW = {
     **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
-"""How to obtain each quantity, for error messages."""
+"""Quantity -> instructions to obtain it, for error messages."""
 
 QUANTITIES = tuple(_HOW_TO_KNOW)
 """Names of all quantities of a machine."""

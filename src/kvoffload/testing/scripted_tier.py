@@ -229,7 +229,7 @@ class ScriptedSharedTier(ScriptedTier, SharedTier):
         super().clear()
 
     def end(self, job: ScriptedJob) -> None:
-        """As `ScriptedTier.end`; a probe that fails reports the block as absent."""
+        """End a job like `ScriptedTier.end`; a probe that fails reports the block as absent."""
         if job.pool is None:
             self.jobs.remove(job)
             ok = np.array([key in self.blocks and key not in job.fail for key in job.keys], np.bool_)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
 _HEAD_BYTES = 32 << 10
-"""Of a response, at most: the status line and all headers. Amazon sends less than 1 KiB."""
+"""Largest status line and headers of a response, together. Amazon sends less than 1 KiB."""
 _SCRATCH_BYTES = 64 << 10
 _FRAMING_BYTES, _DATA_A_FRAMING_BYTE = 8 << 10, 16
 """Bound of what is not data in a chunked body: 8 KiB, and a byte for each 16 bytes of data. A chunk takes

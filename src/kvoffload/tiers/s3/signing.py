@@ -20,7 +20,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.s3.host import Host
 
 _VALID = timedelta(minutes=15)
-"""As long as Amazon accepts any signature: clocks may differ by that."""
+"""Lifetime of a signature; Amazon accepts clocks that differ by as much."""
 
 Keys = dict[str, str]
 

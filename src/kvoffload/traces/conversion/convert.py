@@ -71,8 +71,8 @@ def convert(
     tokenizer.
 
     Raises:
-        ConfigError: the options contradict each other, or the name of the output lacks the assumption that the
-            source needs (`trace.continued-within-600s.jsonl`).
+        ConfigError: the options contradict each other, or the name of the output lacks the assumption
+            that the source needs (`trace.continued-within-600s.jsonl`).
         TraceError: the recording is unusable.
     """
     path = Path(place)

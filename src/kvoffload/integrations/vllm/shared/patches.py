@@ -23,7 +23,7 @@ T = TypeVar("T")
 def take_over(ours: type[T], made: object) -> T:
     """Return an object of class `ours` with the attributes of `made`, an instance of its base class.
 
-    vLLM's connector creates its scheduler side and its worker side itself, without an option for their classes.
+    vLLM's connector creates its scheduler side and worker side without an option for their classes.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
