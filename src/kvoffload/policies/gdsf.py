@@ -145,7 +145,7 @@ def _take_least(own: State, cache: Cache) -> int:
 
 @inline
 def _name_victims(own: State, new: Entering, cache: Cache, path: Path) -> int:
-    """Evict the evictable blocks with the smallest H, raise L to the largest of them; return assigned slots."""
+    """Evict the blocks with the smallest H and raise L to the largest of these; return assigned slots."""
     heap, slots, named = own.heap, new.slots, new.num_given
     while named < new.count and heap.size > 0:
         stop = min(new.count, named + heap.size)
