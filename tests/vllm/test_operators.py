@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload import base
 
-from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
@@ -118,7 +117,7 @@ def test_where_a_hit_came_from(tmp_path: Path) -> None:
     assert rig.lookup(in_ram, [key(1), key(2)]) == 2
     assert CacheHitSource(rig.manager.get_load_source(key(1), in_ram)) is CacheHitSource.HOST
     rig.manager.on_request_finished(in_ram)
-    OffloadingManager.reset(rig.manager.core)
+    rig.manager.core.ram_manager.reset()
     from_tier = rig.request("from tier", [key(1), key(2)])
     assert come_up(rig, from_tier) == 2
     assert CacheHitSource(rig.manager.get_load_source(key(1), from_tier)) is CacheHitSource.DISK
@@ -127,7 +126,7 @@ def test_where_a_hit_came_from(tmp_path: Path) -> None:
 @needs(*FILTERS)
 def test_requests_that_leave_out_storage(tmp_path: Path) -> None:
     rig = with_a_tier(tmp_path)
-    OffloadingManager.reset(rig.manager.core)
+    rig.manager.core.ram_manager.reset()
     refuses = rig.request("refuses", [key(1), key(2)])
     refuses.load_tier_filter = base.TierFilter(matchers=(base.TierMatcher(medium=base.Medium.CPU),))
     assert rig.lookup(refuses, [key(1), key(2)]) == 0
