@@ -17,7 +17,7 @@ import pytest
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
-from kvoffload.tiers.shared.identity import Naming
+from kvoffload.tiers.shared.identity import Epoch
 from support import s3_server, valkey_server
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -109,10 +109,10 @@ def test_a_reader_of_a_server_that_does_not_verify_is_caught(
     play_shared: Callable[..., list[dict[str, Any]]], product: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    def blind(self: Naming, keys: Keys, *arguments: Any) -> Any:
+    def blind(self: Epoch, keys: Keys, *arguments: Any) -> Any:
         return np.ones(len(keys), np.bool_)
 
-    monkeypatch.setattr(Naming, "sound", blind)
+    monkeypatch.setattr(Epoch, "sound", blind)
     rows = play_shared(product, "two blocks swapped", tmp_path)
     assert [row["wrong"] for row in rows] == [row["damaged"] for row in rows]
 

@@ -118,6 +118,7 @@ def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert asked("ping", f"{server.url}/team-a", code=1)[0]["refused"][0].startswith("DEL: NOPERM")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_is_one_line(
     tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ def test_a_look_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> N
     assert 1000 < report["producers"][0]["older"] < 4000
 
 
+@pytest.mark.slow
 def test_a_cluster_node_by_node(cluster: Cluster) -> None:
     reports = asked("ping", f"{cluster.url}/ns?ttl=1h")
     assert {report["address"] for report in reports} == {f"127.0.0.1:{one.port}" for one in cluster.masters}

@@ -59,6 +59,7 @@ def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     assert str(error).endswith("is not possible; a writable file (No such file or directory)")
 
 
+@pytest.mark.slow
 def test_info_as_json() -> None:
     result = invoke("info", "chat", "--format", "json")
     assert result.exit_code == 0, result.output

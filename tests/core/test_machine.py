@@ -111,11 +111,13 @@ def test_a_policy_behind_a_gate(policy: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.slow
 def test_a_victim_tier(policy: Any) -> None:
     lives(policy, store=ON_DEVICE_EVICTION, key_bytes=8, share=0.5)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.slow
 def test_lru_and_arc_for_longer(policy: str) -> None:
     lives(policy, GATES[20], capacity_blocks=3, key_bytes=20)
     lives(policy, store=ON_DEVICE_EVICTION, admission=GATES[20], key_bytes=20)
@@ -123,6 +125,7 @@ def test_lru_and_arc_for_longer(policy: str) -> None:
 
 
 @pytest.mark.parametrize("admission", ["reuse:2", "tinylfu"])
+@pytest.mark.slow
 def test_a_rule_by_name(admission: str) -> None:
     lives("lru", admission, share=0.03)  # An audit of `reuse:2` reads its 64,000 places.
     lives("lru", admission, store=ON_DEVICE_EVICTION, share=0.03)

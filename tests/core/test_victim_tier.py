@@ -768,6 +768,7 @@ GOLDEN = {
     ("name", "device_blocks", "capacity"),
     [pytest.param(*case, marks=pytest.mark.slow if case[1] == 4_000 else ()) for case in GOLDEN],
 )
+@pytest.mark.slow
 def test_golden_number_of_two_lrus(
     recorded_trace_path: Callable[[str], Path], name: str, device_blocks: int, capacity: int
 ) -> None:

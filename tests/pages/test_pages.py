@@ -102,6 +102,7 @@ def charts(page: Page) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", ["plan", "sweep"])
+@pytest.mark.slow
 def test_a_page_has_the_numbers_of_the_json(kind: str, request: pytest.FixtureRequest) -> None:
     path, printed = request.getfixturevalue(kind)
     page = Page(path)
@@ -268,6 +269,7 @@ def opened(browser: Any, path: Path, width: int, scheme: str) -> tuple[Any, list
     ("kind", "width", "scheme"),
     [("plan", PHONE, "dark"), ("plan", DESK, "light"), ("sampled", PHONE, "light"), ("sweep", DESK, "dark")],
 )
+@pytest.mark.slow
 def test_a_browser_draws_all_charts(
     kind: str, width: int, scheme: str, browser: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -305,6 +307,7 @@ def test_a_point_says_what_it_is(browser: Any, plan: tuple[Path, str]) -> None:
     view.close()
 
 
+@pytest.mark.slow
 def test_charts_can_be_saved(browser: Any, plan: tuple[Path, str], tmp_path: Path) -> None:
     view, complaints = opened(browser, plan[0], DESK, "light")
     for kind, begins in (("png", b"\x89PNG"), ("svg", b"<svg")):

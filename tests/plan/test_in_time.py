@@ -130,6 +130,7 @@ def test_nothing_bought_is_the_gpus_alone(turns: str) -> None:
 # ---- tiers
 
 
+@pytest.mark.slow
 def test_ssds_are_as_fast_as_the_slower_of_machine_and_price_list(turns: str) -> None:
     slow = drives(read_per_s="3MiB", write_per_s="8MiB")
     found = timed(turns, for_sale=prices(ssd=slow)).in_time
@@ -144,6 +145,7 @@ def test_ssds_are_as_fast_as_the_slower_of_machine_and_price_list(turns: str) ->
     assert found.ssd_break_even_tokens == pytest.approx(0.1 * A_BLOCK / (1 - 1 / 4 - 1 / 3))
 
 
+@pytest.mark.slow
 def test_an_engine_has_its_part_of_the_drives(turns: str) -> None:
     of = {"gpus": 4, "replicas": 4, "for_sale": prices(ssd=drives()), "target": {"saved": 0.1}}
     found = timed(turns, **of).in_time
@@ -154,6 +156,7 @@ def test_an_engine_has_its_part_of_the_drives(turns: str) -> None:
     assert "times 0.25, the drives of an engine" in read.source
 
 
+@pytest.mark.slow
 def test_a_tier_that_does_not_keep_up_is_said(turns: str, tmp_path: Path) -> None:
     for_sale = prices(Ram(module="5MiB", price=100, slots=4), drives())
     answer = timed(turns, for_sale=for_sale)
@@ -213,6 +216,7 @@ def test_more_traffic_than_recorded_comes_more_densely_to_whole_caches(turns: st
     assert "sessions in time" in [one.name for one in answer.assumptions]
 
 
+@pytest.mark.slow
 def test_ssds_are_replayed_as_they_are_bought(turns: str) -> None:
     for_sale = prices(Ram(module="5MiB", price=100, slots=4), drives())
     answer = timed(turns, for_sale=for_sale)
@@ -364,6 +368,7 @@ def test_ssds_that_save_as_much_and_are_slow_are_not_bought(
 
 
 @pytest.mark.parametrize("one_in", [2, 5])
+@pytest.mark.slow
 def test_a_wait_that_was_searched_on_a_sample_is_one_of_all(turns: str, one_in: int) -> None:
     """Fewer sessions have enough in less RAM (whole caches): on all of them that does not reach it."""
     source, of = TraceSource(turns, None, False), fleet(machine=by_hand())
@@ -436,6 +441,7 @@ def test_a_wait_is_one_target_and_more_than_nothing() -> None:
         Target(saved=0.5, ttft_p90_s=1.0)
 
 
+@pytest.mark.slow
 def test_what_was_timed_is_kept(turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[ReplayConfig | None] = []
 
@@ -481,6 +487,7 @@ def command(trace: str, tmp_path: Path, on: Machine, *more: str) -> tuple[str, .
             *more)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_command_says_how_long_users_wait(turns: str, tmp_path: Path) -> None:
     # So slow a disk that production would warn of it.
     on = by_hand(disk_write_bytes_per_s=1000.0)
@@ -500,6 +507,7 @@ def test_the_command_says_how_long_users_wait(turns: str, tmp_path: Path) -> Non
     assert "The SSDs do not keep up" in text
 
 
+@pytest.mark.slow
 def test_the_command_takes_a_wait(turns: str, tmp_path: Path) -> None:
     kept = ("--quiet", "--output", str(tmp_path / "rows.csv"))
     arguments = command(turns, tmp_path, by_hand(), "--target-ttft-p90", "3900ms", *kept)
@@ -531,6 +539,7 @@ def test_machines_that_are_none_are_one_line(turns: str, tmp_path: Path, machine
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_class_is_taken_times_the_gpus_of_an_engine(turns: str, tmp_path: Path) -> None:
     arguments = command(turns, tmp_path, by_hand(), "--machine", "l4:70B", "--quiet", "--format", "json")
     done = kvoffload(*arguments, "--gpus", "4", "--replicas", "2")

@@ -56,6 +56,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> str:
 # ---- the right purchase
 
 
+@pytest.mark.slow
 def test_the_smallest_purchase_that_reaches_a_target_is_found_between_coarse_steps(loop: str) -> None:
     trace = load_trace(loop)
     reaching = [

@@ -63,6 +63,7 @@ for _name in POLICIES.names():
     globals()[f"Test_{_name}"] = type(f"Test_{_name}", (BuiltIn,), {"policy": _policy})
 
 
+@pytest.mark.slow
 def test_every_built_in_policy_decides_the_same_elsewhere() -> None:
     check_elsewhere(POLICIES.names())
 
@@ -312,6 +313,7 @@ def _without_shrinking() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_without_shrinking")
 @pytest.mark.parametrize(("fault", "check", "message"), FAULTS, ids=[f[0].__name__ for f in FAULTS])
+@pytest.mark.slow
 def test_a_planted_fault_is_detected(fault: type[Any], check: str, message: str) -> None:
     twin = NaiveARC if issubclass(fault, NaiveARC) else NaiveLRU
     # As many as it takes: it ends with the first that fails.

@@ -94,6 +94,7 @@ def test_a_session_stays_and_sessions_are_dealt_out(trace: Trace) -> None:
     assert set(route(trace, 4, RANDOM).tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     arguments = (
         "sweep",

@@ -283,6 +283,7 @@ def _next_uses_of_the_tier(refs, offsets, served):  # type: ignore[no-untyped-de
     return found
 
 
+@pytest.mark.slow
 def test_the_golden_rule_is_no_bound() -> None:
     """It holds 3 through the use that the device serves, and so has no room for 0; 3 is offered again."""
     requests = [[3], [0], [2], [3], [2], [3], [4], [2], [0]]

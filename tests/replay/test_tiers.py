@@ -55,6 +55,7 @@ def simulated(*blocks: int) -> tuple[TierOptions, ...]:
 
 @pytest.mark.parametrize("device_blocks", [0, 300])
 @pytest.mark.parametrize("name", ["chat", "rag"])
+@pytest.mark.slow
 def test_ram_and_a_tier_of_lru_hit_what_one_lru_of_the_tiers_size_hits(name: str, device_blocks: int) -> None:
     """The tier holds all that RAM holds, and both see every use: exact, where requests fit into RAM."""
     trace = load_trace(name)

@@ -68,6 +68,7 @@ def run_read_only(package: Path, code: str, **environment: str) -> subprocess.Co
 
 
 @pytest.mark.parametrize("home", [pytest.param("nowhere", marks=pytest.mark.slow), "home"])
+@pytest.mark.slow
 def test_kernels_of_a_read_only_package_are_used(tmp_path: Path, package: Path, home: str) -> None:
     environment = {"HOME": str(tmp_path / "home") if home == "home" else "/proc/none"}
     done = run_read_only(package, REPLAY, **environment)

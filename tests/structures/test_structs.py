@@ -321,6 +321,7 @@ MAKERS = {
         for name in MAKERS
     ],
 )
+@pytest.mark.slow
 def test_nothing_is_left_to_be_compiled_inside_a_request(module: str) -> None:
     code = (
         f"import numpy; from {module} import *; {MAKERS[module]}; "

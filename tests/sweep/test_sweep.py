@@ -80,6 +80,7 @@ def rows_by_place(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
 # ---- what is in the rows
 
 
+@pytest.mark.slow
 def test_rows_say_what_replays_say(chat: str) -> None:
     rows = Sweep([chat], SMALL, jobs=1).run().rows
     trace = load_trace(chat)
@@ -341,6 +342,7 @@ def test_a_damaged_journal_costs_only_what_is_damaged(
     assert result.rows == whole
 
 
+@pytest.mark.slow
 def test_what_determines_a_row_is_what_it_is_known_by(
     chat: str, tmp_path: Path, replays: list[Task], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -537,6 +539,7 @@ def wait_for_the_end(processes: list[int]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
+@pytest.mark.slow
 def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
     held.process.kill()
     held.process.wait()
@@ -553,6 +556,7 @@ def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done(held: Held) -> None:
     os.killpg(held.process.pid, signal.SIGINT)  # As a terminal does: to every process.
     _, errors = held.process.communicate(timeout=HANGS_S)
@@ -565,6 +569,7 @@ def test_ctrl_c_keeps_what_is_done(held: Held) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_sweep(
     chat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

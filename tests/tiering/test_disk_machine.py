@@ -298,6 +298,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.slow
 def test_any_number_of_steps() -> None:
     steps = int(os.environ.get("KVOFFLOAD_STEPS") or SHORT_STEPS)
     seed = int(os.environ.get("KVOFFLOAD_SEED") or random.SystemRandom().randrange(10**9))

@@ -92,6 +92,7 @@ ABORTING = [
 
 
 @pytest.mark.parametrize("attack", sampled(ABORTING, 6))
+@pytest.mark.slow
 def test_a_length_that_is_a_lie_neither_ends_the_process_nor_takes_memory(attack: str) -> None:
     """In a process of its own: obstore aborted it, in answers that it collected and in errors."""
     total, _ = soak(seed=1, rounds=1, names=[attack])

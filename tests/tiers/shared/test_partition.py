@@ -123,6 +123,7 @@ def closes(client: Client, island: Island) -> None:
     assert client.tier.stats().circuit_open == 0
 
 
+@pytest.mark.slow
 def test_a_partition_while_reading(island: Island, make: Callable[..., Client]) -> None:
     writer, client = make(), make(timeout=TIMEOUT_S, probe_timeout=PROBE_S)
     writer.write(*NUMBERS)

@@ -281,6 +281,7 @@ def write_on(client: Client, over: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_a_master_that_is_gone_costs_its_own_blocks_until_its_replica_takes_over(
     tmp_path: Path, make: Callable[..., Client], number: signal.Signals
 ) -> None:
@@ -380,6 +381,7 @@ def test_load_goes_on_while_masters_come_and_go(tmp_path: Path, make: Callable[.
         cluster.wait(lambda: len({*lines()} - before) == 2 * 10)
 
 
+@pytest.mark.slow
 def test_a_whole_cluster_that_is_gone_costs_nothing_and_is_found_again(
     tmp_path: Path, make: Callable[..., Client]
 ) -> None:
@@ -435,6 +437,7 @@ def migrate(cluster: Cluster, slot: int, source: Server, to: Server, names: list
 
 
 @pytest.mark.parametrize("epoch_goes", ["first", "last"])
+@pytest.mark.slow
 def test_a_slot_on_its_way_costs_its_own_blocks_and_arrives(
     tmp_path: Path, make: Callable[..., Client], epoch_goes: str
 ) -> None:
@@ -588,11 +591,13 @@ def test_blocks_come_back_over_tls(tmp_path: Path, make: Callable[..., Client]) 
 # ---- what is refused
 
 
+@pytest.mark.slow
 def test_what_is_no_cluster_is_refused(tmp_path: Path, make: Callable[..., Client]) -> None:
     with running(tmp_path) as server, pytest.raises(ConfigError, match="cluster support disabled"):
         make(SimpleNamespace(url=f"valkey+cluster://127.0.0.1:{server.port}"))
 
 
+@pytest.mark.slow
 def test_nobody_there_costs_a_command_its_start() -> None:
     begun = time.monotonic()
     with pytest.raises(UnavailableError, match="cannot be used now"):

@@ -158,6 +158,7 @@ def test_a_master_that_clients_do_not_reach(
     assert read_in_time(client) == NUMBERS
 
 
+@pytest.mark.slow
 def test_a_master_that_its_cluster_does_not_reach(
     islands: Archipelago, cluster: Cluster, make: Callable[..., Client]
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_master_that_its_cluster_does_not_reach(
         assert time.monotonic() < until
 
 
+@pytest.mark.slow
 def test_a_cluster_that_nobody_reaches(islands: Archipelago, make: Callable[..., Client]) -> None:
     writer, client = make(), make(timeout=TIMEOUT_S, probe_timeout=PROBE_S)
     writer.write(*NUMBERS)

@@ -201,6 +201,7 @@ def test_a_replay_with_a_server_is_one_with_a_tier_that_holds_all(server: Server
 @pytest.mark.parametrize(
     "faults", sampled([{"flip_at": 300_001}, {"cut_after": 400_000}, {"delay_s": 0.001}], 3)
 )
+@pytest.mark.slow
 def test_a_replay_through_a_bad_network_serves_nothing_wrong(
     server: Server, small_chat: Trace, faults: dict[str, Any]
 ) -> None:
