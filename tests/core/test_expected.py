@@ -290,12 +290,11 @@ def test_waiting_requests_are_served_and_tiers_are_credited(agents: Any) -> None
 @given(st.integers(-3, 3) | st.sampled_from([1 << 17, 1.5, "many"]))
 def test_an_invalid_length_is_one_clear_error(length: Any) -> None:
     trace = generate(builtin("chat", sessions=3))
-    config = ReplayConfig(10, queue_requests=length)
     if isinstance(length, int) and 0 <= length <= 3:
-        Replay(trace, config).run()
+        Replay(trace, ReplayConfig(10, queue_requests=length)).run()
     else:
         with pytest.raises(ConfigError, match=r"queue: .* allowed: a whole number from 0 to 65536"):
-            Replay(trace, config)
+            Replay(trace, ReplayConfig(10, queue_requests=length))
 
 
 def test_the_command_says_what_is_assumed() -> None:
