@@ -57,7 +57,7 @@ class Space:
         setups: setups of RAM alone.
         tiers: axes of the tiers behind RAM; a purchase uses one of them at most.
         allowed: predicate for the purchases to consider.
-        edge: additional purchases, the largest within the budget.
+        edge: for each number of drives or servers, the most RAM within the budget; tried besides the steps.
     """
 
     modules: Sequence[int]

@@ -53,7 +53,7 @@ class DecisionLog:
         self._lines = _Lines(buffer=np.empty(_BUFFER_BYTES, np.uint8))
 
     def numbers(self, request: int, kind: str, first: int, second: int = -1) -> None:
-        """Append a line that ends in one or two numbers, 0 or more."""
+        """Append a line that ends in one or two numbers, neither negative."""
         while _numbers(self._lines.memory, request, kind.encode(), first, second) == _FULL:
             self._make_room(_SHORT_LINE_BYTES)
         if self._file is not None:

@@ -59,7 +59,7 @@ class Receiver(Protocol):
 
 
 class NoReceiver:
-    """A receiver without room."""
+    """Receiver of a response that must have no body: it accepts no bytes."""
 
     def room(self) -> memoryview:
         return memoryview(b"")

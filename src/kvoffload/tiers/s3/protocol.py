@@ -103,7 +103,7 @@ class S3:
     Attributes:
         ledger: counts the requests of all connections.
         group_blocks: blocks in an object.
-        window_bytes: blocks of an object that are verified at a time, in bytes.
+        window_bytes: number of bytes that are received and verified, or sent, at a time.
         most_at_once: requests over one connection at a time.
     """
 

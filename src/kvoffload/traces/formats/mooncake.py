@@ -244,7 +244,7 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def in_ms(self) -> _Int64s:
-        """Return all times in ms; all times are seconds if one has a fraction."""
+        """Return all times in ms. The file's times are seconds if any of them has a fraction, else ms."""
         times = np.array(self.timestamps, np.float64)
         return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
