@@ -73,7 +73,7 @@ def test_what_the_gpu_drops_comes_back(victim: Any, on_llama: Expected) -> None:
     stats = victim.manager.core.stats()
     assert stats.loaded > 40
     assert victim.manager.num_lost <= 20, "when a prefix comes back for the first time"
-    assert victim.connector.connector_scheduler.window > 4
+    assert victim.connector.connector_scheduler.window.size > 4
     audit(victim.manager.core)
 
 
@@ -129,7 +129,7 @@ def test_few_free_blocks_fall_back_to_storing_at_once(
     for _ in range(3):
         assert engine.tokens(on_llama.prompts[:NINE]) == on_llama.answers[:NINE]
     engine.drain()
-    assert engine.connector.connector_scheduler.window == 12
+    assert engine.connector.connector_scheduler.window.size == 12
     stats = engine.manager.core.stats()
     assert stats.loaded > 0
     audit(engine.manager.core)
