@@ -170,14 +170,14 @@ def test_invalid_specifications_are_rejected(spec: str) -> None:
 
 
 def test_impossible_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match="store_threshold: 1 is not possible"):
+    with pytest.raises(ConfigError, match="store_threshold: 1 is invalid"):
         ReuseAdmission(8, 1)
-    with pytest.raises(ConfigError, match="max_tracker_size: 0 is not possible"):
+    with pytest.raises(ConfigError, match="max_tracker_size: 0 is invalid"):
         ReuseAdmission(8, 2, 0)
 
 
 def test_a_rule_for_keys_of_another_length_is_refused() -> None:
-    with pytest.raises(ConfigError, match="admission: 32 is not possible; its keys must have 1 bytes"):
+    with pytest.raises(ConfigError, match="admission: 32 is invalid; its keys must have 1 bytes"):
         gated(ReuseAdmission(32, 2))
 
 

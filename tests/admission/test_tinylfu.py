@@ -104,7 +104,7 @@ def test_invalid_specifications_are_rejected(spec: str) -> None:
 
 
 def test_impossible_values_are_refused() -> None:
-    with pytest.raises(ConfigError, match="capacity_blocks: 0 is not possible"):
+    with pytest.raises(ConfigError, match="capacity_blocks: 0 is invalid"):
         TinyLFUAdmission(0)
 
 

@@ -81,51 +81,51 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
     ("arguments", "message"),
     [
         (["/no/such/file"],
-         "trace: '/no/such/file' is not possible; there is no such file; allowed: a file, - "
+         "trace: '/no/such/file' is invalid; there is no such file; allowed: a file, - "
                            "(standard input), or one of: agent, chat, rag"),
-        (["--policy", "lruu"], f"policy: 'lruu' is not possible; allowed: {', '.join(POLICIES.names())}, "
+        (["--policy", "lruu"], f"policy: 'lruu' is invalid; allowed: {', '.join(POLICIES.names())}, "
                                 "module:Class, or path/to/file.py:Class (did you mean lru?)"),
-        (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is not possible; it cannot be imported: "
+        (["--policy", "nomodule:LRU"], "policy: 'nomodule:LRU' is invalid; it cannot be imported: "
                                        "No module named 'nomodule'"),
-        (["--policy", "json:loads"], "policy: 'json:loads' is not possible; it must be a subclass of "
+        (["--policy", "json:loads"], "policy: 'json:loads' is invalid; it must be a subclass of "
                                      "EvictionPolicy"),
-        (["--admission", "reuse:0"], "admission: 'reuse:0' is not possible; store_threshold: allowed: a "
+        (["--admission", "reuse:0"], "admission: 'reuse:0' is invalid; store_threshold: allowed: a "
                                      "whole number, 1 or more"),
-        (["--policy", "s3fifo,small_share=2"], "policy: 's3fifo,small_share=2' is not possible; "
+        (["--policy", "s3fifo,small_share=2"], "policy: 's3fifo,small_share=2' is invalid; "
                                                "small_share: allowed: a number above 0 and below 1"),
-        (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is not possible; 'share' is no parameter, "
+        (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is invalid; 'share' is no parameter, "
                                          "or twice; allowed: small_share=0.1, patience=8192"),
-        (["--capacity", "0"], "capacity: '0' is not possible; it is no block; allowed: a number of blocks "
+        (["--capacity", "0"], "capacity: '0' is invalid; it is no block; allowed: a number of blocks "
                               "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacity", "10B", "--bytes-per-token", "128KiB"],
-         "capacity: '10B' is not possible; it is less than one block (67,108,864 B); allowed: a number of "
+         "capacity: '10B' is invalid; it is less than one block (67,108,864 B); allowed: a number of "
          "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacity", "4GiB"],
-         "capacity: '4GiB' is not possible; a size needs the bytes of a token: give --model config.json, or "
+         "capacity: '4GiB' is invalid; a size needs the bytes of a token: give --model config.json, or "
          "--bytes-per-token 128KiB (Llama 3.1 8B); allowed: a number of blocks (5000), a share of the unique "
          "blocks (5%), or a size (4GiB)"),
-        (["--capacity", "200%"], "capacity: '200%' is not possible; allowed: up to 100%"),
+        (["--capacity", "200%"], "capacity: '200%' is invalid; allowed: up to 100%"),
         (["--capacity", "99999999999999999999"],
-         "capacity: '99999999999999999999' is not possible; it is 99,999,999,999,999,999,999 blocks; "
+         "capacity: '99999999999999999999' is invalid; it is 99,999,999,999,999,999,999 blocks; "
          "allowed: up to 1,073,741,824"),
         (["--device-blocks", "64GiB"],
-         "device-blocks: '64GiB' is not possible; a size needs the bytes of a token: give --model "
+         "device-blocks: '64GiB' is invalid; a size needs the bytes of a token: give --model "
          "config.json, or --bytes-per-token 128KiB (Llama 3.1 8B); allowed: 0 (none), a number of blocks "
          "(2000), a share of the unique blocks (25%), a size (4GiB), or a multiple of the tier's capacity "
          "(0.5x)"),
         (["--model", "qwen/qwen3-9b"],
-         "model: 'qwen/qwen3-9b' is not possible; allowed: a config.json, a directory with one, or a model "
+         "model: 'qwen/qwen3-9b' is invalid; allowed: a config.json, a directory with one, or a model "
          "in the Hugging Face cache or of: meta-llama/llama-3.1-8b, meta-llama/llama-3.1-70b, "
          "meta-llama/llama-3.3-70b, mistralai/mistral-7b-v0.3, qwen/qwen2.5-7b, qwen/qwen2.5-72b, "
          "qwen/qwen3-8b, qwen/qwen3-32b (did you mean qwen/qwen3-8b?)"),
-        (["--block-bytes", "12"], "block-bytes: 12 is not possible; allowed: a multiple of 8 bytes"),
-        (["--inject", "bitflip:2"], "inject: 'bitflip:2' is not possible; allowed: KIND:PROBABILITY with KIND"
+        (["--block-bytes", "12"], "block-bytes: 12 is invalid; allowed: a multiple of 8 bytes"),
+        (["--inject", "bitflip:2"], "inject: 'bitflip:2' is invalid; allowed: KIND:PROBABILITY with KIND"
                                     " bitflip, swap, zero, torn and PROBABILITY 0 to 1"),
-        (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is not possible; it needs bytes to damage: "
+        (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is invalid; it needs bytes to damage: "
                                               "leave out --no-data"),
         (["--decode-tokens-per-s", "-1"],
-         "decode-tokens-per-s: -1 is not possible; allowed: a number, 0 or more"),
-        (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is not possible; a file that "
+         "decode-tokens-per-s: -1 is invalid; allowed: a number, 0 or more"),
+        (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is invalid; a file that "
                                                       "can be written (No such file or directory)"),
     ],
 )  # fmt: skip
@@ -202,7 +202,7 @@ def test_sizes_are_divided_by_the_blocks_of_the_header(blocks_of_16: Path) -> No
     assert (row["trace"], row["capacity_blocks"]) == ("small (assumed: no reuse)", 256)
     both = kvoffload(*swept, "chat")
     assert both.stderr == (
-        f"kvoffload: traces: 'chat' is not possible; its blocks have 512 tokens, those of {blocks_of_16} 16: "
+        f"kvoffload: traces: 'chat' is invalid; its blocks have 512 tokens, those of {blocks_of_16} 16: "
         "sizes need a sweep for each\n"
     )
 
@@ -214,8 +214,7 @@ def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:
     field = option.removeprefix("--")
     assert done.returncode == 2
     assert done.stderr == (
-        f"kvoffload: {field}: '/dev/full' is not possible; a file that can be written "
-        "(No space left on device)\n"
+        f"kvoffload: {field}: '/dev/full' is invalid; a file that can be written (No space left on device)\n"
     )
 
 
@@ -250,7 +249,7 @@ def test_a_replay(trace_file: Path) -> None:
 def test_a_mistake_has_no_traceback() -> None:
     done = in_a_process("replay", "/no/such/file")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("kvoffload: trace: '/no/such/file' is not possible; ")
+    assert done.stderr.startswith("kvoffload: trace: '/no/such/file' is invalid; ")
     assert done.stderr.count("\n") == 1
 
 

@@ -49,13 +49,13 @@ def test_the_title_has_the_load(chat: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "model: None is not possible; copies need the bytes of a token"),
-        ((*ON_MACHINE, "--machine", "h100"), "machine: 'h100' is not possible; allowed: a file of"),
-        ((*ON_MACHINE, "--machine", "gone.json"), "machine: 'gone.json' is not possible; it cannot be read"),
-        ((*ON_MACHINE, "--load", "dense"), "load: 'dense' is not possible"),
+        ((), "model: None is invalid; copies need the bytes of a token"),
+        ((*ON_MACHINE, "--machine", "h100"), "machine: 'h100' is invalid; allowed: a file of"),
+        ((*ON_MACHINE, "--machine", "gone.json"), "machine: 'gone.json' is invalid; it cannot be read"),
+        ((*ON_MACHINE, "--load", "dense"), "load: 'dense' is invalid"),
         ((*ON_MACHINE, "--load", "2", "--at-once", "3"), "set load or at_once"),
         ((*ON_MACHINE, "--device-blocks", "10"), "the longest request and its answer take"),
-        ((*ON_MACHINE, "--max-running", "0"), "max-running: 0 is not possible"),
+        ((*ON_MACHINE, "--max-running", "0"), "max-running: 0 is invalid"),
     ],
 )
 def test_a_mistake_is_one_line(chat: str, arguments: tuple[str, ...], words: str) -> None:

@@ -45,7 +45,7 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     arguments = ("generate", "rag", "--sessions", "3", "--output", str(path))
     error = invoke(*arguments).exception
     assert isinstance(error, ConfigError)
-    assert str(error) == f"output: {str(path)!r} is not possible; a file that does not exist yet, or --force"
+    assert str(error) == f"output: {str(path)!r} is invalid; a file that does not exist yet, or --force"
     assert path.read_text() == "precious"
     assert invoke(*arguments, "--force").exit_code == 0
     assert load_trace(path).requests >= 3
@@ -56,7 +56,7 @@ def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         "generate", "rag", "--sessions", "1", "--output", str(tmp_path / "no" / "x.jsonl")
     ).exception
     assert isinstance(error, ConfigError)
-    assert str(error).endswith("is not possible; a writable file (No such file or directory)")
+    assert str(error).endswith("is invalid; a writable file (No such file or directory)")
 
 
 @pytest.mark.slow
@@ -95,12 +95,12 @@ def test_what_is_neither_file_nor_built_in() -> None:
         load_trace("no-such-trace")
     assert (
         str(error.value)
-        == "trace: 'no-such-trace' is not possible; there is no such file; allowed: a file, - (standard "
+        == "trace: 'no-such-trace' is invalid; there is no such file; allowed: a file, - (standard "
         "input), or one of: agent, chat, rag"
     )
-    with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):
+    with pytest.raises(ConfigError, match="block_tokens: 0 is invalid"):
         load_trace("chat", block_tokens=0)
-    with pytest.raises(ConfigError, match="block_tokens: 0 is not possible"):
+    with pytest.raises(ConfigError, match="block_tokens: 0 is invalid"):
         load_trace(__file__, block_tokens=0)
 
 

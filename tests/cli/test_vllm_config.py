@@ -70,16 +70,16 @@ def test_a_path_with_a_quote_survives_the_shell() -> None:
     [
         (["--ram", "x"], "cpu_bytes_to_use: 'x'"),
         (["--policy", "lruu"], "did you mean lru?"),
-        (["--ram", "64"], "ram: '64' is not possible; allowed: a size such as 64GiB"),
+        (["--ram", "64"], "ram: '64' is invalid; allowed: a size such as 64GiB"),
         (
             ["--tier", "disk:relative/kv:1TiB"],
-            "tiers[0].path: 'relative/kv' is not possible; allowed: an abso",
+            "tiers[0].path: 'relative/kv' is invalid; allowed: an abso",
         ),
         (
             ["--tier", "disk:/kv:1TiB", "--tiers", "disk:/x/../kv:2TiB"],
-            "tiers[1].path: '/x/../kv' is not poss",
+            "tiers[1].path: '/x/../kv' is inval",
         ),
-        (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "blocks_per_chunk: 4 is not possible"),
+        (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "blocks_per_chunk: 4 is invalid"),
     ],
 )
 def test_what_is_wrong_is_not_printed(bad: list[str], reason: str) -> None:

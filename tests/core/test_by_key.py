@@ -142,7 +142,7 @@ def test_cpu_manager_with_cache_policy_by_name(policy: str) -> None:
     assert manager.lookup(keys(19, 119)) == 2
     audit(manager.manager)
     allowed = ", ".join(POLICIES.names())
-    with pytest.raises(ConfigError, match=f"policy: 'mru' is not possible; allowed: {allowed}"):
+    with pytest.raises(ConfigError, match=f"policy: 'mru' is invalid; allowed: {allowed}"):
         CPUOffloadingManager(4, cache_policy="mru")
 
 

@@ -305,7 +305,7 @@ def test_the_command_says_what_is_assumed() -> None:
     wrong = kvoffload("replay", "chat", "--queue", "-1")
     assert (
         wrong.returncode,
-        "queue: -1 is not possible; allowed: a whole number from 0 to 65536" in wrong.stderr,
+        "queue: -1 is invalid; allowed: a whole number from 0 to 65536" in wrong.stderr,
     ) == (
         2,
         True,

@@ -120,7 +120,7 @@ def test_impossible_arguments_are_refused_at_construction() -> None:
         {"key_bytes": 0},
         {"key_bytes": 1025},
     ):
-        with pytest.raises(ConfigError, match=f"{next(iter(bad))}: .* is not possible; allowed: 1 to"):
+        with pytest.raises(ConfigError, match=f"{next(iter(bad))}: .* is invalid; allowed: 1 to"):
             OffloadingManager(**{"capacity_blocks": 1, **bad})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"policy: 'lur' .*did you mean lru\?"):
         make("lur")

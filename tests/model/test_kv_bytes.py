@@ -110,9 +110,9 @@ def test_the_cache_may_have_another_dtype_than_the_model(tmp_path: Path) -> None
         assert bytes_per_token(str(tmp_path), dtype) == kib * 1024
         assert bytes_per_token("meta-llama/llama-3.1-8b", dtype) == kib * 1024
         assert block_bytes(str(tmp_path), None, 16, dtype) == 16 * kib * 1024
-    with pytest.raises(ConfigError, match="kv-cache-dtype: 'int8' is not possible; allowed: auto, bfloat16"):
+    with pytest.raises(ConfigError, match="kv-cache-dtype: 'int8' is invalid; allowed: auto, bfloat16"):
         bytes_per_token(str(tmp_path), "int8")
-    with pytest.raises(ConfigError, match="kv-cache-dtype: 'fp8' is not possible; allowed: with --model"):
+    with pytest.raises(ConfigError, match="kv-cache-dtype: 'fp8' is invalid; allowed: with --model"):
         block_bytes(None, "128KiB", 16, "fp8")
 
 

@@ -427,9 +427,7 @@ def test_the_ladder_is_climbed_by_halves(waits_s: Sequence[float], modules: int,
 @pytest.mark.parametrize("on", [None, "by hand"])
 def test_waits_take_a_machine_and_times(on: str | None, turns: str, tmp_path: Path) -> None:
     path = written(tmp_path / "at-once.jsonl", [(1, 2, 3)] * 40, step_ms=0) if on else turns
-    with pytest.raises(
-        ConfigError, match=r"target-ttft-p90: 2\.0 is not possible; it needs --machine, and a"
-    ):
+    with pytest.raises(ConfigError, match=r"target-ttft-p90: 2\.0 is invalid; it needs --machine, and a"):
         planned(path, fleet(machine=by_hand() if on else None), ttft_p90_s=2.0)
 
 
@@ -522,14 +520,14 @@ def test_the_command_takes_a_wait(turns: str, tmp_path: Path) -> None:
     assert done.returncode == 1
     done = kvoffload(*command(turns, tmp_path, by_hand(), "--target-ttft-p90", "soon"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert "target-ttft-p90: 'soon' is not possible; allowed: seconds" in done.stderr
+    assert "target-ttft-p90: 'soon' is invalid; allowed: seconds" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("machine", "why"),
     [
-        ("h100", "machine: 'h100' is not possible; allowed: a file of"),
-        ("gone.json", "machine: 'gone.json' is not possible; it cannot be read"),
+        ("h100", "machine: 'h100' is invalid; allowed: a file of"),
+        ("gone.json", "machine: 'gone.json' is invalid; it cannot be read"),
     ],
 )
 def test_machines_that_are_none_are_one_line(turns: str, tmp_path: Path, machine: str, why: str) -> None:

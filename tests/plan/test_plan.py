@@ -106,7 +106,7 @@ def test_a_target_that_the_budget_does_not_reach_is_not_reached(loop: str) -> No
 
 
 def test_a_target_above_the_ceiling_is_refused_with_the_ceiling(loop: str) -> None:
-    with pytest.raises(ConfigError, match=r"target-saved: 0\.46 is not possible; the ceiling is 0\.4500"):
+    with pytest.raises(ConfigError, match=r"target-saved: 0\.46 is invalid; the ceiling is 0\.4500"):
         planned(loop, saved=0.46)
     trace = load_trace(loop)
     exactly = infinite(trace).prefix_hit_blocks / trace.block_refs
@@ -123,9 +123,9 @@ def test_targets_are_the_same_in_other_words(loop: str) -> None:
     assert hours.chosen.purchase == share.chosen.purchase
     # 225 of 500 requests find 1,024 tokens, in 4,990 s, where a GPU computes 1,000 a second.
     assert share.chosen.gpus_worth == pytest.approx(225 * 1024 / 4_990 / 1000)
-    with pytest.raises(ConfigError, match=r"target-gpu-hours: 5 is not possible; it needs --prefill-tokens"):
+    with pytest.raises(ConfigError, match=r"target-gpu-hours: 5 is invalid; it needs --prefill-tokens"):
         planned(loop, gpu_hours_a_day=5)
-    with pytest.raises(ConfigError, match=r"target-gpu-hours: 500 is not possible; the ceiling is 1\.11"):
+    with pytest.raises(ConfigError, match=r"target-gpu-hours: 500 is invalid; the ceiling is 1\.11"):
         planned(loop, fast, gpu_hours_a_day=500)
 
 
@@ -226,7 +226,7 @@ def test_hosts_and_slots() -> None:
     ("of", "why"),
     [
         ({"gpus": 0}, "gpus: 0"),
-        ({"gpus": 4, "replicas": 3}, "replicas: 3 is not possible; allowed: a divisor of 4, the number"),
+        ({"gpus": 4, "replicas": 3}, "replicas: 3 is invalid; allowed: a divisor of 4, the number"),
         ({"kv_bytes": MIB - 1}, "kv-per-gpu"),
         ({"scale": 0}, "scale"),
         ({"load": -1}, "load"),
@@ -240,7 +240,7 @@ def test_what_is_no_fleet_is_refused(of: dict[str, Any], why: str) -> None:
 
 
 def test_modules_smaller_than_a_block_are_refused(loop: str) -> None:
-    with pytest.raises(ConfigError, match=r"ram\.module: '1KiB' is not possible; 4 modules hold no block"):
+    with pytest.raises(ConfigError, match=r"ram\.module: '1KiB' is invalid; 4 modules hold no block"):
         planned(loop, fleet(prices(Ram(module="1KiB", slots=4))))
 
 
@@ -462,7 +462,7 @@ def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyP
     assert sample.sessions_in(source, evidence, small) == 2, "its part of the GPUs must hold two requests"
     few = gather(source, of, one_in=3)
     assert sample.scaled(of, evidence, few).scale == evidence.block_refs / few.block_refs
-    with pytest.raises(ConfigError, match="sample: 0 is not possible; allowed: 1 to"):
+    with pytest.raises(ConfigError, match="sample: 0 is invalid; allowed: 1 to"):
         Plan(source, of, Target(), one_in=0)
 
 
@@ -632,15 +632,15 @@ def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
         ("[ram]\nprize = 3\n", "unknown field `prize`.*--show-prices"),
         ("[ram]\nprice = -3\n", r"\$\.ram\.price"),
         ('[ssd]\ndrive = "4 parsecs"\n', "drive: '4 parsecs'"),
-        ('[ram]\nmodule = "0GiB"\n', "module: '0GiB' is not possible; allowed: at least one byte"),
-        ('[server]\nmemory = "0GiB"\n', "memory: '0GiB' is not possible; allowed: at least one byte"),
+        ('[ram]\nmodule = "0GiB"\n', "module: '0GiB' is invalid; allowed: at least one byte"),
+        ('[server]\nmemory = "0GiB"\n', "memory: '0GiB' is invalid; allowed: at least one byte"),
         ('[server]\nmemory = "much"\n', "memory: 'much'"),
         ("[server]\nslots = -1\n", r"\$\.server\.slots"),
         ("[server]\nprice = -1\n", r"\$\.server\.price"),
-        ('[server]\nlink_per_s = "0B"\n', "link_per_s: '0B' is not possible; allowed: at least one byte"),
+        ('[server]\nlink_per_s = "0B"\n', "link_per_s: '0B' is invalid; allowed: at least one byte"),
         (
             '[server]\nhost_link_per_s = "0B"\n',
-            "host_link_per_s: '0B' is not possible; allowed: at least one",
+            "host_link_per_s: '0B' is invalid; allowed: at least one",
         ),
         ("[server]\ndrives = 1\n", "unknown field `drives`.*--show-prices"),
         ("ram", "prices"),
@@ -704,8 +704,8 @@ def test_what_is_not_reached_is_exit_code_1(loop: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        (("--target-saved", "0.9"), "target-saved: 0.9 is not possible; the ceiling is 0.4500"),
-        (("--load", "fast"), "load: 'fast' is not possible; allowed: a number more than 0"),
+        (("--target-saved", "0.9"), "target-saved: 0.9 is invalid; the ceiling is 0.4500"),
+        (("--load", "fast"), "load: 'fast' is invalid; allowed: a number more than 0"),
         (("--policies", "lru,best"), "best"),
         (("--jobs", "0"), "jobs"),
         (("--jobs", "1", "--scheduler", "tcp://127.0.0.1:1"), "the scheduler's cluster sets the number"),

@@ -121,5 +121,5 @@ def test_the_command() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("instances", 0), ("instances", 5000), ("routing", "nearest")])
 def test_what_cannot_be_is_refused(field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{field}: .* is not possible; allowed: "):
+    with pytest.raises(ConfigError, match=f"{field}: .* is invalid; allowed: "):
         ReplayConfig(1, **{field: value})  # type: ignore[arg-type]

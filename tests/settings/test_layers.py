@@ -65,12 +65,12 @@ def test_tiers_in_the_environment_are_a_text(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("policy = ", "config: '{path}' is not possible; it is no TOML"),
+        ("policy = ", "config: '{path}' is invalid; it is no TOML"),
         (
             "polcy = 'lru'",
-            "config polcy: 'lru' is not possible; there is no such option (did you mean policy?)",
+            "config polcy: 'lru' is invalid; there is no such option (did you mean policy?)",
         ),
-        (None, "config: '{path}' is not possible; it cannot be read (No such file or directory)"),
+        (None, "config: '{path}' is invalid; it cannot be read (No such file or directory)"),
     ],
 )
 def test_a_file_that_cannot_be(tmp_path: Path, text: str | None, problem: str) -> None:
@@ -115,7 +115,7 @@ def test_every_problem_is_told_at_once() -> None:
 def test_values_and_what_is_allowed() -> None:
     assert convert("n", "3", int) == 3
     assert convert("n", "3", int | None) == 3
-    with pytest.raises(ConfigError, match="n: 'three' is not possible; allowed: a whole number"):
+    with pytest.raises(ConfigError, match="n: 'three' is invalid; allowed: a whole number"):
         convert("n", "three", int)
     assert possible_values(int | None) == "a whole number"
     assert possible_values(bool) == "true, false"
@@ -134,7 +134,7 @@ def test_what_belongs_together_comes_from_one_place(file: Path, monkeypatch: pyt
 
 def test_what_vllm_reads_for_itself_is_refused_in_a_file(file: Path) -> None:
     file.write_text("blocks_per_chunk = 4\n")
-    with pytest.raises(ConfigError, match="config blocks_per_chunk: 4 is not possible"):
+    with pytest.raises(ConfigError, match="config blocks_per_chunk: 4 is invalid"):
         parse_options({"ram": 1, "config": str(file)})
 
 

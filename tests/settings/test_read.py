@@ -40,7 +40,5 @@ def test_capacity_rounds_down(text: str, blocks: int) -> None:
 
 @pytest.mark.parametrize("text", ["0", "2.5", "five", "0.0001%", "1KiB", "5 percent", "-3"])
 def test_impossible_capacity(text: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^capacity: {text!r} is not possible; .*allowed: a number of blocks"
-    ):
+    with pytest.raises(ConfigError, match=f"^capacity: {text!r} is invalid; .*allowed: a number of blocks"):
         parse_capacity("capacity", text, 65536, 186_550)

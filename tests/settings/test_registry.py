@@ -45,7 +45,7 @@ def refused(name: str) -> str:
     with pytest.raises(ConfigError) as caught:
         POLICIES.find(name)
     message = str(caught.value)
-    assert message.startswith(f"policy: {name!r} is not possible; ")
+    assert message.startswith(f"policy: {name!r} is invalid; ")
     return message.split("; ", 1)[1]
 
 
@@ -144,7 +144,7 @@ def test_the_first_parameter_may_follow_a_name() -> None:
     [
         (
             "s3fifo,small_share=1",
-            "small_share=1' is not possible; small_share: allowed: a number above 0 and below 1",
+            "small_share=1' is invalid; small_share: allowed: a number above 0 and below 1",
         ),
         ("s3fifo,patience=1.5", "patience: allowed: a whole number, 0 or more"),
         (

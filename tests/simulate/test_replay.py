@@ -336,7 +336,7 @@ def test_denser_sessions_wait_longer(chat: Trace) -> None:
 
 def test_what_cannot_be_is_one_clear_error() -> None:
     trace = trace_of((0, "abcdef", 20))
-    with pytest.raises(ConfigError, match=r"device-blocks: 7 is not possible.*take 8 blocks"):
+    with pytest.raises(ConfigError, match=r"device-blocks: 7 is invalid.*take 8 blocks"):
         run_in_time(trace, timing(), 7)
     run_in_time(trace, timing(), 8)
     with pytest.raises(ConfigError, match="leave both out"):

@@ -74,9 +74,9 @@ def test_too_few_windows_say_nothing() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ConfigError, match="resamples: 0 is not possible"):
+    with pytest.raises(ConfigError, match="resamples: 0 is invalid"):
         Resamples(np.ones(20, np.int64), resamples=0)
-    with pytest.raises(ConfigError, match="seed: -1 is not possible"):
+    with pytest.raises(ConfigError, match="seed: -1 is invalid"):
         Resamples(np.ones(20, np.int64), seed=-1)
     with pytest.raises(ConfigError, match="one sum for each of 20 windows"):
         Resamples(np.ones(20, np.int64)).ratio(np.ones(21, np.int64))

@@ -173,7 +173,7 @@ def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
     done = kvoffload("sweep", chat, *arguments, "--jobs", "1")
     assert (done.returncode, done.stderr) == (
         0,
-        "2 combinations left out: admission: 'reuse:2' is not possible; not with arc\n",
+        "2 combinations left out: admission: 'reuse:2' is invalid; not with arc\n",
     )
     with pytest.raises(ConfigError, match="not with arc"):
         Grid(("arc",), ("all", "reuse:2"))
@@ -417,7 +417,7 @@ def test_an_assumed_queue_is_said(chat: str) -> None:
     done = kvoffload("sweep", chat, "--capacities", "5%", "--policies", "lru", "--queue", "8", "--quiet")
     assert "The next 8 requests wait, and are expected: assumed" in done.stdout
     wrong = kvoffload("sweep", chat, "--queue", "-1")
-    assert (wrong.returncode, "queue: -1 is not possible" in wrong.stderr) == (2, True)
+    assert (wrong.returncode, "queue: -1 is invalid" in wrong.stderr) == (2, True)
 
 
 def test_an_assumed_speed_is_said(chat: str) -> None:
@@ -592,38 +592,38 @@ def test_a_worker_that_is_killed_ends_the_sweep(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policies", "lru,lruu"], "policy: 'lruu' is not possible; allowed: "),
+        (["--policies", "lru,lruu"], "policy: 'lruu' is invalid; allowed: "),
         (["--policies", "kvoffload:BlockwisePolicy"], "policy: 'kvoffload:BlockwisePolicy' "
-                                                      "is not possible; its constructor fails: "),
-        (["--policies", "lru,,arc"], "policies: 'lru,,arc' is not possible; allowed: values separated by "
+                                                      "is invalid; its constructor fails: "),
+        (["--policies", "lru,,arc"], "policies: 'lru,,arc' is invalid; allowed: values separated by "
                                      "commas, none of them empty"),
-        (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is not possible; store_threshold: allowed: a "
+        (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is invalid; store_threshold: allowed: a "
                                           "whole number, 1 or more"),
-        (["--stores", "sometimes"], "stores: 'sometimes' is not possible; allowed: "),
-        (["--capacities", "5%,0"], "capacities: '0' is not possible; it is no block; allowed: a number of "
+        (["--stores", "sometimes"], "stores: 'sometimes' is invalid; allowed: "),
+        (["--capacities", "5%,0"], "capacities: '0' is invalid; it is no block; allowed: a number of "
                                    "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
-        (["--capacities", "many"], "capacities: 'many' is not possible; allowed: a number of blocks"),
-        (["--capacities", "0.01%"], "capacities: '0.01%' is not possible; it is less than one of the "),
-        (["--device-blocks", "2y"], "device-blocks: '2y' is not possible; allowed: 0 (none), a number of "
+        (["--capacities", "many"], "capacities: 'many' is invalid; allowed: a number of blocks"),
+        (["--capacities", "0.01%"], "capacities: '0.01%' is invalid; it is less than one of the "),
+        (["--device-blocks", "2y"], "device-blocks: '2y' is invalid; allowed: 0 (none), a number of "
                                     "blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
                                     "multiple of the tier's capacity (0.5x)"),
         (["--capacities", "3", "--device-blocks", "0.25x"],
-         "device-blocks: '0.25x' is not possible; it is less than one block of a tier of 3; allowed: 0"),
-        (["--decode-tokens-per-s", "nan"], "decode-tokens-per-s: nan is not possible; allowed: a"),
-        (["--jobs", "0"], "jobs: 0 is not possible; allowed: a whole number, 1 or more"),
-        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is not possible; the scheduler's"),
-        (["--resamples", "0"], "resamples: 0 is not possible; allowed: a whole number, 1 or more"),
-        (["--seed", "-1"], "seed: -1 is not possible; allowed: 0 to 2**64 - 1"),
-        (["chat", "agent", "chat"], "traces: 'chat' is not possible; it is given twice"),
-        (["-"], "traces: '-' is not possible; allowed: files and names"),
-        (["--bytes-per-token", "0"], "bytes-per-token: '0' is not possible; allowed: at least one byte"),
+         "device-blocks: '0.25x' is invalid; it is less than one block of a tier of 3; allowed: 0"),
+        (["--decode-tokens-per-s", "nan"], "decode-tokens-per-s: nan is invalid; allowed: a"),
+        (["--jobs", "0"], "jobs: 0 is invalid; allowed: a whole number, 1 or more"),
+        (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is invalid; the scheduler's"),
+        (["--resamples", "0"], "resamples: 0 is invalid; allowed: a whole number, 1 or more"),
+        (["--seed", "-1"], "seed: -1 is invalid; allowed: 0 to 2**64 - 1"),
+        (["chat", "agent", "chat"], "traces: 'chat' is invalid; it is given twice"),
+        (["-"], "traces: '-' is invalid; allowed: files and names"),
+        (["--bytes-per-token", "0"], "bytes-per-token: '0' is invalid; allowed: at least one byte"),
         (["--capacities", "5%,4GiB"],
-         "capacities: '4GiB' is not possible; a size needs the bytes of a token"),
-        (["--output", "rows.txt"], "output: 'rows.txt' is not possible; allowed: a file that ends in .csv, "
+         "capacities: '4GiB' is invalid; a size needs the bytes of a token"),
+        (["--output", "rows.txt"], "output: 'rows.txt' is invalid; allowed: a file that ends in .csv, "
                                    ".json, .parquet"),
-        (["--output", "/no/such/dir/x.csv"], "output: '/no/such/dir/x.csv' is not possible; its journal "
+        (["--output", "/no/such/dir/x.csv"], "output: '/no/such/dir/x.csv' is invalid; its journal "
                                              "cannot be written (No such file or directory)"),
-        (["--output", "/dev/null.csv/x.json"], "output: '/dev/null.csv/x.json' is not possible; its journal"),
+        (["--output", "/dev/null.csv/x.json"], "output: '/dev/null.csv/x.json' is invalid; its journal"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_clear_line(
@@ -641,17 +641,17 @@ def test_a_trace_that_is_not_there_leaves_nothing(
 ) -> None:
     done = kvoffload("sweep", "/no/such/file", "--output", tmp_path / "x.csv")
     assert done.returncode == 2
-    assert "trace: '/no/such/file' is not possible" in done.stderr
+    assert "trace: '/no/such/file' is invalid" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        ("pyarrow", ["--output", "x.parquet"], "output: 'x.parquet' is not possible; Parquet needs pyarrow: "
+        ("pyarrow", ["--output", "x.parquet"], "output: 'x.parquet' is invalid; Parquet needs pyarrow: "
                                                "pip install 'kvoffload[parquet]'"),
         ("distributed", ["--scheduler", "tcp://127.0.0.1:1"],
-         "scheduler: 'tcp://127.0.0.1:1' is not possible; the package distributed is missing: pip "
+         "scheduler: 'tcp://127.0.0.1:1' is invalid; the package distributed is missing: pip "
          "install 'kvoffload[dask]'"),
     ],
 )  # fmt: skip
@@ -907,7 +907,7 @@ def test_a_cluster_on_which_a_policy_fails(chat: str, scheduler: str) -> None:
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense", "http://127.0.0.1:1"])
 def test_a_scheduler_that_does_not_answer(address: str) -> None:
     pytest.importorskip("distributed", reason="Dask (distributed) is not installed")
-    with pytest.raises(ConfigError, match=f"scheduler: '{address}' is not possible; no Dask scheduler"):
+    with pytest.raises(ConfigError, match=f"scheduler: '{address}' is invalid; no Dask scheduler"):
         ClusterWorkers(address, timeout_s=0.5)
 
 

@@ -191,7 +191,7 @@ def test_a_pool_larger_than_memory_is_refused(monkeypatch):
         MemoryTier(257, 4096)
     MemoryTier(256, 4096).close()
     for num_slots, block_bytes, field in ((0, 64, "num_slots"), (1, 0, "block_bytes")):
-        with pytest.raises(ConfigError, match=rf"{field}: 0 is not possible"):
+        with pytest.raises(ConfigError, match=rf"{field}: 0 is invalid"):
             MemoryTier(num_slots, block_bytes)
 
 

@@ -150,7 +150,7 @@ def test_mooncake_with_ids_of_any_kind(tmp_path: Path) -> None:
 def test_a_kvoffload_trace_keeps_its_block_size(tmp_path: Path) -> None:
     write_trace(generate(builtin("chat", sessions=3, block_tokens=64)), tmp_path / "in.jsonl")
     assert converted(tmp_path / "in.jsonl")[0].block_tokens == 64
-    with pytest.raises(ConfigError, match=r"block-tokens: 32 is not possible; the header of .* has 64"):
+    with pytest.raises(ConfigError, match=r"block-tokens: 32 is invalid; the header of .* has 64"):
         converted(tmp_path / "in.jsonl", block_tokens=32)
 
 
@@ -247,7 +247,7 @@ def test_lengths_need_an_assumption(tmp_path: Path, table: str) -> None:
     with pytest.raises(ConfigError) as error:
         converted(path)
     assert str(error.value) == (
-        "from: 'lengths' is not possible; lengths do not show shared prefixes: choose an assumption; "
+        "from: 'lengths' is invalid; lengths do not show shared prefixes: choose an assumption; "
         "allowed: lengths:none (nothing is shared), lengths:continued (a prompt continues the "
         "longest context that fits), lengths:sessions (by the column of session ids)"
     )
@@ -371,7 +371,7 @@ def test_text_without_times_needs_a_rate(tmp_path: Path, tokenizer: Path) -> Non
         ConfigError, match=r"give the conversations that begin in a minute; allowed: text,per_min"
     ):
         converted(path, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match=r"tokenizer: None is not possible; .* give its tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer: None is invalid; .* give its tokenizer.json"):
         converted(path, source="text:60")
     for wrong, why in (("no", "there is no such file"), ("in.jsonl", "it is not a tokenizer.json")):
         with pytest.raises(ConfigError, match=why):
@@ -684,19 +684,19 @@ def test_the_help_names_every_kind() -> None:
 KINDS = "bailian, kv_events, lengths, mooncake, text, token_ids"
 MISTAKES = {
     "no file": (["no-such"],
-                "source: 'no-such' is not possible; there is no such file; allowed: a file, -, or "
+                "source: 'no-such' is invalid; there is no such file; allowed: a file, -, or "
                 "tcp://host:port"),
     "stdin": (["-"],
-              f"from: None is not possible; the source of standard input is not detected; allowed: {KINDS}"),
+              f"from: None is invalid; the source of standard input is not detected; allowed: {KINDS}"),
     "no kind": (["-", "--from", "bailan"],
-                f"from: 'bailan' is not possible; allowed: {KINDS}, module:Class, or path/to/file.py:Class "
+                f"from: 'bailan' is invalid; allowed: {KINDS}, module:Class, or path/to/file.py:Class "
                 "(did you mean bailian?)"),
     "no ids": (["-", "--from", "text", "--keep-ids"],
-               "keep-ids: True is not possible; text has no ids of prefixes"),
+               "keep-ids: True is invalid; text has no ids of prefixes"),
     "two wishes": (["-", "--salt", "x", "--keep-ids"],
-                   "salt: 'x' is not possible; allowed: without --keep-ids"),
+                   "salt: 'x' is invalid; allowed: without --keep-ids"),
     "no gap": (["-", "--from", "kv_events:0"],
-               "from: 'kv_events:0' is not possible; gap_s: allowed: a number above 0"),
+               "from: 'kv_events:0' is invalid; gap_s: allowed: a number above 0"),
 }  # fmt: skip
 
 
@@ -711,9 +711,7 @@ def test_an_impossible_address_is_one_clear_line(tmp_path: Path) -> None:
     pytest.importorskip("zmq", reason="the library pyzmq is not installed")
     done = kvoffload("trace", "convert", "tcp://nowhere", tmp_path / "k.gap-2s.jsonl")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(
-        "kvoffload: source: 'tcp://nowhere' is not possible; allowed: tcp://host:port ("
-    )
+    assert done.stderr.startswith("kvoffload: source: 'tcp://nowhere' is invalid; allowed: tcp://host:port (")
 
 
 OWN = """

@@ -203,4 +203,4 @@ def test_what_the_command_prints_generates_the_workload(tmp_path: Path) -> None:
 def test_a_wrong_name_is_one_clear_line() -> None:
     done = kvoffload("trace", "fit", "chat", "--like", "chad")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "kvoffload: workload: 'chad' is not possible; allowed: agent, chat, rag\n"
+    assert done.stderr == "kvoffload: workload: 'chad' is invalid; allowed: agent, chat, rag\n"

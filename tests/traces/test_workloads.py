@@ -144,24 +144,24 @@ def test_python_promises_the_dice() -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"sessions": 0}, "sessions: 0 is not possible; allowed: at least 1 and below 1e9"),
-        ({"turns": 0.5}, "turns: 0.5 is not possible; allowed: at least 1 and below 1e9"),
-        ({"turns": math.inf}, "turns: inf is not possible; allowed: at least 1 and below 1e9"),
-        ({"turns_shape": 1}, "turns_shape: 1 is not possible; allowed: above 1"),
-        ({"seed": -1}, "seed: -1 is not possible; allowed: at least 0 and below 1e9"),
-        ({"sessions_per_minute": 0}, "sessions_per_minute: 0 is not possible; allowed: above 0"),
+        ({"sessions": 0}, "sessions: 0 is invalid; allowed: at least 1 and below 1e9"),
+        ({"turns": 0.5}, "turns: 0.5 is invalid; allowed: at least 1 and below 1e9"),
+        ({"turns": math.inf}, "turns: inf is invalid; allowed: at least 1 and below 1e9"),
+        ({"turns_shape": 1}, "turns_shape: 1 is invalid; allowed: above 1"),
+        ({"seed": -1}, "seed: -1 is invalid; allowed: at least 0 and below 1e9"),
+        ({"sessions_per_minute": 0}, "sessions_per_minute: 0 is invalid; allowed: above 0"),
         (
             {"sessions_per_minute": math.nan},
-            "sessions_per_minute: nan is not possible; allowed: at least 0 and below 1e9",
+            "sessions_per_minute: nan is invalid; allowed: at least 0 and below 1e9",
         ),
-        ({"fork_share": 0.6}, "fork_share: 0.6 is not possible; allowed: 0 to 0.5"),
+        ({"fork_share": 0.6}, "fork_share: 0.6 is invalid; allowed: 0 to 0.5"),
         (
             {"think_time_s": LogNormal(0, 1)},
-            "think_time_s: (0, 1) is not possible; allowed: median above 0, sigma from 0 to 4",
+            "think_time_s: (0, 1) is invalid; allowed: median above 0, sigma from 0 to 4",
         ),
         (
             {"documents_per_session": 1},
-            "documents_per_session: 1 is not possible; allowed: at most `documents`",
+            "documents_per_session: 1 is invalid; allowed: at most `documents`",
         ),
     ],
 )
@@ -172,9 +172,9 @@ def test_impossible_parameters_are_refused(parameters: dict[str, Any], message: 
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"workload: 'cat' is not possible; allowed: agent, chat, rag"):
+    with pytest.raises(ConfigError, match=r"workload: 'cat' is invalid; allowed: agent, chat, rag"):
         builtin("cat")
-    with pytest.raises(ConfigError, match=r"workload parameter: 'turn' is not possible; allowed: sessions, "):
+    with pytest.raises(ConfigError, match=r"workload parameter: 'turn' is invalid; allowed: sessions, "):
         builtin("chat", turn=3)
 
 

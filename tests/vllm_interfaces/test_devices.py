@@ -366,7 +366,7 @@ def test_an_engine_with_a_gpu_is_refused_before_vllm_has_what_it_needs(version: 
         with pytest.raises(ConfigError) as refused:
             spec.KVOffloadSpec()
     assert str(refused.value) == (
-        f"vllm: '{version}.0' is not possible; allowed: kvoffload with a GPU needs vLLM 0.32 to 0.33"
+        f"vllm: '{version}.0' is invalid; allowed: kvoffload with a GPU needs vLLM 0.32 to 0.33"
     )
     with standing_in(Device(), version, is_cpu=True), pytest.raises(AttributeError):
         importlib.import_module(f"{OURS}.spec").KVOffloadSpec()

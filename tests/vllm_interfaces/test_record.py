@@ -273,7 +273,7 @@ def test_the_command_makes_the_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flag["kv_connector"] == "KVOffloadConnector", "vLLM's own does not see requests"
     assert flag["kv_connector_extra_config"]["record"] == "/a/b.jsonl"
     refused = kvoffload("vllm-config", "--ram", "1GiB", "--record", "b.jsonl")
-    assert "record: 'b.jsonl' is not possible; allowed: an absolute path" in refused.stderr
+    assert "record: 'b.jsonl' is invalid; allowed: an absolute path" in refused.stderr
     monkeypatch.setenv("KVOFFLOAD_RECORD", "/c/d.jsonl")
     flag = json.loads(kvoffload("vllm-config", "--ram", "1GiB", "--format", "json").stdout)
     assert flag["kv_connector"] == "KVOffloadConnector"

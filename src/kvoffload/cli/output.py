@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import click
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -93,12 +93,9 @@ def tiers_silenced() -> Iterator[None]:
 _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
-def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = True) -> RichTable:
+def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = True) -> RenderableType:
     """Render a table for the terminal; the last column takes the remaining width and may fold."""
-    rich = RichTable(
-        title=Text(table.title, "italic") if table.title else None, title_justify="left",
-        box=box.SIMPLE_HEAD, show_header=any(table.headings), width=width, pad_edge=pad_edge,
-    )  # fmt: skip
+    rich = RichTable(box=box.SIMPLE_HEAD, show_header=any(table.headings), width=width, pad_edge=pad_edge)
     last = len(table.headings) - 1
     for position, heading in enumerate(table.headings):
         is_number = heading.endswith("#")
@@ -109,7 +106,8 @@ def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = T
     for row, mark in zip(table.rows, table.marks or [""] * len(table.rows), strict=True):
         # As `Text`: a cell may look like rich's markup.
         rich.add_row(*map(Text, row), style=_STYLES.get(mark, ""))
-    return rich
+    # Not a title of rich's table, which would be folded at the table's width.
+    return Group(Text(table.title, "italic"), rich) if table.title else rich
 
 
 def properties(title: str, rows: Iterable[tuple[str, object]]) -> Table:

@@ -182,7 +182,7 @@ def test_an_object_that_is_larger_than_what_ram_may_have_on_its_way_is_refused(s
     tier = options.open(TierOwner(BLOCK_BYTES, 36, "model"))
     from kvoffload.tiers.memory import MemoryTier
 
-    with pytest.raises(ConfigError, match="tier s3: 'objects of 16 blocks' is not possible; RAM of 32"):
+    with pytest.raises(ConfigError, match="tier s3: 'objects of 16 blocks' is invalid; RAM of 32"):
         TieredManager(CAPACITY, key_bytes=36, ram=MemoryTier(CAPACITY, BLOCK_BYTES), tiers=[tier])
     tier.close()
 
