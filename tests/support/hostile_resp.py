@@ -126,11 +126,15 @@ class FakeServer:
         with suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
-        for client in self._clients:
-            with suppress(OSError):
-                client.shutdown(socket.SHUT_RDWR)
+        self.disconnect()
         for thread in self._threads:
             thread.join(PATIENCE_S)
+
+    def disconnect(self) -> None:
+        """Close all connections, as a restart of the server does."""
+        for client in list(self._clients):
+            with suppress(OSError):  # closed already
+                client.shutdown(socket.SHUT_RDWR)
 
     def right_reply(self, words: list[bytes]) -> bytes:
         """The reply of a well-behaved server, after the command has been carried out."""
