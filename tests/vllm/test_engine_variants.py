@@ -47,7 +47,15 @@ def test_a_damaged_block_is_computed_again(
         assert after.loaded == before.loaded, "no damaged block is loaded"
         assert after.discarded > before.discarded
         assert after.stored == before.stored + (after.discarded - before.discarded), "and stored again"
-    engine.forget_device()
+    # A request ends the checks that it does not need, so that each request finds at least one damaged block.
+    for _ in range(18):
+        engine.forget_device()
+        before = engine.manager.core.stats()
+        on_llama.check(engine, TWO)
+        if engine.manager.core.stats().loaded == before.loaded + 18:
+            break
+    else:
+        pytest.fail("damaged blocks are still in RAM")
     # One bad block in the middle: the sound head is loaded, the rest is computed.
     ready = engine.manager.core.lookup(engine_keys(engine, on_llama.prompts[0])).num_ready
     assert ready == 9
@@ -57,8 +65,7 @@ def test_a_damaged_block_is_computed_again(
     before = engine.manager.core.stats()
     on_llama.check(engine, 1)
     engine.drain()
-    # Seen under load: three sound blocks, with equal tokens. The cause is not known.
-    assert engine.manager.core.stats().loaded - before.loaded in (3, 4)
+    assert engine.manager.core.stats().loaded == before.loaded + 4
     stress(engine, on_llama, seed=6)
 
 
