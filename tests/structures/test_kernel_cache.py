@@ -146,7 +146,7 @@ def test_a_truncated_kernel_file_is_compiled_again(tmp_path: Path) -> None:
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     run = [sys.executable, "-c", ONE_KERNEL]
     subprocess.run(run, env=environment, check=True, capture_output=True)
-    indexes = list(tmp_path.rglob("*.nbi"))
+    indexes = list(tmp_path.rglob("index.*.nbi"))  # beside copies of the package's other kernels
     assert indexes
     for index in indexes:
         index.write_bytes(index.read_bytes()[:10])

@@ -28,6 +28,9 @@ class ClusterWorkers:
 
     def __init__(self, address: str, timeout_s: float = _TIMEOUT_S, digest: str | None = None) -> None:
         self._timeout_s, self._digest = timeout_s, digest or code_digest()
+        # Kept until `close`: Dask derives the key of a trace from its content, and a trace sent again while its
+        # release is in flight is lost.
+        self._traces: dict[TraceSource, Any] = {}
         try:
             import distributed
         except ImportError:
@@ -54,14 +57,13 @@ class ClusterWorkers:
 
     def results(self, tasks: Sequence[Task]) -> Results:
         """See `Workers.results`."""
-        sent: dict[TraceSource, Any] = {}
         futures = {}
         try:
             for task in tasks:
-                if task.source not in sent:
-                    sent[task.source] = self._client.scatter(load(task.source), broadcast=True)
+                if task.source not in self._traces:
+                    self._traces[task.source] = self._client.scatter(load(task.source), broadcast=True)
                 # Not pure: Dask must not reuse an earlier result.
-                future = self._client.submit(attempt_with, sent[task.source], task, pure=False)
+                future = self._client.submit(attempt_with, self._traces[task.source], task, pure=False)
                 futures[future] = task
             for future in self._distributed.as_completed(list(futures), loop=self._client.loop):
                 try:
