@@ -28,8 +28,8 @@ class ClusterWorkers:
 
     def __init__(self, address: str, timeout_s: float = _TIMEOUT_S, digest: str | None = None) -> None:
         self._timeout_s, self._digest = timeout_s, digest or code_digest()
-        # Kept until `close`: Dask derives the key of a trace from its content, and a trace sent again while its
-        # release is in flight is lost.
+        # Kept until `close`: Dask derives the key of a trace from its content, and loses a trace that is sent
+        # again while its release is in flight.
         self._traces: dict[TraceSource, Any] = {}
         try:
             import distributed
