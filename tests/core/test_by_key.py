@@ -1,4 +1,4 @@
-"""The interface of the founding documents, by key; the table in docs/concepts.md names these tests."""
+"""Older interfaces, by key; docs/concepts.md lists them."""
 
 from __future__ import annotations
 
