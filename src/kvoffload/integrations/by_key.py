@@ -1,7 +1,7 @@
-"""Managers that are called by key, over a pluggable block pool: the interface of vLLM's first managers.
+"""Managers with calls by key, over a pluggable block pool: the interface of vLLM's first managers.
 
 For engines and tests written against that interface. Each class is a thin layer over an `OffloadingManager`,
-which owns order, pins and ghosts. They create a Python object for each key, so they are slower. New code
+which owns order, pins and ghosts, and is slower, because it creates a Python object for each key. New code
 should call `OffloadingManager`.
 """
 
@@ -115,7 +115,7 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, whichever tier served them."""
+        """Record a use of blocks, from any tier."""
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
@@ -265,10 +265,10 @@ class CPUOffloadingManager(PooledOffloadingManager):
 
 
 class FilterReusedOffloadingManager(AbstractOffloadingManager):
-    """A reuse filter around any manager: `lookup` counts references, and `prepare_store` is gated.
+    """A reuse filter around any manager: `lookup` counts references, and `prepare_store` admits by count.
 
-    It counts at each lookup, because the interface has no requests. The built-in filter (`store_threshold`,
-    or ``admission="reuse:N"``) counts once per request.
+    Counts every lookup, because the interface has no requests. The built-in filter (`store_threshold`, or
+    ``admission="reuse:N"``) counts once per request.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The cascade: blocks of RAM are offered to the tiers behind it, and written in the background.
+"""The cascade: offers blocks of RAM to the tiers behind it, which write them in the background.
 
-Owns the blocks that are pinned for writes, and the blocks that wait for a busy tier. Does not decide which
-blocks a tier keeps: the tier's own admission rule and policy do.
+Owns the blocks that are pinned for writes, and the queue of each busy tier. The admission rule and policy of
+a tier decide which blocks it keeps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _MIN_WEIGHT = 0.25
-"""Smallest weight of a slow tier, relative to the fastest: its writes still overlap, and can prove faster."""
+"""Smallest weight of a slow tier, relative to the fastest. Its writes must overlap to show its real speed."""
 
 
 class Cascade:
@@ -34,7 +34,7 @@ class Cascade:
         self._log = RateLimitedLog("kvoffload.tiering")
 
     def poll(self) -> None:
-        """Offer the blocks that wait for a tier."""
+        """Offer queued blocks to their tiers."""
         for lane in self._stack.lanes:
             if lane.waiting:
                 self._offer_waiting(lane)
@@ -45,11 +45,11 @@ class Cascade:
             self.offer(lane, keys, wait)
 
     def offer(self, lane: TierLane, keys: Keys, wait: TierWait | None) -> None:
-        """Offer ready blocks to a tier. Accepted blocks stay pinned until they are written; blocks beyond the
-        tier's room wait.
+        """Offer ready blocks to a tier. Pins accepted blocks until they are written; queues blocks beyond the
+        tier's room.
 
         Args:
-            wait: the request that used the blocks, if it is known.
+            wait: the request that used the blocks, if known.
         """
         room = self._room(lane)
         if len(keys) > room:
@@ -82,10 +82,9 @@ class Cascade:
         self._stack.ram.unpin(plan)
 
     def _offer_waiting(self, lane: TierLane) -> None:
-        """Offer the blocks that have waited longest, if they are still in RAM.
+        """Offer the oldest queued blocks, if they are still in RAM.
 
-        Once a step: a tier that accepts nothing, such as a closed tier, would otherwise be offered all of
-        RAM.
+        Not in a loop: a closed tier accepts nothing, and a loop would offer it all of RAM in one step.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return
@@ -135,8 +134,8 @@ def write_room(lanes: Sequence[TierLane], row: int, budget: int) -> int:
     """Return the number of further blocks that may be pinned for writes to tier `row`.
 
     The tiers divide one budget in proportion to their write speeds, within a factor of four, and equally
-    while the speeds are unknown. A tier gets at least one block. So a slow tier, or a tier that hangs with
-    its share pinned, takes nothing from the others.
+    while the speeds are unknown. A tier gets at least one block. A tier that is slow, or hangs with its share
+    pinned, takes nothing from the others.
     """
     share = budget
     if len(lanes) > 1:

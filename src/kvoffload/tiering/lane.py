@@ -1,6 +1,6 @@
-"""A tier behind RAM, its unfinished jobs, its speed, and its health.
+"""A tier behind RAM, its unfinished jobs, its speed and its health.
 
-Measures only: promotion and cascade decide how to treat a slow tier.
+Measures only: promotion and cascade decide what to do about a slow tier.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TieringCounts:
 
     promoted: int = 0
     lost: int = 0
-    """Not promoted, because the read failed or the bytes were not the stored bytes."""
+    """Not promoted, because the read failed or the checksum did not match."""
     no_room: int = 0
     """Found in a tier, but RAM had no room."""
     not_worth: int = 0
@@ -40,7 +40,7 @@ class TieringCounts:
     read_ahead: int = 0
     """Read for requests that waited in the engine's queue."""
     gave_up: int = 0
-    """Requests that reached their longest wait."""
+    """Requests that stopped waiting at their time limit."""
     stale: int = 0
     """Listed by the presence cache of a shared tier, but no longer there."""
 
@@ -67,8 +67,8 @@ class TierLane:
         jobs: unfinished jobs by their number.
         num_reading, num_writing: blocks in flight.
         write_s_per_block: recent average, including time in the tier's queue; 0 before the first write.
-        probing: blocks that a probe asks for.
-        waiting: blocks of RAM to offer when the tier has room, in this order.
+        probing: blocks of the probes in flight.
+        waiting: queued blocks of RAM, to offer in this order when the tier has room.
     """
 
     def __init__(self, tier: SecondaryTier, row: int, clock: Callable[[], float]) -> None:
@@ -101,13 +101,12 @@ class TierLane:
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_failing(self, now: float) -> bool:
-        """Return True after several reads without a block, until the next try."""
+        """Return True for 10 s after a third read in a row that delivered no block."""
         return now < self._next_try
 
     def end_read(self, result: JobResult, now: float) -> None:
-        """Learn from a read. Only blocks that arrived count for speed: a tier that fails at once is not fast.
-
-        A read that found its blocks gone has not failed.
+        """Update speed and health after a read. Blocks that failed do not count for speed: a tier that fails
+        at once is not fast. A read whose blocks had left the tier is not a failure.
         """
         self.num_reading -= len(result.ok)
         if num_sound := int(np.count_nonzero(result.ok)):
@@ -120,18 +119,18 @@ class TierLane:
             self._next_try = now + _RETRY_AFTER_S
 
     def end_write(self, num_blocks: int, num_written: int, seconds: float) -> None:
-        """Learn from a write of `num_blocks`; `num_written` blocks succeeded."""
+        """Update the speed after a write of `num_blocks`, of which `num_written` succeeded."""
         self.num_writing -= num_blocks
         if num_written:
             latest, past = seconds / num_written, self.write_s_per_block
             self.write_s_per_block = latest if past == 0.0 else past + (1.0 - _WRITE_DECAY) * (latest - past)
 
     def read_s(self, num_blocks: Any) -> Any:
-        """Predict the seconds of a read, a number or an array, behind the reads in the queue."""
+        """Predict the seconds until a new read of `num_blocks`, a number or an array, has ended."""
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True every 10 s, for a read that is not expected to pay; then schedule the next."""
+        """Return True once in 10 s: a read may run although it is not expected to pay."""
         if now < self._next_trial:
             return False
         self._next_trial = now + _RETRY_AFTER_S

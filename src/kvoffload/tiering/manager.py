@@ -1,8 +1,7 @@
 """RAM with tiers behind it, as one manager.
 
-Passes the calls of an engine to RAM's manager, and to promotion and cascade. Decides neither which blocks
-leave RAM (the policy of RAM's manager does) nor which blocks a tier keeps (the tier's own policy and rule
-do).
+Passes the calls of an engine to RAM's manager, to promotion and to cascade. RAM's policy decides which blocks
+leave RAM, and the policy and admission rule of a tier decide which blocks the tier keeps.
 """
 
 from __future__ import annotations
@@ -35,27 +34,26 @@ class TieredManager:
     """A manager of RAM with tiers behind it: the calls of an `OffloadingManager`, and `poll` once a step.
 
     **Cascade.** A block is offered to every tier when its store is complete, and again when a request that
-    used it finishes while it is in RAM; each tier's own admission rule decides. It is pinned in RAM while it
-    is written. Blocks that a busy tier cannot take wait for their turn, and are lost to the tier if they
-    leave RAM before; no request waits for a write. Blocks reach the tiers only through RAM: a block that
-    RAM's admission rule refuses reaches no tier, and RAM's policy refuses nothing unless its ``write_cost``
-    is set.
+    used it finishes while it is in RAM; the tier's admission rule decides. The block is pinned in RAM during
+    the write. Blocks that a busy tier cannot take are queued, and are lost to the tier if they leave RAM
+    first; no request waits for a write. Blocks reach the tiers only through RAM: a block that RAM's admission
+    rule refuses reaches no tier, and RAM's policy refuses nothing unless its ``write_cost`` is set.
 
-    **Promote.** When a request asks for a prefix that continues in a tier, slots of RAM are reserved for as
-    many blocks as fit, and the blocks are read and verified; meanwhile the answer is RETRY. Blocks that
-    arrive are HIT from then on; blocks that cannot be read are MISS. Requests that want the same blocks wait
-    for the same read. Neither RAM's admission rule nor its policy can refuse a promoted block.
+    **Promote.** When a request looks up a prefix that continues in a tier, slots of RAM are reserved for as
+    many blocks as fit, and the blocks are read and verified; meanwhile the answer is RETRY. Then sound blocks
+    are HIT, and blocks that could not be read are MISS. Requests for the same blocks share one read. Neither
+    RAM's admission rule nor its policy can refuse a promoted block.
 
-    **Probe.** The contents of a tier that machines share are unknown. A lookup asks the tier once for the
-    whole rest of a path; meanwhile the answer is RETRY, for at most the tier's `probe_timeout_s` in all.
+    **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the rest
+    of the path; meanwhile the answer is RETRY, for at most the tier's `probe_timeout_s` in all.
 
-    **Do no harm.** A read that is expected to take longer than computing the blocks is cut where it still
-    pays, or not begun, except for a trial every 10 s. Of several tiers that have a block, the tier that is
-    expected to deliver it first is read; while the time to compute is unknown, the first tier. A tier whose
-    last three reads delivered nothing is not read for 10 s. A request that has waited longer than computing
-    would have taken, or longer than `deadline_s`, gets MISS instead of RETRY from then on. A tier whose
-    oldest job is late by four deadlines gets no new jobs until it answers. An exception in any call of a
-    tier is a miss and a failure of the tier (`GuardedTier`).
+    **Do no harm.** A read that is expected to take longer than computing the blocks is shortened until it
+    pays, or skipped; every 10 s such a read runs as a trial. If several tiers have a block, the tier with the
+    shortest expected read is chosen, or the first tier while the time to compute is unknown. A tier whose
+    last three reads delivered nothing is not read for 10 s. A request gets MISS instead of RETRY after it has
+    waited for the time to compute the blocks, or for `deadline_s`. A tier whose oldest job is late by four
+    deadlines gets no new jobs until it answers. An exception in a call of a tier counts as a miss and as a
+    failure of the tier (`GuardedTier`).
 
     Args:
         capacity_blocks, and keywords that are not below: as for `OffloadingManager`.
@@ -63,19 +61,19 @@ class TieredManager:
         tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
         deadline_s: longest time that a request waits for tiers.
         recompute_s_per_block: seconds to compute a block; None while unknown. May be set at any time.
-        max_in_flight: share of RAM's slots that may be pinned for the writes of all tiers together, of which
-            a slow tier gets less; 1.0 for no bound. The same share may be reserved for reads, and twice as
-            much, up to half of RAM, for a single read.
+        max_in_flight: share of RAM's slots that the writes of all tiers together may pin; 1.0 for no limit.
+            Slow tiers get smaller parts of the share. Reads may reserve as many slots, and a read that runs
+            alone twice as many, up to half of RAM.
         clock: monotonic seconds.
 
     Attributes:
         ram_manager: the `OffloadingManager` of RAM. Calls that concern only RAM are its own methods.
-        hit_blocks: loaded blocks by source: RAM, then each tier. Of a load with damaged blocks only the
-            blocks before the first damaged block count.
+        hit_blocks: loaded blocks by source: RAM, then each tier. Blocks of a load from its first damaged
+            block on do not count.
         counts: counters of promotion and cascade.
 
     Thread: as `OffloadingManager`. No call waits for a tier, except `settle`, `flush`, `reset` and `close`.
-    Cost: while no tier is asked, one Python call and one dictionary lookup more than an `OffloadingManager`.
+    Cost: one Python call and one dictionary lookup more than an `OffloadingManager`, while no tier is read.
     """
 
     def __init__(
@@ -93,7 +91,7 @@ class TieredManager:
     ) -> None:
         self.ram_manager = OffloadingManager(capacity_blocks, enable_events=enable_events, **manager)
         check_stack(self.ram_manager.capacity_blocks, ram, tiers, deadline_s, max_in_flight)
-        # A block that RAM's policy refuses would reach no tier, so it refuses only if the user asks for it.
+        # A block that RAM's policy refuses reaches no tier, so the user must enable refusal by `write_cost`.
         self.ram_manager.policy_may_refuse &= not tiers or self.ram_manager.policy.write_cost is not None
         self._stack = TierStack(
             ram=self.ram_manager,
@@ -119,7 +117,7 @@ class TieredManager:
                 logging.getLogger("kvoffload.tiering").info("tier %s: %s", lane.tier.name, text)
 
     def _adopt(self, ram: OffloadingManager) -> None:
-        """Offer the members of RAM's manager that concern only RAM, without a call in between."""
+        """Copy the members of RAM's manager that concern only RAM, so that calls go to them directly."""
         self.capacity_blocks, self.key_bytes = ram.capacity_blocks, ram.key_bytes
         self.index, self.slots, self.policy, self.admission = ram.index, ram.slots, ram.policy, ram.admission
         self.medium, self.block_size, self.store_mode = ram.medium, ram.block_size, ram.store_mode
@@ -178,10 +176,10 @@ class TieredManager:
         self.promotion.ahead.pop(ctx, None)
 
     def leave_out_tiers(self, ctx: RequestContext, *, shared: bool | None = None) -> None:
-        """Serve this request nothing from tiers; its stores reach the tiers all the same.
+        """Exclude tiers from the loads of this request. Its stores still reach all tiers.
 
         Args:
-            shared: True for only the tiers that machines share, False for only the others.
+            shared: True excludes only tiers that machines share, False only the other tiers, None all.
         """
         left_out = self.waits[ctx].left_out
         left_out.update(lane.row for lane in self.lanes if shared in (None, lane.tier.shared))
@@ -189,15 +187,12 @@ class TieredManager:
             self.promotion.ahead.pop(ctx, None)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
-        """Return the number of the tier, from 1, that a block of this request came from; 0 for RAM.
-
-        Known until the load of the block is complete.
-        """
+        """Return the source of a block until its load is complete: 0 for RAM, or the tier's number from 1."""
         wait = self.waits.get(ctx)
         return wait.came_from.get(key, 0) if wait is not None else 0
 
     def has_promoted(self, ctx: RequestContext) -> bool:
-        """Return True if blocks of this request came from a tier, and their load is not complete."""
+        """Return True if this request has blocks from a tier whose load is not complete."""
         wait = self.waits.get(ctx)
         return wait is not None and bool(wait.came_from)
 
@@ -206,8 +201,8 @@ class TieredManager:
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
         """Look up a prefix, see `OffloadingManager.lookup`, and begin to promote its blocks from tiers.
 
-        Returns RETRY if the prefix continues with blocks that are being promoted. Without a request only RAM
-        is searched.
+        Returns RETRY if the next block is being promoted or probed for. Without a request only RAM is
+        searched.
         """
         in_ram = self.ram_manager.lookup(keys, ctx)
         if in_ram.stopped_by is HIT or ctx is None or not self.lanes:
@@ -313,8 +308,8 @@ class TieredManager:
     def flush(self, timeout_s: float) -> bool:
         """Write all blocks of RAM to every tier that lacks and admits them.
 
-        For the end of a process whose blocks are wanted again, and before a machine is taken down. Returns
-        False on time-out, or if a tier failed to write or dropped some of the blocks.
+        Call it before a process or a machine stops, so that its blocks can be used again. Returns False on
+        time-out, or if a tier failed to write or dropped some of the blocks.
         """
         until, num_lost = time.monotonic() + timeout_s, self._num_lost()
         keys = self.index.keys_at(self.slots.ready())
@@ -325,9 +320,9 @@ class TieredManager:
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block of RAM, see `OffloadingManager.reset`, and of the tiers.
 
-        `drop_in_flight` covers the transfers of the caller, not the jobs of tiers. So the call first waits
-        for these jobs, at most `deadline_s`; if a job still runs then, slots in flight stay reserved. Then
-        it waits, again at most `deadline_s`, until no tier would serve an old block after a crash.
+        `drop_in_flight` covers the transfers of the caller, not the jobs of tiers. So the call first waits up
+        to `deadline_s` for these jobs; if a job still runs then, slots in flight stay reserved. Then the call
+        waits up to `deadline_s` until the reset of every tier is durable.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()
@@ -349,8 +344,8 @@ class TieredManager:
                 self._end_if_complete(ctx, wait)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Let jobs end, for at most `timeout_s`, and close the tiers. Blocks that wait are not written: call
-        `flush` before."""
+        """Wait up to `timeout_s` for the jobs in flight, and close the tiers. Queued blocks are not written:
+        call `flush` before."""
         for lane in self.lanes:
             lane.waiting.clear()
         self.settle(timeout_s)
@@ -392,7 +387,7 @@ class TieredManager:
         return self.counts.not_offered + sum(stats.failed + stats.dropped for stats in self.tier_stats())
 
     def _end_if_complete(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report the used blocks to the tiers, if the request has finished and its stores have ended."""
+        """Report a request's blocks to the tiers, if it has finished and its stores have ended."""
         if not wait.finished or wait.num_storing:
             return
         del self.waits[ctx]

@@ -1,7 +1,7 @@
-"""The promotion of blocks from tiers into RAM, when a request asks for a prefix that continues there.
+"""The promotion of blocks from tiers into RAM, when a request looks up a prefix that continues in a tier.
 
-Owns the slots of RAM that are reserved for reads, the reads, and the probes of shared tiers. Does not decide
-which blocks leave RAM: RAM's policy does.
+Owns the reads, the slots of RAM that are reserved for them, and the probes of shared tiers. RAM's policy
+decides which blocks leave RAM.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Promotion:
         asking: requests with single keys to promote in the next step.
         ahead: requests in the engine's queue whose blocks have not been read ahead yet.
 
-    Thread: the scheduler's. Cost: nothing while no tier is asked.
+    Thread: the scheduler's. Cost: nothing while no tier is read.
     """
 
     def __init__(self, stack: TierStack) -> None:
@@ -41,7 +41,7 @@ class Promotion:
         self.ahead: dict[RequestContext, TierWait] = {}
 
     def poll(self) -> None:
-        """Begin to read the single keys that requests asked for in this step, and to read ahead."""
+        """Begin to read the single keys of this step's lookups, and to read ahead."""
         asking, self.asking = self.asking, {}
         for ctx, wait in asking.items():
             wanted, wait.wanted = wait.wanted, []
@@ -54,7 +54,7 @@ class Promotion:
         """Begin to read the blocks of this run that only tiers have, as far as it pays and RAM has room.
 
         Args:
-            max_blocks: the most blocks to reserve if nothing else is read; None for the usual bound.
+            max_blocks: limit of reserved blocks while no other read runs; None for the usual limit.
         """
         chosen = self._choose(keys, ctx, wait)
         if chosen is None:
@@ -75,7 +75,7 @@ class Promotion:
         return self.result_for([key], wait) if is_below else LookupResult.RETRY
 
     def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
-        """Return RETRY, or MISS when the request has waited long enough for blocks that are being read."""
+        """Return RETRY for blocks that are being read, or MISS after the request's longest wait."""
         had_given_up = wait.gave_up
         if not wait.keeps_waiting(self._stack.clock(), self._stack.deadline_s):
             self._stack.counts.gave_up += not had_given_up
@@ -86,13 +86,13 @@ class Promotion:
         return LookupResult.RETRY
 
     def awaits_probe(self, key: bytes, wait: TierWait) -> bool:
-        """Return True if a probe asks for this block and the request still waits for the reply."""
+        """Return True if a probe for this block is in flight and the request still waits for it."""
         if not any(key in lane.probing for lane in self._stack.lanes):
             return False
         return wait.waits_for_probe(self._stack.clock(), self._probe_timeout_s, self._stack.deadline_s)
 
     def end_read(self, lane: TierLane, plan: StorePlan, result: JobResult) -> None:
-        """End a read: sound blocks become ready in RAM, the slots of the others are released."""
+        """End a read: make sound blocks ready in RAM, and release the slots of the other blocks."""
         stack, ok = self._stack, result.ok
         self._num_reading -= len(plan.keys)
         lane.end_read(result, stack.clock())
@@ -114,7 +114,7 @@ class Promotion:
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
-        """Return the blocks that are worth reading, in prefix order, and the tier of each; None for none."""
+        """Return the blocks worth reading, in prefix order, and the tier of each block; None for none."""
         stack = self._stack
         in_ram = stack.ram.contains(keys, ctx)
         in_tiers, below = stack.below(keys, wait)
@@ -148,12 +148,12 @@ class Promotion:
         stack = self._stack
         room = stack.max_in_flight - self._num_reading
         if self._num_reading == 0:
-            # No other request waits: a prefix is worth most as a whole. Half of RAM stays free.
+            # No other request waits for a read, and a whole prefix is worth most. Half of RAM stays free.
             room = max_blocks or max(room, min(2 * room, stack.ram.capacity_blocks // 2))
         plan = stack.ram.prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_reserved = 0 if plan is None else len(plan.keys)
         if num_reserved < len(missing):
-            # If these blocks were asked for again in every step, they would evict those that found room.
+            # Requested again in every step, these blocks would evict the blocks that have found room.
             stack.counts.no_room += len(missing) - num_reserved
             wait.given_up.update(missing[num_reserved:])
         self._num_reading += num_reserved
@@ -178,9 +178,9 @@ class Promotion:
             self.promoting.update(dict.fromkeys(share.keys, row + 1))
 
     def _read_ahead(self) -> None:
-        """Read for the request that has waited longest in the engine's queue, once, as if it asked now.
+        """Begin to read the path of the request that has waited longest in the engine's queue, once.
 
-        Blocks that cannot be read now are not given up.
+        Blocks that cannot be read now may still be read at the request's lookup.
         """
         ctx, wait = next(iter(self.ahead.items()))
         del self.ahead[ctx]
@@ -197,7 +197,7 @@ class Promotion:
     # ---- probes of shared tiers
 
     def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
-        """Ask all shared tiers at once for the unreachable blocks of a run, as far as it may continue."""
+        """Probe all shared tiers at once for the unknown blocks of a run, up to a block that no tier has."""
         for lane, unknown in self._unknown(keys, wait):
             gaps = np.flatnonzero(~(reachable | unknown))
             end = int(gaps[0]) if len(gaps) else len(keys)
@@ -206,7 +206,7 @@ class Promotion:
                 lane.probe(keys.take(wanted), self._stack.clock())
 
     def _unknown(self, keys: Keys, wait: TierWait) -> list[tuple[TierLane, Mask]]:
-        """Return for each shared tier the blocks whose presence only a probe can tell."""
+        """Return each usable shared tier with a mask of the blocks whose presence needs a probe."""
         now = self._stack.clock()
         return [
             (lane, lane.tier.unknown(keys, wait.records[lane.row]))

@@ -1,4 +1,4 @@
-"""The duration of reads from a tier, learnt from past reads. Knows neither blocks nor tiers."""
+"""A model of the duration of reads from a tier, fitted to past reads. Knows neither blocks nor tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _DECAY = 0.95
 
 
 class ReadSpeed:
-    """A line through the last reads, seconds over blocks: least squares with exponential forgetting.
+    """Seconds of a read as a linear function of its blocks: least squares with exponential forgetting.
 
     Reads of a single size do not determine the fixed cost; then the line passes through the origin.
     """
@@ -26,7 +26,7 @@ class ReadSpeed:
         self._product = _DECAY * self._product + num_blocks * seconds
 
     def seconds_for(self, num_blocks: Any) -> Any:
-        """Predict the seconds of a read of `num_blocks`, a number or an array; 0 before the first read."""
+        """Predict the seconds to read `num_blocks`, a number or an array; 0 before the first read."""
         if self._blocks == 0.0:
             return 0.0 * num_blocks
         spread = self._weight * self._blocks_squared - self._blocks * self._blocks

@@ -1,7 +1,4 @@
-"""RAM and the tiers behind it, as promotion and cascade share them.
-
-Owns the lanes, the settings and the counters. Begins no job.
-"""
+"""State that promotion and cascade share: RAM, the tiers behind it, settings and counters. Begins no job."""
 
 from __future__ import annotations
 
@@ -41,13 +38,13 @@ class TierStack:
     counts: TieringCounts
 
     def follow(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report the known path of a request to the tiers that keep blocks in groups."""
+        """Report a request's path, as far as known, to the tiers that keep blocks in groups."""
         for lane in self.lanes:
             if lane.tier.group_blocks > 1:
                 lane.tier.follow(wait.records[lane.row], ctx.keys())
 
     def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
-        """Return the blocks that each tier has, and the blocks that any tier has. Silent tiers have none."""
+        """Return masks of the blocks in each tier, and in any tier. A silent tier counts as empty."""
         now = self.clock()
         in_tiers = [
             np.zeros(len(keys), np.bool_)
@@ -58,17 +55,17 @@ class TierStack:
         return in_tiers, np.logical_or.reduce(in_tiers)
 
     def is_silent(self, lane: TierLane, now: float) -> bool:
-        """Return True for a tier that gets no reads now: it does not answer, or its reads fail."""
+        """Return True if a tier gets no reads now, because it does not answer or its reads fail."""
         return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
 
     def drain(self, until: float) -> bool:
-        """Drain every tier, even after one hung; False if any exceeds the deadline."""
+        """Drain every tier, even if one hangs; False if any tier exceeds the deadline."""
         drained = [lane.tier.drain(max(0.0, until - time.monotonic())) for lane in self.lanes]
         return all(drained)
 
 
 def share_of(max_in_flight: float, capacity_blocks: int) -> int:
-    """Return a share of RAM in blocks, at least 1."""
+    """Convert a share of RAM to blocks, at least 1."""
     return max(1, int(max_in_flight * capacity_blocks))
 
 

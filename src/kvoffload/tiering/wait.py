@@ -14,8 +14,8 @@ class TierWait:
         records: each tier's record of the request.
         wanted: single keys to promote or probe in the next step.
         given_up: keys that the request no longer waits for.
-        came_from: tier number, from 1, of blocks that were promoted while the request waited.
-        left_out: rows of the tiers that serve this request nothing.
+        came_from: tier number, from 1, of each block promoted for this request.
+        left_out: rows of the tiers from which this request loads nothing.
         num_storing: blocks of the request in flight to RAM.
         may_wait_s: longest wait for blocks.
         gave_up: True if the request no longer waits for anything.
@@ -37,8 +37,8 @@ class TierWait:
     _last_probed: float = -math.inf
 
     def keeps_waiting(self, now: float, deadline_s: float) -> bool:
-        """Return False when the request has waited for `may_wait_s`. A pause longer than the deadline begins
-        a new wait."""
+        """Return False after a wait of `may_wait_s`. A pause between calls longer than `deadline_s` starts a
+        new wait."""
         if now - self._last_asked > deadline_s:
             self._since = now
         self._last_asked = now
@@ -46,8 +46,8 @@ class TierWait:
         return not self.gave_up
 
     def waits_for_probe(self, now: float, timeout_s: float, deadline_s: float) -> bool:
-        """Return False when the request has waited for `timeout_s`, over all probes. A pause longer than the
-        deadline begins a new wait."""
+        """Return False after a wait of `timeout_s` for all probes together. A pause between calls longer than
+        `deadline_s` starts a new wait."""
         if now - self._last_probed > deadline_s:
             self._probing_since = now
         self._last_probed = now

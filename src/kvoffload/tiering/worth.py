@@ -1,4 +1,4 @@
-"""The choice of blocks worth reading, and of the tier to read each from. Begins no read."""
+"""Chooses the blocks worth reading, and the tier of each block. Begins no read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ Rows: TypeAlias = npt.NDArray[np.intp]
 def fastest_source(
     lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_s: float | None
 ) -> Rows:
-    """Choose for each block the tier that is expected to deliver it first.
+    """Choose for each block the tier with the shortest expected read.
 
-    While the time to compute a block is unknown, as in a replay, speed counts for nothing: the first tier
-    that has the block is chosen.
+    While the time to compute a block is unknown, as in a replay, choose the first tier that has the block.
 
     Args:
         in_tiers: shape ``(tiers, blocks)``.
@@ -44,8 +43,8 @@ def num_worth_reading(
     now: float,
     spent_s: float = 0.0,
 ) -> int:
-    """Return how many leading blocks to read: reading them takes no longer than computing the blocks that
-    they make reachable. Returns all blocks if a trial is due.
+    """Return the number of leading blocks worth reading: reading them takes no longer than computing all
+    blocks that become reachable. Returns all blocks if a trial is due.
 
     Args:
         sources: tier of each block.
@@ -68,12 +67,15 @@ def num_worth_reading(
 
 
 def break_even(tier: SharedTier | GuardedTier, compute_s: float | None) -> str:
-    """Describe the read speed from which a shared tier pays, and the measured speed, for the log.
+    """Format the break-even read speed of a shared tier for the log.
 
     Args:
         compute_s: seconds to compute a block; None while unknown.
     """
     if compute_s is None:
         return "all its blocks are read; with recompute_tokens_per_s only reads that pay are made"
-    needed = f"a read pays if blocks arrive faster than {tier.block_bytes / compute_s / 1e9:.3g} GB/s"
-    return f"{needed}; `kvoffload tier bench` measures the server"
+    bytes_per_s = tier.block_bytes / compute_s
+    return (
+        f"a read pays if blocks arrive faster than {bytes_per_s / 1e9:.3g} GB/s; "
+        "`kvoffload tier bench` measures the server"
+    )

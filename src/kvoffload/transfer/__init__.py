@@ -1,8 +1,8 @@
 """Copies of blocks between devices and pools in host memory.
 
-The only package that uses torch; it imports torch only when a caller passes a tensor. `copies` copies rows
-between host arrays, with the streaming stores of `streaming`. `engine` is the interface to all devices, and
-`cuda` its implementation for CUDA tensors. The package does not know keys, or decide which blocks to move.
+`copies` copies rows between host arrays, with the streaming stores of `streaming`. `engine` is the interface
+to all devices, and `cuda` implements it for CUDA tensors. Only this package uses torch, which it imports when
+a caller passes a tensor. Does not know keys, and does not choose blocks.
 """
 
 from kvoffload.transfer.copies import Blocks, Rows, check_rows, copy_blocks

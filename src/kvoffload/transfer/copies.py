@@ -1,8 +1,8 @@
 """Copies of scattered blocks between two arrays in host memory, at the speed of one large memcpy.
 
 Owns the copy kernel and the coalescing of consecutive rows. Does not know devices or tiers: a block is a row
-of bytes. A block in the pool is not read again soon, so copies bypass the CPU's caches (`streaming`).
-`docs/performance.md` has measurements.
+of bytes. Large copies bypass the CPU's caches (`streaming`), because blocks in the pool are not read again
+soon. docs/performance.md has measurements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 """Row numbers, shape ``(n,)``."""
 
 STREAM_FROM_BYTES = 16 * 1024
-"""Smallest copy that bypasses the caches. Smaller copies are probably read soon."""
+"""Smallest copy that bypasses the caches. The bytes of smaller copies are probably read soon."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -71,10 +71,9 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the starts of the runs of rows that are consecutive on both sides: ``(runs + 1,)``, `n` last.
+    """Split a copy into runs of rows that are consecutive on both sides; returns ``starts``, ``(runs + 1,)``.
 
-    Run `r` copies rows ``src_rows[starts[r]]`` onwards to ``dst_rows[starts[r]]`` onwards, as many as
-    ``starts[r + 1] - starts[r]``.
+    Run `r` consists of the positions from ``starts[r]`` to before ``starts[r + 1]``; the last start is `n`.
     """
     breaks = (src_rows[1:] - src_rows[:-1] != 1) | (dst_rows[1:] - dst_rows[:-1] != 1)
     inner = np.flatnonzero(breaks) + 1

@@ -1,17 +1,17 @@
-"""The engine of a CUDA tensor: pinned pools, a stream for each direction, batched copies.
+"""The copy engine of a CUDA tensor: pinned pools, a stream for each direction, batched copies.
 
 Imports torch, and is imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch:
 
 - *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time, in
   which the bus moves half a megabyte.
-- *gathered*: the device gathers scattered blocks into one buffer, which crosses the bus in one copy; the host
-  then copies the blocks into their slots. A load works in reverse. Faster for many small blocks, where the
-  launches would take longer than the bytes.
+- *gathered*: the device gathers scattered blocks into a buffer, one copy moves the buffer over the bus, and
+  the host copies the blocks into their slots. A load works in reverse. Faster for many small blocks, where
+  launches would take longer than the transfer.
 
-CUDA never reads or writes a pool that cannot be pinned: the host copies its blocks through a pinned buffer.
+A pool that cannot be pinned is never accessed by CUDA: the host copies its blocks through a pinned buffer.
 
-The functions move bytes between tensors and are tested with CPU tensors; the class adds streams. `pinned`
-owns the pinning.
+Functions move bytes between any tensors, so tests run them on the CPU; the class adds streams. `pinned` owns
+the pinning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RowsArray = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """The copy plan of a batch: the `starts` of its runs, as from `coalesce`, and True to gather."""
+    """The copy plan of a batch: `starts` of its runs, as `coalesce` returns them, and `gathered`."""
 
     starts: RowsArray
     gathered: bool
@@ -59,13 +59,13 @@ def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: boo
 class CudaEngine:
     """Moves blocks between a CUDA tensor and pools in host memory, while the engine computes.
 
-    Both directions start after the work that is already on the caller's current stream: a store reads the
-    results of that work, and a load does not overwrite data that the work still reads. No stream waits for a
-    transfer: `wait` for a load (or check `done`) before launching work that reads its rows, and for a store
-    before launching work that overwrites its rows.
+    A transfer starts after the work that is already on the caller's current stream: a store reads the results
+    of that work, and a load does not overwrite data that the work still reads. No stream waits for a
+    transfer. So call `wait`, or check `done`, before launching work that reads the rows of a load or
+    overwrites the rows of a store.
 
-    The host's part of a gathered store, a copy at memory speed, runs in the call of `done` or `wait` that
-    finds the bytes arrived. So call one of them for every transfer.
+    A gathered store ends with a copy on the host, at memory speed. It runs in the first call of `wait`, or of
+    `done` after the bytes have arrived. So call one of them for every transfer.
 
     A pool is pinned (`cudaHostRegister`, which also populates it) from its first use until `close`, and must
     exist that long: close the engine before the tier. If pinning fails (no memory to pin, read-only memory,
@@ -192,7 +192,7 @@ def tensor_over(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _wide(blocks: Tensor) -> Tensor:
-    """View the rows as 8-byte words if possible, because a device moves one item per thread."""
+    """View the rows as 8-byte words if possible: a device moves one item per thread."""
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()
     return blocks.view(torch.int64) if aligned % 8 == 0 else blocks
 
@@ -207,7 +207,7 @@ def _indices(rows: RowsArray, device: Tensor) -> Tensor:
 
 
 class _CudaTransfer:
-    """A transfer that is done when the stream has passed this point and the host's part, if any, has run."""
+    """A transfer that is done when the stream has passed this point and `finish`, if any, has run."""
 
     def __init__(self, stream: Stream, finish: Callable[[], None] | None = None) -> None:
         self._passed = torch.cuda.Event(blocking=True)  # a waiting thread sleeps

@@ -1,4 +1,4 @@
-"""The copy engine interface: stores rows of a device into slots of a pool, and loads them back.
+"""The interface of copy engines: store rows of a device into slots of a pool, and load them back.
 
 A device is an array whose first dimension is blocks. `device` chooses the engine. Does not know the meaning
 of the bytes, or which block is in a slot.
@@ -23,7 +23,7 @@ class Transfer(Protocol):
     """Copies in flight. Thread: any, one at a time."""
 
     def done(self) -> bool:
-        """Return whether every byte has arrived, without waiting. Once True, always True."""
+        """Return True if every byte has arrived, without waiting. Once True, always True."""
         ...
 
     def wait(self) -> None:
@@ -167,6 +167,6 @@ def cpu_capability() -> str:
 
 
 def is_tensor(candidate: object) -> bool:
-    """Return whether this is a torch tensor, without importing torch."""
+    """Return True for a torch tensor, without importing torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(candidate, torch.Tensor)

@@ -1,10 +1,10 @@
 """Pinned host memory for copies to and from a CUDA device.
 
-Owns the list of pinned pools, and the current device and the pending error around calls of the CUDA runtime.
-Does not know blocks or slots.
+Owns the pinned pools, and sets the device and clears errors around calls of the CUDA runtime. Does not know
+blocks or slots.
 
-A range of memory is pinned as a whole or not at all, because a copy across the end of a pinned range is a
-CUDA error. So a pool that only partly overlaps a pinned range counts as not pinned.
+A copy across the end of a pinned range is a CUDA error. So a pool is pinned as a whole or not at all, and a
+pool that partly overlaps a pinned range counts as not pinned.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def synchronized(device: Any) -> bool:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Allocate a tensor in pinned memory, or in pageable memory if that fails; then copies block the host.
+    """Allocate a tensor in pinned memory. If that fails, use pageable memory: copies then block the host.
 
     torch's pinned allocator reuses a buffer only when the copies that use it are done.
     """
@@ -126,7 +126,7 @@ class PinnedPools:
 
 
 class _Range(tuple[int, int]):
-    """A range of addresses: the first address, and the end after the last."""
+    """A range of addresses: first address and end."""
 
     def overlaps(self, other: _Range) -> bool:
         return self[0] < other[1] and other[0] < self[1]

@@ -1,9 +1,9 @@
 """Memory copies that bypass the caches, as building blocks for kernels.
 
-An ordinary store first reads the line that it overwrites (three bus transfers instead of two) and evicts
-other threads' data from the caches. LLVM compiles a vector store that is marked `!nontemporal` to the
-machine's streaming store (`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the machine has none.
-Addresses are plain integers and are not checked.
+An ordinary store first reads the cache line that it overwrites (three bus transfers instead of two) and
+evicts data of other threads. LLVM compiles a vector store marked `!nontemporal` to a streaming store
+(`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the machine has none. Addresses are plain
+integers and are not checked.
 """
 
 from __future__ import annotations

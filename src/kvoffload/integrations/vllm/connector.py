@@ -1,6 +1,6 @@
-"""``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with our scheduler side.
+"""``KVOffloadConnector``: vLLM's ``OffloadingConnector`` with our scheduler side and vLLM's worker side.
 
-Owns the installation of that side and the checks of its options. The worker side is vLLM's.
+Checks the options and installs the scheduler side.
 """
 
 from __future__ import annotations

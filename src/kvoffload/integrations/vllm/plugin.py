@@ -1,7 +1,7 @@
 """The plugin that vLLM calls in each of its processes: registers the names of our classes.
 
-With the plugin, ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` need no module paths.
-Entry-point group ``vllm.general_plugins``; if ``VLLM_PLUGINS`` excludes kvoffload, users must give the paths.
+So ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` need no module paths, unless
+``VLLM_PLUGINS`` excludes kvoffload. The entry-point group is ``vllm.general_plugins``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _HOME = "kvoffload.integrations.vllm"
 
 
 def register() -> None:
-    """Register our names with vLLM, which imports a class when its name is used. Idempotent. Raises nothing.
+    """Register our names; vLLM imports a class when its name is used. Idempotent. Raises nothing.
 
     vLLM calls this even if kvoffload is not used, so an error is only logged.
     """

@@ -5,7 +5,7 @@
 
 The policy is any policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc``
 select vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later: older
-versions do not load policies by module path. Owns the translation; does not know bytes.
+versions do not load policies by module path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Request:
-    """Our record of a vLLM request, with the keys that were absent when it stored."""
+    """Our record of a vLLM request. `missed`: keys that were absent when the request stored or used them."""
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
@@ -45,12 +45,12 @@ class _Request:
 class VLLMPolicy(CachePolicy):
     """Adapter of our policies to vLLM's interface.
 
-    vLLM's manager asks for victims first and names the new blocks later, one by one. Our policies choose
-    victims and place new blocks in one batch. One of our managers therefore mirrors the blocks and their
-    states; its plan for a batch answers the single calls that follow.
+    vLLM's manager asks for victims first and inserts the new blocks later, one by one. Our policies choose
+    victims and place new blocks in one batch. So one of our managers mirrors vLLM's blocks and their states,
+    and its plan for a batch answers the single calls that follow.
 
-    The decisions differ from our manager's: vLLM stores a whole offer or nothing, a policy cannot refuse a
-    block, and admission is vLLM's.
+    Decisions differ from our manager's: vLLM stores a whole offer or nothing, its own rule admits blocks, and
+    a policy cannot refuse a block.
 
     A finished request refreshes its whole path, including blocks that the device served, and never evicts its
     own path. vLLM's own policies see only blocks that were loaded or offered.
@@ -76,7 +76,7 @@ class VLLMPolicy(CachePolicy):
     def get(self, key: bytes) -> Any:
         chunk = self.chunks.get(key)
         if chunk is None:
-            # A store begins with a lookup of every offered block, which tells us their order.
+            # vLLM looks up every offered block before a store, so the order of lookups is the blocks' order.
             if len(self._absent) >= _MAX_ABSENT:
                 self._absent.clear()
             self._absent.pop(key, None)
@@ -180,13 +180,13 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Return our manager, made when the first key gives the length of keys."""
+        """Return our manager, created with the length of the first key."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager
 
     def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
-        """Return our record of a request. Its path is the list of keys that vLLM has, in prefix order."""
+        """Return our record of a request, with the path that vLLM has recorded so far, in prefix order."""
         request: _Request | None = req_context.get_state(_Request)
         # If vLLM records no positions, only the keys of this call are known.
         positions = getattr(req_context, "_offload_key_positions", None) or dict.fromkeys(keys, 0)

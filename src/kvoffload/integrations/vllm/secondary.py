@@ -5,7 +5,7 @@
                         {"type": "KVOffloadTier", "module_path": "kvoffload.integrations.vllm.secondary",
                          "url": "valkey://cache:6379/team-a"}]
 
-Owns the translation of vLLM's jobs, requests and view of RAM. Internal errors never reach the engine.
+Translates vLLM's jobs, requests and view of RAM. Internal errors never reach the engine.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _NEW_WAIT_AFTER_S = 2.0
 class KVOffloadTier(SecondaryTierManager):
     """Adapter of our tiers to vLLM's tiering manager; every read is verified.
 
-    A block is HIT if the tier has its entry. A load reports the keys of the blocks whose bytes were sound,
-    and vLLM computes the others. A shared tier is probed once a step, for all blocks of the step's lookups; a
-    block is RETRY until the probe ends, at most for the tier's `probe_timeout`.
+    A block is HIT if the tier has an entry for it. A load reports the keys of its sound blocks, and vLLM
+    computes the others. A shared tier is probed once a step, for all blocks of the step's lookups; a block is
+    RETRY until the probe ends, for at most the tier's `probe_timeout`.
 
     Takes ``url`` and its parameters, or the options of a disk, as `KVOffloadSpec` does for a tier.
     Raises `ConfigError` when the engine starts. Thread: the scheduler's.
 
     Attributes:
-        broken: the tier is no longer used: an internal error, or it could not be opened.
+        broken: the tier is no longer used after an internal error, or could not be opened.
     """
 
     medium = Medium.STORAGE
@@ -178,7 +178,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(list)
     def take_events(self) -> list[Any]:
-        """Return events of a shared tier: blocks that this engine wrote there, or found gone."""
+        """Return events of a shared tier: blocks that this engine has written, or has found missing."""
         changes, name = self._tier.take_changes(), self._tier.name
         return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
@@ -196,8 +196,8 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def _forget(self) -> None:
-        # vLLM drains jobs only when its cache is reset. The reason for a reset, such as new weights, also
-        # makes the blocks of the tier wrong, and vLLM sends no other notification.
+        # vLLM drains jobs only when its cache is reset, and sends no other notification. After a reset, for
+        # example because of new weights, the blocks of the tier are wrong as well.
         name, timeout_s = self._tier.name, _SHARED_DRAIN_TIMEOUT_S if self._tier.shared else _DRAIN_TIMEOUT_S
         if not self._tier.drain(timeout_s):
             logger.error(

@@ -1,6 +1,6 @@
-"""``KVOffloadSpec``: the class that vLLM's ``OffloadingConnector`` makes (``spec_name``).
+"""``KVOffloadSpec``: the class that vLLM's ``OffloadingConnector`` instantiates (``spec_name``).
 
-Owns the assembly of the scheduler side and the worker side. Decides nothing.
+Assembles the scheduler side and the worker side. Decides nothing.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Time that a worker waits for the other workers' memory before it pins the pool; the larger value applies.
+"""Longest wait of a worker for the other workers' memory before it pins the pool; the larger value applies.
 
-A GiB in pages of 4 KiB takes 0.6 s. Only the start of the engine waits (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
+Allocating a GiB in pages of 4 KiB takes 0.6 s. Only the engine's start waits
+(``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
-"""True while a connector is made that offers blocks which the GPU drops; vLLM's own connector does not."""
+"""True during the construction of a connector that offers blocks before the GPU drops them; vLLM's does not."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""True while a connector is made that passes the engine's requests to us; vLLM's own connector does not."""
+"""True during the construction of a connector that passes requests to us; vLLM's own connector does not."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
@@ -85,23 +86,20 @@ class KVOffloadSpec(OffloadingSpec):
         self.facts = facts_with_chunks(self, self.facts, self.options.blocks_per_chunk)
         self._vllm_config = find_configuration(self, self.facts.engine_id)
         self._sees_requests = SEES_REQUESTS.get()
+        allowed = "allowed: only with kv_connector: KVOffloadConnector"
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
-            raise ConfigError(
-                "store", self.options.store, "allowed: only with kv_connector: KVOffloadConnector"
-            )
-        if self.options.record is not None and not SEES_REQUESTS.get():
-            raise ConfigError(
-                "record", self.options.record, "allowed: only with kv_connector: KVOffloadConnector"
-            )
+            raise ConfigError("store", self.options.store, allowed)
+        if self.options.record is not None and not self._sees_requests:
+            raise ConfigError("record", self.options.record, allowed)
         self.offload_prompt_only = self.options.prompt_only
-        # If all workers hold the same bytes, one worker stores a block, and all workers load that copy.
+        # If all workers hold the same bytes, one worker stores a block, and all workers load it.
         self.replicated_layout = self.facts.replicated
         self._missing: list[str] = []
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
     def get_manager(self) -> KVOffloadManager:
-        """Return the scheduler side, made at the first call."""
+        """Return the scheduler side, created at the first call."""
         if self._manager is None:
             facts = self.facts
             if self.options.tiers:
@@ -121,7 +119,7 @@ class KVOffloadSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
-        """Return the worker side, made at the first call, for the tensors of its layers."""
+        """Return the worker side, created at the first call, for the tensors of its layers."""
         if self._worker is None:
             layout = Layout.of(kv_caches, self.facts.blocks_per_chunk)
             pool = self._attach(1 + self.facts.rank, layout.part_bytes)

@@ -1,6 +1,6 @@
 """Containment of internal errors: the engine continues without offloading.
 
-Owns the rule. Does not know the answers of an adapter, nor how an adapter stops.
+An adapter chooses the result after an error, and how it stops.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def contained(
     """Make a method of a `Breakable` that never raises an `Exception`.
 
     Args:
-        answer: the result if the method raises, and of every call once the adapter is broken; or a function
-            that returns the result for the arguments of the call.
-        before: called first with the adapter, also if the adapter is broken.
+        answer: result of a call that raises, and of every call to a broken adapter; or a function that
+            returns this result for the arguments of the call.
+        before: called first with the adapter, even if the adapter is broken.
     """
 
     def wrap(method: Method[T]) -> Method[T]:

@@ -14,9 +14,9 @@ from kvoffload.tiering.manager import AnyManager
 class Events:
     """Events that vLLM has not taken yet.
 
-    A reset removes all blocks. vLLM describes a block by a record that it makes at the offer and deletes at
-    the removal event, even if the block has been stored again in between. Only the return of that
-    block is reported.
+    After a reset, the removal of a block is reported only if the block is still absent when vLLM takes the
+    events. vLLM creates a record of a block at the offer and deletes it at the removal event: a late removal
+    event would delete the record of a block that has been stored again.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Events:
         self._of_tiers: list[OffloadingEvent] = []
 
     def reset(self, manager: AnyManager) -> None:
-        """Take over the events of a manager that was just reset."""
+        """Take the events of a manager that was just reset."""
         for event in manager.take_events():
             if event.medium == RAM:
                 self._removed_by_reset.update(event.keys)

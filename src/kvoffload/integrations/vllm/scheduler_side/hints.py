@@ -1,4 +1,4 @@
-"""Translates vLLM's knowledge of a request into hints. Does not know the use that policies make of them."""
+"""Translates the fields of a vLLM request into hints. Does not know how policies use hints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from kvoffload.core.hints import NO_HINTS, Hints
 
 PARAMETER = "kvoffload"
-"""The key in a request's ``kv_transfer_params`` under which users give hints."""
+"""Key of the user's hints in a request's ``kv_transfer_params``."""
 
 
 class _UserHints(msgspec.Struct, forbid_unknown_fields=True):
@@ -43,10 +43,10 @@ def arrival_hints(request: Any) -> Hints:
 
 
 def finish_hints(request: Any) -> Hints:
-    """Return the reason for which a request of vLLM has ended: ``stop``, ``length``, ``abort``, ...
+    """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    After ``stop`` the token or string follows, unless it was the usual end of a text: some models end a turn
-    that calls tools so.
+    After ``stop`` follows the stop token or string, except the usual end-of-text token: some models end a
+    tool call with a special token.
     """
     reason = request.get_finished_reason()
     if reason is None:

@@ -1,4 +1,4 @@
-"""Plans of transfers in flight, found by request and keys, which vLLM passes when a transfer ends."""
+"""Plans of transfers in flight, by request and keys: vLLM passes these when a transfer ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class InFlight(Generic[P]):
             self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Remove and return the plans of these keys; splits a plan with other keys. Ignores unknown keys."""
+        """Remove and return the plans of these keys. A plan that has other keys, too, is split.
+
+        Ignores unknown keys.
+        """
         wanted = set(keys)
         taken: list[P] = []
         remaining: list[tuple[P, set[bytes]]] = []

@@ -1,7 +1,7 @@
 """Lookups for an engine that asks block by block.
 
-Owns the order of a lookup (our manager, then the verification) and lookups ahead of the engine's calls.
-Does not contain errors: the caller does.
+Owns the steps of a lookup (manager, then verification) and lookups ahead of the engine's calls. The caller
+contains errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Request:
         path: the keys that vLLM had recorded at the first lookup.
         reach: number of keys that are looked up ahead.
         checks: verifications of the request's blocks, pending and done.
-        begun_step: the last step in which vLLM may have begun the request; None while it surely waits.
+        begun_step: the last step in which vLLM may have begun the request; None while it is known to wait.
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
         first_step: the step of the first lookup of the current wait; None before that lookup.
     """
@@ -64,10 +64,10 @@ class Request:
 class Lookups:
     """Looks up blocks.
 
-    vLLM's own connector asks block by block, and each call takes as long as the lookup. When the first block
-    of a path is a hit, the following blocks are therefore looked up in one batch. The results hold until the
-    manager changes: any call that changes the manager must set `ahead` to an empty list. With tiers or
-    verification a result belongs to one request, and nothing is looked up ahead.
+    vLLM's own connector asks block by block, and the call alone takes as long as the lookup. So a hit on the
+    first block of a path looks up the following blocks in one batch. The results hold until the manager
+    changes: any call that changes the manager must set `ahead` to an empty list. With tiers or verification a
+    result belongs to one request, and nothing is looked up ahead.
 
     Attributes:
         ahead: blocks known to be ready, in reverse order of the expected calls.

@@ -1,8 +1,7 @@
-"""Our manager behind vLLM's interface of a manager.
+"""Our manager behind vLLM's manager interface.
 
-Owns the translation: vLLM looks up key by key where we take batches, completes sets of keys where we return
-plans, and lists the blocks of one KV group after the other where we want prefix order. Decides nothing.
-Internal errors never reach the engine.
+Translates single lookups to batches, sets of completed keys to plans, and blocks listed by KV group to prefix
+order. Decides nothing. Internal errors never reach the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from kvoffload.integrations.vllm.shared.options import ALWAYS, VLLMOptions
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.shared.tiers import (
     DISK,
-    ELSEWHERE,
+    EXTERNAL,
     HOST,
     PoolMemory,
     is_named,
@@ -63,9 +62,10 @@ class Arrival:
     """Facts about a request from its arrival to its end, whether it is looked up or not.
 
     Attributes:
-        has_adapter: a LoRA adapter computes the request, and it loads from no tier.
-        is_outdated: the cache was reset while the request ran: it stores nothing more.
-        ran_unasked: the request runs, or has run, without a lookup, as when the GPU's cache holds its prompt.
+        has_adapter: a LoRA adapter computes the request, so the request loads from no tier.
+        is_outdated: the cache was reset while the request ran, so the request stores nothing more.
+        ran_unasked: the request has begun without a lookup, for example because the GPU's cache holds its
+            prompt.
     """
 
     hints: Hints = NO_HINTS
@@ -82,25 +82,26 @@ def _forget_lookups_ahead(manager: KVOffloadManager) -> None:
 
 
 def _contained(answer: Any) -> Callable[[Method[T]], Method[T]]:
-    """Contain errors of a method that may change the manager, which ends the lookups ahead."""
+    """Contain errors of a method that may change the manager, and drop the lookups ahead."""
     return contained(answer, before=_forget_lookups_ahead)
 
 
 class KVOffloadManager(OffloadingManager):
     """Our manager as vLLM's connector calls it.
 
-    The path of a request is the list of keys that vLLM has recorded at the first lookup. A hit therefore
-    refreshes the whole prefix, including the blocks that the GPU's own cache served. Several KV groups share
-    one path, in the order of their tokens: a partial store keeps the head of every group.
+    The path of a request is the list of keys that vLLM has recorded at the first lookup. So a hit refreshes
+    the whole prefix, including the blocks that the GPU's own cache served. Several KV groups share one path,
+    in the order of their tokens: a partial store keeps the head of every group.
 
     Args:
         tokens_per_block: tokens in a block, for events. blocks_per_chunk: engine blocks in a slot.
-        open_tiers: opens the tiers behind RAM, for the bytes of a block and the bytes of a key.
+        open_tiers: opens the tiers behind RAM, given the bytes of a block and of a key.
         missing_tiers: places of tiers that could not be opened, which a reset does not reach.
 
     Attributes:
-        core: the manager that decides. broken: an error was contained, and nothing is offloaded until the
-        next reset. num_lost: blocks that the device dropped before they could be offered.
+        core: the manager that decides.
+        broken: an error was contained, and nothing is offloaded until the next reset.
+        num_lost: blocks that the device dropped before they could be offered.
 
     Thread: the scheduler's.
     """
@@ -241,7 +242,7 @@ class KVOffloadManager(OffloadingManager):
             self.core.touch(list(keys), self._request(req_context, keys).ctx)
 
     def _request(self, req_context: Any, keys: Collection[bytes] = ()) -> Request:
-        """Return the record of a request, made at the first call. The first key gives the length of keys."""
+        """Return the record of a request, created at the first call. The first key sets the key length."""
         request = self._requests.get(req_context.req_id)
         if request is None:
             path = path_of(req_context)
@@ -295,7 +296,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained((0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and True if the next one may soon be ready."""
+        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
         request = self._request(req_context, keys)
         if request.may_run(self._step):
             request.wait_again()
@@ -313,10 +314,10 @@ class KVOffloadManager(OffloadingManager):
             return HOST
         request = self._requests.get(req_context.req_id)
         number = 0 if request is None else self._tiered.source_of(key, request.ctx)
-        return HOST if number == 0 else ELSEWHERE if self._tiered.is_shared(number) else DISK
+        return HOST if number == 0 else EXTERNAL if self._tiered.is_shared(number) else DISK
 
     def has_promoted_for(self, req_context: Any) -> bool:
-        """Return True if a tier has promoted blocks of this request, and their load is not complete."""
+        """Return True if this request has blocks from a tier whose load is not complete."""
         request = self._requests.get(req_context.req_id)
         return self._tiered is not None and request is not None and self._tiered.has_promoted(request.ctx)
 
@@ -346,7 +347,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose the offered blocks to store. None: nothing now, but vLLM may offer the blocks again."""
+        """Choose the offered blocks to store. None: store nothing now; vLLM may offer the blocks again."""
         if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated:
             return _NOTHING
         request = self._request(req_context, keys)
@@ -357,12 +358,12 @@ class KVOffloadManager(OffloadingManager):
         positions = positions_of(req_context)
         places = [positions.get(key, 0) for key in offered]
         if places == sorted(places):
-            return self._chosen(self.core.prepare_store(offered, request.ctx), offered)
+            return self._output_of(self.core.prepare_store(offered, request.ctx), offered)
         order = np.argsort(places, kind="stable")
         plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
-        return self._chosen(plan, offered, order)
+        return self._output_of(plan, offered, order)
 
-    def _chosen(
+    def _output_of(
         self, plan: StorePlan | None, offered: list[bytes], order: npt.NDArray[np.intp] | None = None
     ) -> PrepareStoreOutput | None:
         """Translate a plan for the blocks ``offered[order]``; the result has the order of `offered`."""
@@ -404,8 +405,8 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Choose the blocks to store among `keys`, which the device drops next; the warmest comes first."""
-        return self._chosen(self.core.prepare_store(keys), keys)
+        """Choose the blocks to store among `keys`: blocks that the device drops next, the warmest first."""
+        return self._output_of(self.core.prepare_store(keys), keys)
 
     @_contained(None)
     def keep_dropped(self, keys: list[bytes]) -> None:
@@ -414,13 +415,13 @@ class KVOffloadManager(OffloadingManager):
         self.num_lost += lost
         self.metrics.counts["lost_blocks"] += lost
 
-    # ---- the rest
+    # ---- steps, resets, reports
 
     @_contained(None)
     def on_schedule_end(self, context: Any) -> None:
-        """End a step: start its promotions, and unpin blocks verified for requests that now run.
+        """End a step: begin its promotions, and unpin blocks that were verified for requests that now run.
 
-        Requests preempted by the step may load in the next step.
+        Requests that the step has preempted may load in the next step.
         """
         if self._tiered is not None:
             self._tiered.poll()
@@ -442,15 +443,15 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(False)
     def has_pending_work(self) -> bool:
-        """Return True if vLLM must keep stepping while no request runs, because one may wait for a tier."""
+        """Return True if vLLM must continue to step while no request runs: a request may wait for a tier."""
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
         """Forget everything. vLLM waits for the transfers in flight before it begins new ones.
 
-        Running requests store nothing more: a reset must forget the blocks that they have computed. vLLM also
-        offers their blocks again from the beginning, including blocks that left the sliding window long ago
-        and now hold other data.
+        Running requests store nothing more, because a reset must also forget the blocks that they have
+        computed. vLLM would offer these blocks again, including blocks that have left the sliding window and
+        now hold other data.
         """
         self.broken = False
         log_unreached_tiers(self._missing_tiers)

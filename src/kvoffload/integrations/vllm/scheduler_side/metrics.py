@@ -1,7 +1,7 @@
 """Our metrics in vLLM's ``/metrics``.
 
-Owns their names and descriptions, and the counts since the last report. Bytes and seconds of loads and
-stores are vLLM's own metrics (``vllm:kv_offload_load_bytes`` and so on), from our worker's results.
+Owns names and descriptions of the metrics, and the counts since the last report. vLLM's own metrics
+(``vllm:kv_offload_load_bytes`` and so on) count bytes and seconds of transfers, from our worker's results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NATIVE_GAUGES = {
     "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
 }
 NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
-"""Names of vLLM's own manager for the same quantities: its dashboards continue to work."""
+"""Metrics of vLLM's own manager, kept so that its dashboards continue to work."""
 NATIVE_PREFIX = "vllm:kv_offload_"
 
 REFUSED = "refused_blocks"
@@ -169,18 +169,18 @@ class Metrics:
         counts["stored_blocks"] += counters.stored - before.stored
         counts["evicted_blocks"] += counters.evicted - before.evicted
         counts["discarded_blocks"] += counters.discarded - before.discarded
-        begins, self._has_begun = not self._has_begun, True
-        for name in COUNTERS if begins else counts:
-            if begins or counts[name]:
+        is_first, self._has_begun = not self._has_begun, True
+        for name in COUNTERS if is_first else counts:
+            if is_first or counts[name]:
                 taken.increase_counter(PREFIX + name, counts[name])
         refused = {
             "admission": counters.refused - before.refused,
             "no_room": counters.dropped - before.dropped,
         }
         for reason, count in refused.items():
-            if begins or count:
+            if is_first or count:
                 taken.increase_counter(PREFIX + REFUSED, count, (reason,))
-        if begins or refused["admission"]:
+        if is_first or refused["admission"]:
             taken.increase_counter(NATIVE_SKIPPED, refused["admission"])
         return taken
 
@@ -205,22 +205,22 @@ class Metrics:
         promotions: TieringCounts,
     ) -> None:
         """Add the counters and gauges of each tier behind RAM, from its counts since it was opened."""
-        begins, self._has_begun_tiers = not self._has_begun_tiers, True
+        is_first, self._has_begun_tiers = not self._has_begun_tiers, True
         not_offered = promotions.not_offered - self._not_promoted_before[NOT_OFFERED]
         self._not_promoted_before[NOT_OFFERED] += not_offered
-        if begins or not_offered:
+        if is_first or not_offered:
             taken.increase_counter(PREFIX + NOT_OFFERED, not_offered)
         for reason in NOT_PROMOTED_REASONS:
-            since = getattr(promotions, reason) - self._not_promoted_before[reason]
-            self._not_promoted_before[reason] += since
-            if begins or since:
-                taken.increase_counter(PREFIX + NOT_PROMOTED, since, (reason,))
+            increase = getattr(promotions, reason) - self._not_promoted_before[reason]
+            self._not_promoted_before[reason] += increase
+            if is_first or increase:
+                taken.increase_counter(PREFIX + NOT_PROMOTED, increase, (reason,))
         for tier, counts in tiers.items():
             for name in TIER_COUNTERS:
-                since = counts[name] - self._tiers_before[tier, name]
+                increase = counts[name] - self._tiers_before[tier, name]
                 self._tiers_before[tier, name] = counts[name]
-                if begins or since:
-                    taken.increase_counter(f"{PREFIX}tier_{name}", since, (tier,))
+                if is_first or increase:
+                    taken.increase_counter(f"{PREFIX}tier_{name}", increase, (tier,))
             for name in TIER_GAUGES:
                 if counts[name] is not None:
                     self._show(taken, f"tier_{name}", counts[name], (tier,))

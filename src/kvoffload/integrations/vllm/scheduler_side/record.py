@@ -54,13 +54,13 @@ class RecordedLine(Line, kw_only=True, omit_defaults=True):
 class Recorder:
     """Writes requests to a new file, on a separate thread, up to `max_bytes`.
 
-    Block ids are hashed with a random salt that is not stored: the file reveals no prompt, and the ids of two
-    files cannot be compared. Each write is a whole line; a killed process may leave a torn last line.
+    Block ids are hashed with a random salt that is not stored: the file reveals no prompt, and ids of two
+    files cannot be compared. A killed process may leave an incomplete last line.
 
     Attributes:
         path: the file: the requested path, or the next free ``NAME-2.jsonl``.
 
-    Thread: `add` and `close` from one thread, which never waits for the file.
+    Thread: `add` and `close` on one thread; `add` never waits for the file.
     Raises: `OSError` if the file cannot be created; nothing later.
     """
 
@@ -160,7 +160,7 @@ class Recorder:
 
 
 def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
-    """Create a file that did not exist: each engine, and each restart, gets another file."""
+    """Create a new file, numbered if the name is taken: each engine and each restart has its own file."""
     number, free = 1, path
     while True:
         try:

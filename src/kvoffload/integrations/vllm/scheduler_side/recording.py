@@ -39,13 +39,13 @@ class Recording:
         self._served: dict[str, dict[str, int]] = {}
 
     def looked_up(self, request: Any, gpu_tokens: int) -> None:
-        """Note the prompt tokens that the GPU's own cache holds, at each lookup of a request."""
+        """Note the prompt tokens in the GPU's own cache, at each lookup of a request."""
         self._on_gpu[request.request_id] = gpu_tokens
 
     def begins(self, request: Any, sources: Callable[[], dict[Any, int]]) -> None:
-        """Note the sources of a prompt when its request first begins.
+        """Note the sources of a prompt when its request begins for the first time.
 
-        A preempted request begins again, but then loads blocks that it has computed itself.
+        A preempted request begins again, and then loads blocks that it has computed itself.
 
         Args:
             sources: returns the number of further prompt tokens by vLLM's ``CacheHitSource``.
@@ -90,7 +90,7 @@ class Recording:
 
 
 def _hints(request: Any) -> Hints:
-    """All hints of a request, without a stop string: that is a user's text."""
+    """Return all hints of a request, without a stop string, because that is a user's text."""
     with suppress(ValueError):  # wrong hints are ignored; the manager has logged them
         given = user_hints(request.kv_transfer_params)
         hints = arrival_hints(request).updated(given).updated(finish_hints(request))
@@ -101,7 +101,7 @@ def _hints(request: Any) -> Hints:
 
 
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
-    """Start the recording that `options` ask for; None if there is none, or its file cannot be created."""
+    """Start the recording that the options request; None without one, or if its file cannot be created."""
     if options.record is None:
         return None
     try:

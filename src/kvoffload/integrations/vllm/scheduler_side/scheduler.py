@@ -1,11 +1,12 @@
 """The scheduler side of vLLM's connector, with three changes.
 
-A whole prefix is looked up in one call. The manager learns when a request arrives, waits and ends. In the
-mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are computed.
+A whole prefix is looked up in one call. The manager is notified when a request arrives, waits and ends. In
+the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
+computed.
 
 Owns the choice and the time of offers. Our manager decides which offered blocks are stored; vLLM owns the
-transfers and their fences. vLLM has no other hook for these changes than its private methods
-(`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces holds their forms in every version.
+transfers and their fences. vLLM has no hook for these changes, so they override private methods
+(`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces has their forms in every version.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return take_over(cls, plain)
 
     def on_new_request(self, request: Any) -> None:
-        """Pass on the hints of a new request, and protect its blocks while it waits in vLLM's queue."""
+        """Pass the hints of a new request to the manager, and protect its blocks while it is queued."""
         self.manager.add_hints(request.request_id, arrival_hints(request))
         if getattr(request, "lora_request", None) is not None:
             self.manager.note_adapter(request.request_id)
@@ -57,16 +58,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self.manager.expect(status.req_context)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """End the protection of a request's blocks: the request begins, and its blocks are being loaded."""
+        """End the protection of a request's blocks, because the request begins and loads them."""
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
-        """Build the jobs of a scheduled step. The blocks of preempted requests are protected again.
+        """Build the jobs of a scheduled step, and protect the blocks of preempted requests again.
 
-        A reset under running requests preempts them, and the same step may begin their loads. vLLM then fails
-        an assertion, because it expects only stores of preempted requests. A request that loads has no store
-        in flight, so it is removed from the preempted requests.
+        A reset preempts running requests, and the same step may begin their loads. vLLM then fails an
+        assertion, because it expects preempted requests to have only stores. A request that loads has no
+        store in flight, so it is removed from the preempted requests.
         """
         preempted = scheduler_output.preempted_req_ids
         if preempted:
@@ -82,7 +83,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the number of tokens of a hit by source.
 
-        If no block was promoted, all tokens come from RAM. vLLM's own method asks for the source of each
+        If no block was promoted, all tokens come from RAM. vLLM's own method looks up the source of each
         block, which takes a fifth of the CPU time of a step with long hits.
         """
         context = self._req_status[request.request_id].req_context
@@ -92,7 +93,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(self, request: Any) -> Any:
-        """Pass on the reason for the end. vLLM finishes the request later, after its last offer."""
+        """Pass the finish reason to the manager. vLLM finishes the request later, after its last offer."""
         self.manager.add_hints(request.request_id, finish_hints(request))
         return super().request_finished(request)
 
@@ -122,9 +123,9 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     A step that reuses more blocks than the window holds, such as a step that loads a long prefix, drops
     blocks without an offer; the manager counts them.
 
-    vLLM takes blocks from the head of the list and frees them at both ends, so the window moves by the number
-    of blocks that a step takes. A beginning request may also take cached blocks out of the middle; then the
-    whole window is scanned again.
+    vLLM takes blocks from the head of the list and frees blocks at both ends, so the window moves by the
+    number of blocks that a step takes. A request that begins may also take cached blocks out of the middle;
+    then the whole window is scanned again.
 
     Attributes:
         window: the number of blocks at the head of the free list that are offered.
@@ -133,12 +134,12 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """
 
     def bind(self, block_pool: Any, step_tokens: int) -> None:
-        """Watch this pool; `step_tokens` is the most that one step computes."""
+        """Watch this pool; `step_tokens` is the limit of tokens that one step computes."""
         self._pool, groups = block_pool, self.config.kv_group_configs
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
-        # Cached blocks of the window at the last scan: block number -> block and its key then.
+        # Cached blocks of the window at the last scan: block number -> block, and its key at that time.
         self._offered = OrderedDict[int, tuple[Any, Any]]()
         self._must_rescan = False
         self._num_dropped, self._dropped_unoffered = 0, dict[bytes, None]()

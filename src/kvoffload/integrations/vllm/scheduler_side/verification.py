@@ -1,7 +1,6 @@
 """Verification of blocks in RAM before they count as hits (``verify: always``).
 
-Owns the pending checks and the pins that keep a verified block unchanged until it is loaded. Does not know
-how a damaged block is reported.
+Owns the pending checks, and the pins that keep a verified block unchanged until its load.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvoffload.tiers.contract import Checksums
 
 @dataclass(eq=False)
 class _Check:
-    """The check of a block for a request. The block is pinned from the first lookup until it is released."""
+    """The check of a block for a request. The block is pinned from the first lookup until `release`."""
 
     key: bytes
     plan: LoadPlan
@@ -37,10 +36,10 @@ class Checks:
 
 
 class Verifier:
-    """Answers RETRY until a thread has verified the block, then HIT; or MISS, and forgets a damaged block.
+    """Returns RETRY until a thread has verified a block, then HIT; a damaged block is MISS and is forgotten.
 
-    Checks pin at most half of the pool; beyond that a block is MISS. Otherwise requests could wait forever
-    for each other's blocks, or for more blocks than the pool holds.
+    Checks pin at most half of the pool; further blocks are MISS. Otherwise requests could wait forever for
+    each other's blocks, or for more blocks than the pool has.
 
     Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
     """

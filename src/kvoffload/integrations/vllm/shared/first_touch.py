@@ -1,7 +1,6 @@
 """Allocation of the pages of a shared mapping, before use and by the process that will use them.
 
-The kernel allocates a page on the NUMA node of the thread that touches the page first. Owns the system calls.
-Does not know the contents of the memory.
+The kernel allocates a page on the NUMA node of the thread that touches the page first.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _STEP_BYTES = 64 * 2**20
-"""Bytes that a thread allocates in one call: after an error, the other threads must end within seconds."""
+"""Bytes that a thread allocates in one call. Small, so that all threads end within seconds of an error."""
 _MAX_THREADS = 4
 _NODES = Path("/sys/devices/system/node/has_memory")
 
@@ -43,7 +42,7 @@ def has_several_nodes() -> bool:
 
 
 def num_threads(num_workers: int) -> int:
-    """Return the number of allocating threads for each worker, if all workers allocate at once."""
+    """Return the number of allocating threads for each worker, when all workers allocate at once."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers))
 
 
@@ -70,11 +69,11 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
 
 
 def _take(fd: int, address: int, start: int, num_bytes: int) -> None:
-    """Allocate whole pages. Kernels before 5.14 cannot touch them for us: the pages are only reserved."""
+    """Allocate whole pages. Kernels before 5.14 only reserve them, without choosing a NUMA node."""
     while (failed := _advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
         pass
     if failed:
-        # This call also raises the real reason: `madvise` reports a missing page as a bad address.
+        # This call also raises the real cause: `madvise` reports a lack of memory as a bad address.
         os.posix_fallocate(fd, start, num_bytes)
 
 

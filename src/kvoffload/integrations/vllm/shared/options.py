@@ -43,13 +43,14 @@ class VLLMOptions:
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``.
         prompt_only: leave out blocks computed after the prompt. True is vLLM's default, too.
-        blocks_per_chunk: engine blocks in a block of kvoffload. None if `tokens_per_chunk` gives it, or
-            neither was given; vLLM reads both options and reports the result in its configuration.
+        blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM reads this option and
+            `tokens_per_chunk`, and its configuration has the result.
         tokens_per_chunk: the same in tokens (``block_size``).
         self_describing_events: KV events carry the tokens of their blocks.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
-        recompute_tokens_per_s: the engine's prefill speed; slower reads are not begun. None if unknown.
+        recompute_tokens_per_s: the engine's prefill speed; reads slower than that are skipped. None if
+            unknown.
         record: an absolute path for a trace of the engine's requests (`record.Recorder`).
         record_max_bytes: size limit of the recording.
     """
@@ -87,7 +88,7 @@ _WHY = {
     "secondary_tiers": "; give the tiers behind RAM as tiers",
     "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Options of vLLM's own specifications that must have one of these values here, and the reasons."""
+"""Options of vLLM's own specifications with their only allowed values, and the reasons."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
 """Options that vLLM's own connector or tiers read in some version; we ignore them."""
@@ -100,11 +101,11 @@ NAMES = tuple(sorted({*option_names(VLLMOptions), *VLLMS_NAMES, *_ALSO_KNOWN}))
 def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     """Check ``kv_connector_extra_config``, with vLLM's names and ours.
 
-    Numbers may be text, sizes may have a unit, switches are true or false. Two names of an option must have
-    equal values.
+    Numbers may be text, sizes may have a unit, switches are true or false. If an option is given under both
+    names, the values must be equal.
 
-    Raises `CombinedConfigError`: every problem with its option, value and allowed values; an unknown option
-    with the nearest name.
+    Raises `CombinedConfigError` with every problem: option, value and allowed values, or the nearest name of
+    an unknown option.
     """
     given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [
@@ -133,17 +134,17 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
-    """Yield the problems of tiers that a replay accepts and an engine does not."""
-    seen = set[str]()
+    """Yield the problems of tiers that only a replay accepts."""
+    used_paths = set[str]()
     for number, tier in enumerate(tiers):
         for path in getattr(tier, "path", ()):
             if not os.path.isabs(path):
                 yield ConfigError(f"tiers[{number}].path", path, "allowed: an absolute path")
-            if (place := os.path.normpath(path)) in seen:
+            if (place := os.path.normpath(path)) in used_paths:
                 yield ConfigError(
                     f"tiers[{number}].path", path, "allowed: a directory that no other tier uses"
                 )
-            seen.add(place)
+            used_paths.add(place)
         if not tier.keeps_blocks:
             yield ConfigError(f"tiers[{number}]", str(tier), f"a {tier.name} tier keeps no blocks")
         if isinstance(tier, SizedTierOptions):

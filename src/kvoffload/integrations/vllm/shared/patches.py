@@ -1,12 +1,8 @@
-"""All changes to vLLM's objects at run time.
+"""All changes to vLLM's objects at run time. A patch changes one object, never a class or module of vLLM.
 
-| patch | changed object | the hook that would replace the patch |
-|---|---|---|
-| `take_over` | the scheduler side that vLLM's connector has made | a factory for the sides of a connector |
-| `watch_evictions` | `BlockPool._maybe_evict_cached_block` | listeners for evictions of a pool |
-| `name_failed_loads` | results of the connector's worker side | a result that lists failed loads |
-
-Each patch changes attributes of one object, never of a class or module of vLLM.
+- `take_over` changes the scheduler side of vLLM's connector. A factory of scheduler sides would replace it.
+- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. A listener for evictions would replace it.
+- `name_failed_loads` extends the results of the worker side. A list of failed loads would replace it.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ T = TypeVar("T")
 def take_over(ours: type[T], made: object) -> T:
     """Return an object of class `ours` with the attributes of `made`, an instance of its base class.
 
-    vLLM's connector creates its scheduler side and worker side without an option for their classes.
+    vLLM's connector has no option for the class of its scheduler side.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
@@ -31,7 +27,7 @@ def take_over(ours: type[T], made: object) -> T:
 
 
 def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None:
-    """Call `notify` with number and key of each cached block that this pool drops from now on."""
+    """From now on, call `notify` with number and key of each cached block that this pool drops."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_notify(block: Any) -> Any:
@@ -46,9 +42,9 @@ def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None
 def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
     """Make the connector of this process report the requests whose loads have failed.
 
-    vLLM's connector assumes that loads succeed, but its engine handles failed loads by
+    vLLM's connector assumes that loads succeed, but its engine handles reported failures by
     ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
-    request with an error. The engine survives in both cases.
+    request with an error. The engine continues in both cases.
 
     Args:
         group: the connector of the process, or a connector that combines several.

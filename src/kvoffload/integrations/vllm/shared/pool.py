@@ -2,11 +2,11 @@
 
 Owns a file in shared memory: its name, its size and its removal. Does not know the blocks in its slots.
 
-Each worker allocates the memory that it will use, so that the memory lies on the worker's NUMA node.
+Each worker allocates the memory that it will use, on its own NUMA node.
 
-The file has a name only while the engine starts. When the last process has attached and allocated its memory,
-the name is removed; the kernel then frees the memory when the last process ends, in whatever way. An engine
-that is killed during its start leaves a file without a lock, which the next start removes.
+The file has a name only while the engine starts. The last process to attach and allocate its memory removes
+the name. So the kernel frees the memory when the last process ends, even by a kill. An engine that is killed
+during its start leaves an unlocked file, which the next start removes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvoffload.transfer.copies import address_of
 
 SHARED_MEMORY = Path("/dev/shm")
 SCHEDULER = 0
-"""The member number of the scheduler, which has no part of the slots; rank `r` is member ``1 + r``."""
+"""Member number of the scheduler, which has no part in a slot. Rank `r` is member ``1 + r``."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _FIRST_MEMBER = range(7)
@@ -47,15 +47,15 @@ _POLL_S = 0.02
 class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has a *part* for each worker, and only that worker writes the part. The first process to attach
-    makes the pool and decides its geometry; later processes must match it.
+    A slot has a *part* for each worker, which only that worker writes. The first process to attach creates
+    the pool and sets its geometry; later processes must match it.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
-        failed: ``(num_parts, num_slots)`` uint8; marks of parts that a worker could not copy. Workers set
-            marks before they report a job (`fail`). Only the scheduler removes marks (`take_failed`), when
-            all workers have reported the job: no worker erases another worker's mark of a shared part.
+        failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
+            mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
+            workers have reported the job, because workers may share a part.
 
     Thread: any, for distinct slots.
     """
@@ -96,10 +96,10 @@ class SharedPool:
             num_parts: parts of a slot. part_bytes: bytes of a part that this process needs at least.
             capacity_bytes: memory for slots, all parts together.
 
-        Raises `ConfigError` if the memory is not available, if another engine uses the pool, or if another
+        Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
-        Cost: a worker allocates all memory of its part (`first_touch.take`), because memory that is missing
-        later would kill the process that touches it. Other members and other engines do not wait for that.
+        Cost: a worker allocates its memory at once (`first_touch.take`), because a lack of memory later would
+        kill the process. Other members and other engines do not wait for that.
         """
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with _locked(directory):
@@ -137,12 +137,12 @@ class SharedPool:
         return cls(path, fd)
 
     def _take(self, member: int, is_maker: bool) -> None:
-        """Allocate the memory of this member, and header and ledger for the creator of the pool."""
+        """Allocate the memory of this member; the creator of the pool also allocates header and ledger."""
         num_workers, address = max(1, self.num_members - 1), address_of(self._header.view(np.uint8))
         spans = _share(self, member)
         if is_maker:
             spans.insert(0, (0, self._slots_at))
-        # A slot has the parts of all workers side by side; a huge page would put them on one NUMA node.
+        # The parts of a slot are adjacent, and a huge page would put several workers' parts on one node.
         if self.num_parts == 1 or not first_touch.has_several_nodes():
             first_touch.ask_for_huge_pages(address, self._num_bytes)
         try:
@@ -174,7 +174,7 @@ class SharedPool:
 
     @property
     def slots(self) -> Blocks:
-        """Whole slots with all parts and padding: ``(num_slots, slot_stride)`` uint8, a page-aligned view."""
+        """Slots with all parts and padding: a page-aligned view, ``(num_slots, slot_stride)`` uint8."""
         return self._slots
 
     def part(self, number: int) -> Blocks:
@@ -184,15 +184,15 @@ class SharedPool:
 
     @property
     def address(self) -> int:
-        """Address of the first slot in this process; the others follow at multiples of `slot_stride`."""
+        """Address of slot 0 in this process; slots are `slot_stride` bytes apart."""
         return address_of(self._slots)
 
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
-        """Compute and keep the checksums of a part of these slots, for keys with these digests."""
+        """Compute and store the checksums of one part of these slots. `digests`: of the slots' keys."""
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
-        """Return a mask of slots whose checksums match in all parts, for keys with these digests."""
+        """Return a mask of slots whose checksums match in all parts. `digests`: of the slots' keys."""
         sound: Mask = np.ones(len(slots), np.bool_)
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
@@ -205,10 +205,10 @@ class SharedPool:
             self._header[_HAS_FAILED] = 1
 
     def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
-        """Return a mask of slots with a mark, and remove their marks; None if no worker has ever failed.
+        """Return a mask of failed slots, and clear their marks; None if no worker has ever failed.
 
-        The scheduler calls this when a job has ended in all workers. The mark of a job that the scheduler has
-        dropped costs the next job in that slot its block.
+        The scheduler calls this when a job has ended in all workers. If the scheduler has dropped a job, its
+        marks remain, and the next job in such a slot loses its block.
         """
         if not self._header[_HAS_FAILED]:
             return None
@@ -267,7 +267,7 @@ def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
         # All workers use all slots: each allocates an equal number of slots.
         first, last = (number * pool.num_slots // num_workers for number in (worker, worker + 1))
         return [(at + first * stride, (last - first) * stride)]
-    # The first worker to touch it allocates a page that two parts share.
+    # A page that two parts share is allocated by the first worker that touches it.
     start, end = worker * part_bytes // _PAGE * _PAGE, _pages((worker + 1) * part_bytes)
     return [(at + slot * stride + start, end - start) for slot in range(pool.num_slots)]
 
@@ -293,21 +293,21 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 def _check_memory(directory: Path, num_bytes: int) -> None:
     """Refuse more memory than the machine has: the kernel would kill a process later."""
     free, promised = os.statvfs(directory), _promised_bytes(directory)
-    here, everywhere = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
-    if num_bytes > here:
+    shm_bytes, ram_bytes = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
+    if num_bytes > shm_bytes:
         hint = "in a container set --shm-size, or share the host's with --ipc=host"
-        raise ConfigError("ram", size(num_bytes), f"{directory} has {size(here)} free; {hint}")
-    if num_bytes > everywhere:
-        raise ConfigError("ram", size(num_bytes), f"this machine has {size(everywhere)} of free memory")
+        raise ConfigError("ram", size(num_bytes), f"{directory} has {size(shm_bytes)} free; {hint}")
+    if num_bytes > ram_bytes:
+        raise ConfigError("ram", size(num_bytes), f"this machine has {size(ram_bytes)} of free memory")
 
 
 def _promised_bytes(directory: Path) -> int:
-    """Return the bytes that engines which are starting will still allocate."""
+    """Return the bytes that starting engines have not allocated yet."""
     promised = 0
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             status = path.stat()
-            # Another user may give a file any size: only its allocated pages count, as used memory.
+            # Files of other users may have any size. Only their allocated pages count, as used memory.
             if status.st_uid != os.geteuid():
                 continue
             promised += max(0, status.st_size - 512 * status.st_blocks)
@@ -318,8 +318,8 @@ def _promised_bytes(directory: Path) -> int:
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the lock of this user's pools: no other process creates, finds or removes pools meanwhile.
 
-    The lock file is removed before it is unlocked. A process that waited for the removed file finds that the
-    name is gone or names another file, and begins again.
+    The lock file is deleted before it is unlocked. A process that waited for the deleted file checks the name
+    and tries again.
     """
     path = directory / f".{_PREFIX}{os.geteuid()}.lock"
     while True:
@@ -338,7 +338,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def _is_named(fd: int, path: Path) -> bool:
-    """Return True if this name still leads to this open file."""
+    """Return True if this path still names this open file."""
     try:
         return os.path.samestat(os.fstat(fd), path.lstat())
     except FileNotFoundError:
@@ -346,7 +346,7 @@ def _is_named(fd: int, path: Path) -> bool:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """Open a file of this user: in shared memory another user may create a file with the same name."""
+    """Open a file of this user. Raises `ConfigError` if another user has created a file with this name."""
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
@@ -360,7 +360,7 @@ def _open_own(path: Path, flags: int) -> int:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove pools without an attached process; attached processes hold a lock on the file."""
+    """Remove pools without an attached process, which are the unlocked files."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

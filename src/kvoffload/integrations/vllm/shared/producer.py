@@ -1,8 +1,8 @@
 """The configuration that determines the bytes of KV blocks, as a flat mapping.
 
-Owns the translation of vLLM's configuration into a part of a producer's fingerprint; `producer_table` lists
-the fields. An unlisted field is *bound*: it is part of the fingerprint. Does not know weights
-(`kvoffload.model.weights`), tiers or versions.
+Translates vLLM's configuration into a part of a producer's fingerprint. `producer_table` lists the fields; an
+unlisted field is *bound*: it is part of the fingerprint. Does not know weights (`kvoffload.model.weights`),
+tiers or versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.producer_table import (
     BOUND,
     ENVIRONMENT_WITHOUT_EFFECT,
-    OF_NO_MODEL,
+    HF_WITHOUT_EFFECT,
     OTHER_VARIABLES,
     WITHOUT_EFFECT,
 )
@@ -36,7 +36,7 @@ Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | 
 
 _SECRET = re.compile(r"secret|passw|credential|api_?key|access_?key|(hf|auth|bearer|session)_?token", re.I)
 _NO_DRAFT = {None, "ngram", "ngram_gpu", "suffix"}
-"""Methods of speculation without a draft model, and so without KV."""
+"""Methods of speculative decoding without a draft model."""
 _DEEPEST = 12
 _LIBRARIES = ("torch", "flashinfer-python", "triton")
 
@@ -47,9 +47,9 @@ GIVEN: ContextVar[Any] = ContextVar("kvoffload_vllm_configuration", default=None
 def find_configuration(spec: Any, engine_id: str) -> Any:
     """Return vLLM's configuration of the engine for which a specification is being made; None if unknown.
 
-    vLLM 0.25 passes the configuration to the specification. Later versions pass it only to the connector,
-    which is a caller of this function: the frame of its constructor has it. Every candidate must have this
-    engine's id. Call this function from the specification's constructor.
+    Call this function from the specification's constructor. vLLM 0.25 passes the configuration to the
+    specification. Later versions pass it only to the connector, whose constructor is on the call stack: the
+    configuration is a local variable there. The result must have this engine's id.
     """
     candidates: list[Any] = [getattr(spec, "vllm_config", None), GIVEN.get()]
     frame = sys._getframe(1)
@@ -64,10 +64,10 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
 
 def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
-    """Return the settings that determine the bytes of a KV block besides its key and the weights.
+    """Return the settings that, besides key and weights, determine the bytes of a KV block.
 
-    Names are dotted, ``model.hf_config.rope_theta``; values are JSON and equal on all machines: no path of
-    weights, no address, no secret.
+    Names are dotted, ``model.hf_config.rope_theta``. Values are JSON and equal on all machines, without paths
+    of weights, addresses and secrets.
 
     Args:
         vllm_config: vLLM's configuration of an engine, resolved.
@@ -81,7 +81,7 @@ def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
 
 
 def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> str:
-    """Return the reason why a later process cannot identify the producer of this engine's blocks, or "".
+    """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if they can.
 
     Args:
         sees_requests: the connector keeps requests with an adapter away from tiers.
@@ -136,7 +136,7 @@ def _section(name: str, config: Any) -> Plain:
 
 
 def _amend(name: str, config: Any, section: dict[str, Plain]) -> None:
-    """Apply the conditions between fields of a section."""
+    """Adjust fields that depend on other fields of the section."""
     if name == "vllm_config":
         dummy = str(getattr(getattr(config, "load_config", None), "load_format", "")).endswith("dummy")
         model = section.get("model")
@@ -154,7 +154,7 @@ def _amend(name: str, config: Any, section: dict[str, Plain]) -> None:
 
 def _value(field: str, value: Any) -> Plain:
     if field in ("hf_config", "hf_text_config"):
-        return _of_model(value)
+        return _hf_fields(value)
     if field == "draft_model_config":
         return _section("model_config", value)
     if field == "draft_load_config":
@@ -164,14 +164,14 @@ def _value(field: str, value: Any) -> Plain:
     return plain(value)
 
 
-def _of_model(config: Any) -> Plain:
+def _hf_fields(config: Any) -> Plain:
     """Return a Hugging Face configuration, after overrides."""
     try:
         fields = config.to_dict()
     except Exception:
         # A configuration with custom code may hold objects that cannot be copied.
         fields = vars(config)
-    return _without(plain(fields), OF_NO_MODEL)
+    return _without(plain(fields), HF_WITHOUT_EFFECT)
 
 
 def _without(value: Plain, names: Mapping[str, str]) -> Plain:

@@ -1,4 +1,4 @@
-"""Tables of the fields of vLLM's configuration that determine KV and are part of a producer's fingerprint.
+"""Tables of vLLM's configuration fields: which fields determine KV, and so belong to a fingerprint.
 
 Data only; `producer` applies the tables. A field in neither table is bound. docs/integrity.md explains the
 decisions.
@@ -49,8 +49,8 @@ BOUND: Mapping[str, str] = {
     "attention_config mamba_config kernel_config lora_config speculative_config diffusion_config "
     "compilation_config additional_config performance_mode",
 }  # fmt: skip
-"""Section -> fields that determine KV. Documentation only, because fields in neither table are bound as well;
-a test compares it with vLLM's classes."""
+"""Section -> fields that determine KV. Only documents: fields in neither table are bound as well. A test
+compares the table with vLLM's classes."""
 
 _AFTER = "used after the last hidden state, or for text, not for KV"
 _TOKENS = "it determines the tokens, which are in the key"
@@ -170,7 +170,7 @@ WITHOUT_EFFECT: Mapping[str, Mapping[str, str]] = {
 }
 """Section -> reason -> fields without effect on KV."""
 
-OF_NO_MODEL: Mapping[str, str] = {
+HF_WITHOUT_EFFECT: Mapping[str, str] = {
     "_name_or_path": "a path or a name; the weights have a separate identity",
     "_commit_hash": _WEIGHTS,
     "transformers_version": "version of the library that wrote the file",

@@ -1,5 +1,4 @@
-"""Tiers behind an engine's RAM pool: the identity of the producer of their blocks, and their view of the
-pool. Runs no job."""
+"""Tiers behind an engine's RAM pool: the identity of their producer, and their view of the pool."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ from kvoffload.transfer.engine import cpu_capability
 _NAMES_OF_WEIGHTS = ("model_weights", "revision")
 """Fields of vLLM's ``ModelConfig`` that name weights. Shared tiers identify weights by content instead."""
 _SLOT_LAYOUT = 1
-"""Version of the layout of a slot; increment it after every change of that layout."""
+"""Version of the slot layout; increment it with every change of the layout."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Producer:
     def of(
         cls, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool = False, **identity: str
     ) -> Producer:
-        """Return an engine as a producer; `identity` is added to the engine's own.
+        """Return the producer of an engine; `identity` adds fields to the engine's identity.
 
         Raises: `ConfigError` without a configuration: tiers could serve blocks of another configuration.
         """
@@ -132,12 +131,12 @@ def log_unreached_tiers(missing: Iterable[str]) -> None:
         )  # fmt: skip
 
 
-HOST, DISK, ELSEWHERE = "host", "disk", "external_unspecified"
+HOST, DISK, EXTERNAL = "host", "disk", "external_unspecified"
 """Values of members of vLLM's ``CacheHitSource``."""
 
 
 def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
-    """Keep a request from loading from tiers that its ``kv_load_tiers`` excludes; shared tiers are remote."""
+    """Exclude tiers from a request's loads by its ``kv_load_tiers``; shared tiers are remote."""
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
         return
@@ -151,7 +150,7 @@ def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: An
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
     """Return the counters of each tier behind RAM, by name (`kvoffload.tiers.spec.names_of`).
 
-    Equal names, which only tiers without options have, are numbered.
+    Tiers that were not opened from options may have equal names, which are numbered.
     """
     counts: dict[str, dict[str, Any]] = {}
     tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)
@@ -164,8 +163,8 @@ def fingerprint(producer: Producer) -> str:
     """Return the identity of a producer on this machine: equal texts mean equal bytes for equal keys.
 
     The text has the configuration, the layout of KV pages on a CPU, and for each model its name and hub
-    commit, or names, sizes and times of the files of a local directory. If weights change without a change
-    of these, users set the option `salt`.
+    commit, or names, sizes and times of its local files. If weights change without a change of these facts,
+    users set the option `salt`.
     """
     parts = {
         "kvoffload": __version__.rsplit(".", 1)[0],
@@ -180,12 +179,13 @@ def fingerprint(producer: Producer) -> str:
 
 
 def shared_fingerprint(producer: Producer, name: str) -> str:
-    """Return the identity of a producer for shared tiers: without paths and times, which differ between
-    machines, and with an identity of the weights.
+    """Return the identity of a producer for shared tiers, equal on all machines.
+
+    The text has no paths and times, and identifies the weights by a name or by content.
 
     Args:
-        name: the user's name of the weights; without a name their content identifies them
-            (`weights_identity`). The configuration is part of the text in both cases.
+        name: the user's name of the weights; empty to identify them by content (`weights_identity`). The
+            configuration is part of the text in both cases.
 
     Raises: `ConfigError` for keys with a random seed, and for weights that cannot be identified.
     """
@@ -215,14 +215,14 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
 
 
 def cpu_instructions() -> str:
-    """Return the instruction set of this CPU, which determines the layout of KV pages: AMX packs keys."""
+    """Return the instruction set of this CPU. The layout of KV pages depends on it: AMX packs keys."""
     torch = sys.modules.get("torch")
     has_amx = getattr(getattr(torch, "cpu", None), "_is_amx_tile_supported", bool)()
     return cpu_capability() + (" with AMX" if has_amx else "")
 
 
 def _is_on_cpu() -> bool:
-    """Return True on the CPU platform, where the instruction set determines the layout of KV pages."""
+    """Return True on vLLM's CPU platform."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -1,10 +1,10 @@
 """The differences between vLLM 0.25 and 0.33. No other file knows versions.
 
-Most differences need no code. A method that only some versions call (`get_load_source`, `lock`,
-`on_reset_flushed`, `config_info`) is never called by the others; a parameter that only some versions pass
-(``expedited``, ``req_context``) has a default. tests/vllm_interfaces/signatures.json lists every form of
-every interface; tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the rest:
-the facts about an engine, and the media of events.
+Most differences need no code: we define methods that only some versions call (`get_load_source`, `lock`,
+`on_reset_flushed`, `config_info`), and parameters that only some versions pass (``expedited``,
+``req_context``) have defaults. tests/vllm_interfaces/signatures.json lists every form of every interface, and
+tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the other differences:
+facts about an engine, and media of events.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SINCE_DEVICES = (0, 32)
 """First version with the module that pins the pool, and with the present arguments of its copies."""
 
 SINCE_STEADY_KEYS = (0, 29)
-"""First version whose SHA keys of equal tokens are equal in every process."""
+"""First version in which equal tokens have equal SHA keys in every process."""
 
 _PARALLEL = ("world_size", "tp_size", "pp_size", "pcp_size", "dcp_size")
 _PARALLEL_0_25 = (
@@ -50,7 +50,7 @@ class EngineFacts:
         tokens_per_block: tokens in a block of each KV-cache group.
         blocks_per_chunk: engine blocks in a block of kvoffload.
         worker_block_bytes: KV bytes of an engine block at a worker, all layers and groups.
-        num_workers, rank: number of workers that share a block, and this worker's number; 0 at the scheduler.
+        num_workers: number of workers that share a block. rank: this worker's number; 0 at the scheduler.
         replicated: all workers hold the same bytes of a block (MLA under tensor parallelism): a single copy
             is enough.
         enable_events: the user wants KV events.
@@ -74,7 +74,7 @@ class EngineFacts:
 def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
     """Return the facts about a specification's engine, after vLLM's base constructor has run.
 
-    Since 0.26 the specification has them in ``config``; in 0.25 vLLM's two configurations have them.
+    Since 0.26 they are in the specification's ``config``; in 0.25 in two configurations of vLLM.
     """
     config = getattr(spec, "config", None)
     if config is None:
@@ -106,8 +106,8 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
 def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | None) -> EngineFacts:
     """Return the facts with the user's number of blocks in a chunk.
 
-    Since 0.26 vLLM reads that option itself. 0.25 has only ``block_size``, in tokens, and keeps the resulting
-    number in an attribute of the specification.
+    Since 0.26 vLLM reads that option itself. In 0.25, which has only ``block_size`` in tokens, the number is
+    an attribute of the specification.
     """
     if blocks_per_chunk is None or getattr(spec, "config", None) is not None:
         return facts
@@ -119,9 +119,8 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
     The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls it before the step writes to
-    newly allocated blocks, model runner V2 after it has zeroed them and has made copy-on-write copies
-    (docs/upstream.md, "Fences before writes"). Only models that need zeroing have these writes: copy-on-write
-    needs recurrent state, and recurrent state needs zeroing.
+    newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write copies
+    (docs/upstream.md, "Fences before writes"); only models that need zeroing have such writes.
 
     A missing setting counts as late; the cost is a few blocks that are not stored.
     """
@@ -134,7 +133,7 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
 
 
 def warn_of_seeds(version: str) -> None:
-    """Warn if keys are seeded for each process, so that no other process finds this one's blocks."""
+    """Warn if each process seeds its keys differently: other processes then miss this process's blocks."""
     number = minor(version)
     if number is not None and number < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
         logger.warning(
@@ -150,12 +149,13 @@ def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
     # Packed tensors lie in one allocation, and each reports the size of the whole allocation.
     packed = any(getattr(tensor, "block_stride", 0) for tensor in cache.kv_cache_tensors)
     total_bytes = sizes[0] if packed else sum(sizes)
+    block_bytes = total_bytes // cache.num_blocks if cache.num_blocks else 0
     return EngineFacts(
         engine_id=spec.vllm_config.kv_transfer_config.engine_id,
         extra_config=spec.extra_config,
         tokens_per_block=tuple(spec.gpu_block_size),
         blocks_per_chunk=spec.block_size_factor,
-        worker_block_bytes=total_bytes // cache.num_blocks if cache.num_blocks else 0,
+        worker_block_bytes=block_bytes,
         num_workers=parallel.world_size,
         rank=parallel.rank,
         replicated=False,
@@ -168,7 +168,7 @@ def _facts_of_0_25(spec: Any, vllm_version: str) -> EngineFacts:
                 (size, tuple(group.layer_names))
                 for size, group in zip(spec.gpu_block_size, cache.kv_cache_groups, strict=True)
             ],
-            "worker_block_bytes": total_bytes // cache.num_blocks if cache.num_blocks else 0,
+            "worker_block_bytes": block_bytes,
             "blocks_per_chunk": spec.block_size_factor,
             "parallel": [getattr(parallel, name, 1) for name in _PARALLEL_0_25],
         },
@@ -186,11 +186,11 @@ RAM = "CPU"
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
-    """Return vLLM's event for blocks that became readable in, or left, RAM or the shared tier `medium`.
+    """Return vLLM's event for blocks that were added to, or removed from, RAM or the shared tier `medium`.
 
-    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. The
-    result is empty for a shared tier if events have no owner: vLLM would take a removal from the tier
-    for a removal from RAM.
+    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. If
+    events have no owner field, the result for a shared tier is empty, because vLLM would read a removal from
+    the tier as a removal from RAM.
     """
     media = getattr(base, "Medium", None)
     if medium == RAM:

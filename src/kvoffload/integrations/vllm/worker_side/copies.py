@@ -1,7 +1,7 @@
 """Copies between an engine's tensors and the pool.
 
-Owns the interface and the implementation for tensors in host memory; `cuda` has the one for devices. Does
-not know keys or checksums, nor the handling of failed copies.
+Owns the interface, and its implementation for tensors in host memory; `cuda` implements it for devices. Does
+not know keys or checksums, and does not handle failed copies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
 Owns the pinning of the pool and the views of the pool for vLLM's copies. vLLM owns the transfers
-(``vllm/v1/kv_offload/cpu/gpu_worker.py``, read in 0.32). The order in which vLLM's model runners call the
-worker matters as well: see `versions.fences_come_late`.
+(``vllm/v1/kv_offload/cpu/gpu_worker.py``, as of 0.32). For the order of fences and writes in vLLM's model
+runners see `versions.fences_come_late`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvoffload.transfer.cuda import tensor_over
 from kvoffload.transfer.pinned import on_device, synchronized
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
-"""The largest piece of memory that drivers pin in one call."""
+"""Limit of memory that is pinned in one call; drivers refuse more."""
 
 
 class DeviceCopies:
@@ -87,8 +87,8 @@ class DeviceCopies:
     def close(self) -> None:
         """Wait for the copies in flight, release the tensors, unpin the pool. Idempotent.
 
-        Raises: the first error of vLLM's handlers. The pool is then unpinned only if the device has become
-        idle: memory that a copy may still use stays pinned until the process ends.
+        Raises: the first error of vLLM's handlers. The pool is then unpinned only if the device is idle;
+        otherwise a copy may still use the memory, which stays pinned until the process ends.
         """
         failed: Exception | None = None
         directions, self._directions = self._directions, []
@@ -129,7 +129,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 
 def _pin(pool: SharedPool) -> list[int]:
-    """Pin the slots; returns the addresses to unpin, or none if pinning fails and copies are slower."""
+    """Pin the slots; returns the addresses to unpin. Empty if pinning fails; copies are then slower."""
     address, num_bytes, began = pool.address, pool.num_slots * pool.slot_stride, time.monotonic()
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []

@@ -1,7 +1,7 @@
 """The layout of an engine block in a slot.
 
-Owns the offsets of the engine's tensors in a worker's part of a slot, and the source and destination of each
-row of a transfer. Does not know devices or pools: all results are numbers.
+Owns the offsets of the engine's tensors in a worker's part of a slot, and maps each row of a transfer to its
+source and destination. Does not know devices or pools: all results are numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Region(NamedTuple):
 
     Attributes:
         tensor: number of the tensor. num_bytes: bytes of a block in the tensor, without padding.
-        start: offset of a chunk's first block in the part; stride: bytes from one block to the next.
+        start: offset of the tensor's first block in the part. stride: bytes from one block to the next.
     """
 
     tensor: int
@@ -46,8 +46,8 @@ class Move(NamedTuple):
 class Layout:
     """The offsets of all tensors in a part of a slot.
 
-    A chunk of a KV group needs only the bytes of the tensors that hold the group's layers. Tensors without a
-    common group therefore share an offset, and a slot is as large as a hybrid model's largest group.
+    A chunk of a KV group uses only the tensors with the group's layers. So tensors without a common group may
+    have the same offset, and a slot of a hybrid model is as large as its largest group.
 
     Args:
         page_bytes: bytes of a block in each tensor, with padding.
@@ -90,8 +90,8 @@ class Layout:
         """Yield the copies of a transfer.
 
         Args:
-            engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order; the number of blocks of
-                each group, and the index of its first block in the request, because a transfer may begin in
+            engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order. For each group it has the
+                number of blocks, and the index of the first block in the request: a transfer may begin in
                 the middle of a chunk.
             slots: the slots of the chunks of all groups, in the same order.
 
@@ -126,7 +126,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the lowest offset of each tensor without an overlap with a tensor of a common group."""
+    """Return the lowest offset of each tensor at which it overlaps no tensor of its groups."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):

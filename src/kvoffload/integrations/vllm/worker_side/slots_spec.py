@@ -19,12 +19,12 @@ _GROUP_BYTES = 4
 class SlotsSpec(CPULoadStoreSpec):
     """Slots of the pool, in the order of their blocks.
 
-    Derived from vLLM's class, so that vLLM's copies on a device can read it.
+    A subclass of vLLM's class, so that vLLM's device copies can read it.
 
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
         digests: digests of the keys, if checksums are kept; None otherwise.
-        num_slots: number of slots of each KV group that has any, in order; None if not needed.
+        num_slots: number of slots of each KV group with slots, in order; None if not needed.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ def without_torn_groups(
 ) -> tuple[Any, SlotsSpec, SlotArray]:
     """Remove KV groups with incomplete chunks from a store; returns the store and the removed slots.
 
-    A chunk of several blocks may have lost its first blocks to the sliding window before the store. vLLM then
-    leaves out these blocks, not the chunk: the slot would keep old bytes, and a later load would return them.
-    With blocks missing in the middle, the other blocks would even go to wrong offsets.
+    Before the store, the first blocks of a chunk may have left the sliding window. vLLM then stores only the
+    other blocks of the chunk, so the slot would keep old bytes, and a later load would return them. If blocks
+    in the middle are missing, the blocks after them would be stored at wrong offsets.
     """
     if slots.num_slots is None:
         return engine, slots, slots.block_ids[:0]

@@ -1,7 +1,6 @@
 """The worker side: runs transfers, computes checksums of stored blocks, and contains failures.
 
-Owns the jobs of one worker and the handling of failed jobs. Does not choose the blocks, and does not know
-keys, only their digests.
+Owns the jobs of one worker. Does not choose blocks, and knows only the digests of keys.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class _Job:
 class KVOffloadWorker(OffloadingWorker):
     """Transfers between this worker's tensors and its part of the pool.
 
-    vLLM's connector stops the engine if a job is reported as failed. A failed job is therefore reported as
-    successful, and its slots are marked in the pool before: the scheduler forgets their blocks. A failed load
-    is also listed in `take_failed_loads`, so that its request is computed again (`patches`).
+    vLLM's connector stops the engine if a job is reported as failed. So a failed job marks its slots in the
+    pool and is then reported as successful: the scheduler forgets the blocks of marked slots. A failed load
+    is also returned by `take_failed_loads`, so that its request is computed again (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
@@ -46,8 +45,8 @@ class KVOffloadWorker(OffloadingWorker):
 
     Attributes:
         failures_are_named: vLLM calls `take_failed_loads`. Otherwise a failed load is reported as failed.
-        fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read them
-            (`versions.fences_come_late`). These stores are dropped.
+        fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read
+            these blocks (`versions.fences_come_late`). Such stores are dropped.
         num_failed: failed jobs. num_overwritten: stores dropped because of a late fence.
     """
 
@@ -94,8 +93,8 @@ class KVOffloadWorker(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         """Wait until these jobs have ended: their blocks and slots may then be reused.
 
-        A job whose end is unknown after this call counts as failed. If fences come late, a store whose copy
-        had not ended before this call is dropped.
+        A job that has not ended after this call counts as failed. If fences come late, a store whose copy was
+        in progress at the call is dropped.
         """
         known = {job_id for job_id in job_ids if job_id in self._jobs}
         copying = [job_id for job_id in sorted(known) if not self._jobs[job_id].copied]
