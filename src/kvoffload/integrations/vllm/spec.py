@@ -45,7 +45,7 @@ Allocating a GiB in pages of 4 KiB takes 0.6 s. Only the engine's start waits
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
-"""True during the construction of a connector that offers blocks before the GPU drops them; vLLM's does not."""
+"""True during the construction of a connector that offers blocks before the GPU drops them, unlike vLLM's."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
 """True during the construction of a connector that passes requests to us; vLLM's own connector does not."""
