@@ -87,7 +87,7 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (CountsQuestions, "test_it_answers_for_each_block_and_admits_a_length", "admit\\(\\) changed the rule"),
     (AnswersForAll, "test_it_answers_for_each_block_and_admits_a_length", "admit returns"),
     (LeadsFromTheEnd, "test_it_answers_for_each_block_and_admits_a_length", "leading returns"),
-    (NeverForgets, "test_memory_is_bounded", "grows for ever"),
+    (NeverForgets, "test_memory_is_bounded", "grows without limit"),
     (RemembersAcrossReset, "test_reset_forgets_everything", "kept counts"),
     (SharesItsCounts, "test_it_admits_the_same_again", "gave other answers"),
     (IsOffByOne, "test_it_admits_as_its_twin", "the twin differs"),

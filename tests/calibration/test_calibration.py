@@ -195,7 +195,9 @@ def test_an_unusable_server_is_refused_with_the_reason(server: Any) -> None:
         Server("localhost:8000")
     with pytest.raises(ConfigError, match="allowed: http://HOST:PORT"):
         Server("http://localhost:port")
-    with pytest.raises(ConfigError, match=r"model: 'gpt' is invalid; the server has: tiny, other"):
+    with pytest.raises(
+        ConfigError, match=r"model: 'gpt' is invalid; allowed: a model of the server: tiny, other"
+    ):
         Server(server.url, "gpt")
     with pytest.raises(ConfigError, match="a model that takes 3 or more of these prompt lengths"):
         server_speed(Server(server.url, "other"), (64, 128, 256), 1, 8192)
@@ -255,7 +257,7 @@ def test_quantities_without_a_measurement_stay_unknown(tmp_path: Path) -> None:
     [
         (("--url", "http://127.0.0.1:1"), "url: 'http://127.0.0.1:1' is invalid"),
         (("--disk", "/not/there"), "disk: '/not/there' is invalid"),
-        (("--model", "x"), "model: 'x' is invalid; it names a model of a server"),
+        (("--model", "x"), "model: 'x' is invalid; it needs the URL of a server"),
         (("--rest-from", "h100"), "machine: 'h100' is invalid"),
         (("--block-bytes", "1000"), "block_bytes: 1000 is invalid"),
         (("--repeats", "0"), "repeats: 0 is invalid"),

@@ -93,10 +93,10 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
                                      "whole number, 1 or more"),
         (["--policy", "s3fifo,small_share=2"], "policy: 's3fifo,small_share=2' is invalid; "
                                                "small_share: allowed: a number above 0 and below 1"),
-        (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is invalid; 'share' is no parameter, "
-                                         "or twice; allowed: small_share=0.1, patience=8192"),
-        (["--capacity", "0"], "capacity: '0' is invalid; it is no block; allowed: a number of blocks "
-                              "(5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is invalid; 'share' is unknown or "
+                                         "given twice; allowed: small_share=0.1, patience=8192"),
+        (["--capacity", "0"], "capacity: '0' is invalid; it is less than one block; allowed: a number of "
+                              "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacity", "10B", "--bytes-per-token", "128KiB"],
          "capacity: '10B' is invalid; it is less than one block (67,108,864 B); allowed: a number of "
          "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
@@ -125,8 +125,8 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
                                               "leave out --no-data"),
         (["--decode-tokens-per-s", "-1"],
          "decode-tokens-per-s: -1 is invalid; allowed: a number, 0 or more"),
-        (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is invalid; a file that "
-                                                      "can be written (No such file or directory)"),
+        (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is invalid; the file "
+                                                      "cannot be written (No such file or directory)"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_clear_line_and_exit_code_2(arguments: list[str], message: str) -> None:
@@ -149,7 +149,7 @@ def test_all_mistakes_of_a_command_are_said_at_once() -> None:
 def test_more_than_the_machine_has(trace_file: Path) -> None:
     done = kvoffload("replay", trace_file, "--capacity", "100%", "--block-bytes", "1TiB")
     assert done.returncode == 2
-    assert "this machine can give" in done.stderr
+    assert "are available; use a smaller" in done.stderr
     assert "--no-data" in done.stderr
 
 
@@ -202,8 +202,8 @@ def test_sizes_are_divided_by_the_blocks_of_the_header(blocks_of_16: Path) -> No
     assert (row["trace"], row["capacity_blocks"]) == ("small (assumed: no reuse)", 256)
     both = kvoffload(*swept, "chat")
     assert both.stderr == (
-        f"kvoffload: traces: 'chat' is invalid; its blocks have 512 tokens, those of {blocks_of_16} 16: "
-        "sizes need a sweep for each\n"
+        f"kvoffload: traces: 'chat' is invalid; its blocks have 512 tokens, the blocks of {blocks_of_16} 16: "
+        "use a sweep for each block size, or capacities in blocks\n"
     )
 
 
@@ -214,7 +214,7 @@ def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:
     field = option.removeprefix("--")
     assert done.returncode == 2
     assert done.stderr == (
-        f"kvoffload: {field}: '/dev/full' is invalid; a file that can be written (No space left on device)\n"
+        f"kvoffload: {field}: '/dev/full' is invalid; the file cannot be written (No space left on device)\n"
     )
 
 

@@ -50,11 +50,11 @@ def test_the_title_has_the_load(chat: str) -> None:
     ("arguments", "words"),
     [
         ((), "model: None is invalid; copies need the bytes of a token"),
-        ((*ON_MACHINE, "--machine", "h100"), "machine: 'h100' is invalid; allowed: a file of"),
+        ((*ON_MACHINE, "--machine", "h100"), "machine: 'h100' is invalid; allowed: a file from"),
         ((*ON_MACHINE, "--machine", "gone.json"), "machine: 'gone.json' is invalid; it cannot be read"),
         ((*ON_MACHINE, "--load", "dense"), "load: 'dense' is invalid"),
         ((*ON_MACHINE, "--load", "2", "--at-once", "3"), "set load or at_once"),
-        ((*ON_MACHINE, "--device-blocks", "10"), "the longest request and its answer take"),
+        ((*ON_MACHINE, "--device-blocks", "10"), "the longest request and its answer need"),
         ((*ON_MACHINE, "--max-running", "0"), "max-running: 0 is invalid"),
     ],
 )

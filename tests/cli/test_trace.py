@@ -45,7 +45,7 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     arguments = ("generate", "rag", "--sessions", "3", "--output", str(path))
     error = invoke(*arguments).exception
     assert isinstance(error, ConfigError)
-    assert str(error) == f"output: {str(path)!r} is invalid; a file that does not exist yet, or --force"
+    assert str(error) == f"output: {str(path)!r} is invalid; the file exists; --force replaces it"
     assert path.read_text() == "precious"
     assert invoke(*arguments, "--force").exit_code == 0
     assert load_trace(path).requests >= 3

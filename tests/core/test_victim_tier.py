@@ -543,7 +543,7 @@ def test_the_write_cost_is_a_parameter_of_the_policy() -> None:
     assert victim_tier("hazard").policy.write_cost is None
     assert victim_tier("hazard:-0.5").policy.write_cost == -0.5
     assert victim_tier("hazard,write_cost=0").policy.write_cost == 0
-    with pytest.raises(ConfigError, match="'write_cost' is no parameter, or twice; allowed: none"):
+    with pytest.raises(ConfigError, match="'write_cost' is unknown or given twice; allowed: none"):
         victim_tier("lru,write_cost=1")
     with pytest.raises(ConfigError, match="write_cost: allowed: a number from -1 to 1000"):
         victim_tier("hazard,write_cost=-2")

@@ -43,7 +43,7 @@ def test_a_team_has_its_namespace_and_no_other(tmp_path: Path, monkeypatch: pyte
         theirs = CliRunner().invoke(cli, ["tier", "ping", f"{server.url}/team-a"])
         others = CliRunner().invoke(cli, ["tier", "ping", f"{server.url}/team-b"])
     assert (theirs.exit_code, others.exit_code) == (0, 1), theirs.output + others.output
-    assert "It can be a tier." in theirs.output
+    assert "The server can be a tier." in theirs.output
     assert "REFUSED" in others.output
 
 

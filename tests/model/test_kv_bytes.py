@@ -153,7 +153,7 @@ def test_bytes_of_a_block() -> None:
     assert block_bytes(None, None, 512) is None
     assert block_bytes(None, "128KiB", 512) == 64 * 2**20
     assert block_bytes("qwen/qwen3-8b", None, 16) == 36 * 8 * 128 * 4 * 16
-    with pytest.raises(ConfigError, match="give one of the two"):
+    with pytest.raises(ConfigError, match="leave out --model or"):
         block_bytes("qwen/qwen3-8b", "1KiB", 16)
     with pytest.raises(ConfigError, match="at least one byte"):
         block_bytes(None, "0", 16)

@@ -168,7 +168,7 @@ def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tup
         assert by_name[name]["x"] == [row["price"] for row in feasible]
         assert by_name[name]["y"] == [100 * row["saved"] for row in feasible]
     notes = [text for _, text in page.texts]
-    assert any("Points of a part of the sessions guided the search" in note for note in notes)
+    assert any("Points on a part of the sessions guided the search" in note for note in notes)
     assert any(note.endswith("On one of 2 sessions.") for note in notes)
     alone = [row for row in found["sampled"] if row["ram_modules"] and not row["servers"]]
     for one in drawn["over-ram"]["data"]:
@@ -223,7 +223,7 @@ def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, chat: str) -> Non
 def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path: Path, chat: str) -> None:
     more = ("--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "2KiB") if command == "plan" else ()
     (tmp_path / "there.html").write_text("precious")
-    for name, why in (("page.pdf", "a file that ends in .html"), ("there.html", "or --force")):
+    for name, why in (("page.pdf", "a file that ends in .html"), ("there.html", "--force replaces it")):
         done = kvoffload(command, chat, *more, "--report", tmp_path / name)
         assert done.returncode == 2
         assert why in done.stderr

@@ -101,7 +101,7 @@ def test_the_choice_is_that_without_a_clock(turns: str) -> None:
     assert [row.purchase for row in timed_rows] == [NOTHING, answer.chosen.purchase]
     assert before.in_time is None
     assert [one for one in answer.words if one in before.words] == before.words[1:]
-    unknown = "Waits for first tokens are unknown: give --machine"
+    unknown = "Times to first token are unknown: give --machine"
     assert [one for one in before.cannot_tell if one.startswith(unknown)]
     assert unknown not in " ".join(answer.cannot_tell)
     assert [one for one in before.assumptions if one not in answer.assumptions] == []
@@ -213,7 +213,7 @@ def test_more_traffic_than_recorded_comes_more_densely_to_whole_caches(turns: st
     )
     assert found.load == 2
     assert "caches are empty at the start of a recording that is shortened" in words(answer)
-    assert "sessions in time" in [one.name for one in answer.assumptions]
+    assert "arrival rate" in [one.name for one in answer.assumptions]
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_a_machine_that_lacks_a_number_is_refused_before_the_work(turns: str) ->
 def test_a_request_that_no_engine_has_room_for_is_refused(turns: str) -> None:
     of = fleet(kv_bytes=4 * MIB, machine=by_hand())
     with pytest.raises(
-        ConfigError, match=r"kv-per-gpu: 4194304 .* have 4 blocks; the longest request and its answer take 5"
+        ConfigError, match=r"kv-per-gpu: 4194304 .* have 4 blocks; the longest request and its answer need 5"
     ):
         planned(turns, of)
     planned(turns, replace(of, machine=None), budget=0)
@@ -526,7 +526,7 @@ def test_the_command_takes_a_wait(turns: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("machine", "why"),
     [
-        ("h100", "machine: 'h100' is invalid; allowed: a file of"),
+        ("h100", "machine: 'h100' is invalid; allowed: a file from"),
         ("gone.json", "machine: 'gone.json' is invalid; it cannot be read"),
     ],
 )

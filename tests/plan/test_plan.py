@@ -379,7 +379,7 @@ def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int)
     said = (
         f"Searched on one of {one_in} sessions; the {len(answer.rows) - 1} rows of this answer were replayed"
     )
-    assert f"{said} with all of them." in answer.words
+    assert f"{said} with all sessions." in answer.words
     assert [one.value for one in answer.assumptions if one.name == "searched on"] == [
         f"one of {one_in} sessions"
     ]

@@ -399,7 +399,7 @@ def test_servers_stand_in_the_line_for_vllm(twice: str, tmp_path: Path, slots: i
     shown = kvoffload(*arguments)
     assert found["vllm"] in shown.stdout
     text = " ".join(shown.stdout.split())
-    assert "Each engine (SSDs and servers where yours are):" in text
+    assert "Each engine (replace paths and addresses by yours):" in text
     for sentence in (*found["words"], *found["cannot_tell"]):
         assert " ".join(sentence.split()) in text
     (line_of_it,) = [one.split() for one in shown.stdout.splitlines() if one.lstrip().startswith("* ")]

@@ -142,7 +142,7 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(small_chat: Trace, tmp_pa
         ("disk:/x:10%,colour=red", "tier.colour: 'red' is invalid; there is no such option"),
         (
             "disk:/x:10%,policy=lru,colour=red",
-            "tier.policy: 'lru,colour=red' is invalid; 'colour' is no parameter",
+            "tier.policy: 'lru,colour=red' is invalid; 'colour' is unknown or given twice",
         ),
         ("disk:/x|/x:10%", "allowed: a directory, or a list of directories, each once"),
         ("disk", "allowed: disk:PATH:CAPACITY, or simulated:CAPACITY in a replay without data"),

@@ -65,7 +65,7 @@ def test_tiers_in_the_environment_are_a_text(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("policy = ", "config: '{path}' is invalid; it is no TOML"),
+        ("policy = ", "config: '{path}' is invalid; it is not a TOML file"),
         (
             "polcy = 'lru'",
             "config polcy: 'lru' is invalid; there is no such option (did you mean policy?)",
@@ -162,7 +162,7 @@ def test_no_tiers_and_several_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_file_that_is_no_text(file: Path) -> None:
     file.write_bytes(b"policy = '\xff'")
-    with pytest.raises(ConfigError, match="it is no TOML"):
+    with pytest.raises(ConfigError, match="it is not a TOML file"):
         gathered({"config": str(file)}, ["policy"])
     with pytest.raises(ConfigError, match="allowed: the path of a TOML file"):
         gathered({"config": 5}, ["policy"])

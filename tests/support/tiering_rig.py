@@ -68,7 +68,7 @@ class Rig:
     def believed(self) -> dict[bytes, bool]:
         """The presence cache of the last tier; without effect if it is not shared."""
         last = self.tiers[-1]
-        return last.believed if isinstance(last, ScriptedSharedTier) else {}
+        return last.presence if isinstance(last, ScriptedSharedTier) else {}
 
     def begin(self, letters: str = "") -> RequestContext:
         return self.manager.begin_request("r", keys(letters))

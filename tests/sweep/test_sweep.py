@@ -600,15 +600,15 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is invalid; store_threshold: allowed: a "
                                           "whole number, 1 or more"),
         (["--stores", "sometimes"], "stores: 'sometimes' is invalid; allowed: "),
-        (["--capacities", "5%,0"], "capacities: '0' is invalid; it is no block; allowed: a number of "
-                                   "blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
+        (["--capacities", "5%,0"], "capacities: '0' is invalid; it is less than one block; allowed: a number "
+                                   "of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),
         (["--capacities", "many"], "capacities: 'many' is invalid; allowed: a number of blocks"),
         (["--capacities", "0.01%"], "capacities: '0.01%' is invalid; it is less than one of the "),
         (["--device-blocks", "2y"], "device-blocks: '2y' is invalid; allowed: 0 (none), a number of "
                                     "blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
                                     "multiple of the tier's capacity (0.5x)"),
         (["--capacities", "3", "--device-blocks", "0.25x"],
-         "device-blocks: '0.25x' is invalid; it is less than one block of a tier of 3; allowed: 0"),
+         "device-blocks: '0.25x' is invalid; it is less than one block, with 3 blocks of RAM; allowed: 0"),
         (["--decode-tokens-per-s", "nan"], "decode-tokens-per-s: nan is invalid; allowed: a"),
         (["--jobs", "0"], "jobs: 0 is invalid; allowed: a whole number, 1 or more"),
         (["--jobs", "2", "--scheduler", "tcp://127.0.0.1:1"], "jobs: 2 is invalid; the scheduler's"),

@@ -367,9 +367,7 @@ def test_turns_arrive_after_a_think_time(tmp_path: Path, tokenizer: Path) -> Non
 
 def test_text_without_times_needs_a_rate(tmp_path: Path, tokenizer: Path) -> None:
     path = write(tmp_path / "in.jsonl", [sharegpt(0)])
-    with pytest.raises(
-        ConfigError, match=r"give the conversations that begin in a minute; allowed: text,per_min"
-    ):
+    with pytest.raises(ConfigError, match=r"give the number of conversations per minute: text,per_min"):
         converted(path, tokenizer=tokenizer)
     with pytest.raises(ConfigError, match=r"tokenizer: None is invalid; .* give its tokenizer.json"):
         converted(path, source="text:60")
@@ -663,7 +661,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.stdout == f"{out}: 2 requests, 6 block references of 16 tokens, from bailian\n"
     refused = kvoffload("trace", "convert", path, out)
     assert refused.returncode == 2
-    assert "a file that does not exist yet, or --force" in refused.stderr
+    assert "the file exists; --force replaces it" in refused.stderr
     assert kvoffload("trace", "convert", path, out, "--force").returncode == 0
     (tmp_path / "in.csv").write_text(AZURE + "x\n")
     options = ("--from", "lengths:none", "--skip-bad-lines")
@@ -687,12 +685,12 @@ MISTAKES = {
                 "source: 'no-such' is invalid; there is no such file; allowed: a file, -, or "
                 "tcp://host:port"),
     "stdin": (["-"],
-              f"from: None is invalid; the source of standard input is not detected; allowed: {KINDS}"),
+              f"from: None is invalid; the format of standard input cannot be detected; allowed: {KINDS}"),
     "no kind": (["-", "--from", "bailan"],
                 f"from: 'bailan' is invalid; allowed: {KINDS}, module:Class, or path/to/file.py:Class "
                 "(did you mean bailian?)"),
     "no ids": (["-", "--from", "text", "--keep-ids"],
-               "keep-ids: True is invalid; text has no ids of prefixes"),
+               "keep-ids: True is invalid; text has no block ids to keep"),
     "two wishes": (["-", "--salt", "x", "--keep-ids"],
                    "salt: 'x' is invalid; allowed: without --keep-ids"),
     "no gap": (["-", "--from", "kv_events:0"],
@@ -744,10 +742,10 @@ def test_a_user_defined_source_is_one_file(tmp_path: Path) -> None:
 def test_unrecognised_and_empty_recordings_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [{"user": 1, "query": "x"}])
     with pytest.raises(
-        ConfigError, match=r"the source of in\.jsonl is not recognised: its first record has query, user;"
+        ConfigError, match=r"the format of in\.jsonl is not recognised: the first record has query, user;"
     ):
         converted(path)
-    with pytest.raises(ConfigError, match="its first record has no fields"):
+    with pytest.raises(ConfigError, match="the first record has no fields"):
         converted(write(path, [" "]))
     with pytest.raises(TraceError, match=r"in\.jsonl: no requests in it"):
         converted(write(path, [" "]), source="mooncake")

@@ -165,7 +165,7 @@ def test_ids_of_any_kind_are_distinct(chat: Callable[..., Path]) -> None:
 def test_numbered_ids_and_negative_ones_do_not_mix(chat: Callable[..., Path]) -> None:
     path = chat(line([5, 2**63]), line([6, -1]))
     for skip in (False, True):
-        with pytest.raises(TraceError, match="negative ids beside ids that are not 64-bit numbers"):
+        with pytest.raises(TraceError, match="negative ids mixed with ids that are not 64-bit numbers"):
             read_trace(path, skip_bad_lines=skip)
 
 
@@ -445,8 +445,8 @@ def test_the_assumption_is_part_of_the_name(chat: Callable[..., Path]) -> None:
 
 WRONG_HEADERS = {
     "another size": ([header(16), line([1], input_length=16), header(32)], 3,
-                     "field block_tokens: 32, but 16 in the lines before"),
-    "too late": ([line([1]), header(16)], 2, "field block_tokens: 16, but 512 in the lines before"),
+                     "field block_tokens: 32, but 16 in earlier lines"),
+    "too late": ([line([1]), header(16)], 2, "field block_tokens: 16, but 512 in earlier lines"),
     "no size": (['{"kvoffload_trace": 1}'], 1, "field block_tokens: missing"),
     "nothing": ([header(0)], 1, "field block_tokens: expected int >= 1"),
     "a later version": ([header(16).replace("1,", "2,", 1)], 1,

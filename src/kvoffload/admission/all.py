@@ -1,4 +1,4 @@
-"""The admission rule that admits every block."""
+"""Admission rule without a condition."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class AdmitAll(Admission):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> None:
-        """Return None: a cache without a rule admits every block."""
+        """Return None, because a cache without a rule admits every block."""
 
     def count(self, keys: Keys) -> None:
         """Do nothing."""

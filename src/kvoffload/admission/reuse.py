@@ -23,11 +23,11 @@ class ReuseAdmission(Admission):
 
     N is `store_threshold` and includes the storing request.
 
-    Counts are kept for the `max_tracker_size` most recently referenced keys. Within a request they are
-    refreshed from tail to head, so a tail is forgotten before its head, and the parent of an admitted block
-    is always admitted.
+    Counts are kept for the `max_tracker_size` most recently referenced keys. The keys of a request are
+    refreshed from tail to head, so the tail is forgotten first, and the parent of an admitted block is always
+    admitted.
 
-    Cost: one index probe a key, and a few writes. Memory: 32 bytes and the key for each tracked key.
+    Cost: one index probe and a few writes per key. Memory: 32 bytes plus the key for each tracked key.
     """
 
     store_threshold: Annotated[int, msgspec.Meta(ge=1)] = 2

@@ -17,20 +17,19 @@ THRESHOLD = 2
 class TinyLFUAdmission(Admission):
     """Admits a block that two requests have referred to recently.
 
-    The storing request counts. Recent means within the last ten references for each block of the cache, with
-    counts that age (see `structures.sketch`). The memory of this rule grows with the cache, a few bits a key,
-    while the table of ``reuse:N`` has one size for all caches.
+    The storing request counts. Recent means within the last ``10 * capacity_blocks`` references; counts age
+    (see `structures.sketch`). Memory grows with the cache, whereas the table of ``reuse:N`` has a fixed size.
 
     The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
-    that holds all of its traffic never refuses a block, and a large cache fills at once.
+    that holds all its traffic rejects no block, and a large cache fills at once.
 
-    Differs from the paper, where a block enters if it is more frequent than its victim: a rule that works
-    with every policy does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
+    Differs from the paper, where a block enters if it is more frequent than its victim, because a rule for
+    every policy does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
-    Hash collisions can only admit a block too early. While counts are being halved, a block may be admitted
-    whose parent is not; `leading` ends the run at the parent, so no block enters without its parent.
+    A hash collision can only admit a block too early. While counts are being halved, the rule may admit a
+    block and reject its parent; `leading` ends the run at the parent, so no block enters without its parent.
 
-    Cost: one cache miss a key. Memory: 64 bits for each block of the cache, and no keys.
+    Cost: one CPU cache miss per key. Memory: 64 bits per block of the cache, and no keys.
 
     Source: Einziger, Friedman and Manes, "TinyLFU: A Highly Efficient Cache Admission Policy", ACM
     Transactions on Storage 13(4), 2017.

@@ -1,4 +1,4 @@
-"""Measures a machine: RAM, and if they are available a GPU, a disk and a server."""
+"""Measures a machine: RAM, and optionally a GPU, a disk and an engine's server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Calibration:
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "allowed: 1 or more")
         if self.served_model is not None and self.url is None:
-            raise ConfigError("model", self.served_model, "it names a model of a server: add --url")
+            raise ConfigError("model", self.served_model, "it needs the URL of a server: add --url")
 
 
 def calibrate(options: Calibration, report: Callable[[str], None] = lambda line: None) -> Machine:
@@ -83,7 +83,7 @@ def calibrate(options: Calibration, report: Callable[[str], None] = lambda line:
 
 
 def _facts() -> dict[str, str]:
-    """Describe hardware and software, for readers of the measured numbers."""
+    """Describe the hardware and software of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     facts = {
         "cpu": _cpu_name() or platform.machine(),

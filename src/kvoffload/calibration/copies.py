@@ -1,4 +1,4 @@
-"""Measures the speed of block copies with the production kernels: RAM to RAM, and between RAM and a GPU."""
+"""Measures block copies from RAM to RAM and between RAM and a GPU, with the copy kernels of `transfer`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffload.transfer.device import gpu_blocks
 
 
 def memory_copies(block_bytes: int, num_blocks: int, repeats: int) -> dict[str, Quantity]:
-    """Measure `memory_copy_bytes_per_s` of one thread. Memory: twice the copied bytes."""
+    """Measure `memory_copy_bytes_per_s` of one thread. Needs memory for twice the copied bytes."""
     source, target = (np.ones((num_blocks, block_bytes), np.uint8) for _ in range(2))
     rows = np.arange(num_blocks)
     samples = seconds_of(lambda: copy_blocks(source, rows, target, rows), repeats)

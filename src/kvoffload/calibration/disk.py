@@ -1,4 +1,4 @@
-"""Measures a disk through the production disk tier, with checksums, journal and syncs."""
+"""Measures a disk with the real disk tier: with checksums, journal and syncs."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _TIMEOUT_S = 600.0
 def disk_speed(
     directory: Path, block_bytes: int, num_blocks: int, repeats: int, files: Files | None = None
 ) -> dict[str, Quantity]:
-    """Measure rate and latency of durable writes and verified reads: `disk_read_bytes_per_s` and the like.
+    """Measure rate and latency of durable writes and verified reads.
 
-    Uses a temporary directory below `directory`, and up to three times the bytes of one pass.
+    Returns the quantities ``disk_{read,write}_bytes_per_s`` and ``disk_{read,write}_latency_s``. Uses a
+    temporary directory below `directory`, and up to three times the bytes of one pass.
 
     Raises:
         ConfigError: the directory cannot be used, has too little room, or its disk fails.
     """
     with _temporary_directory(directory) as temporary:
-        # Slots for a pass, the pass before it, and single blocks.
+        # Slots for a pass, the previous pass, and single blocks.
         num_slots = 2 * num_blocks + repeats + 2
         tier = DiskTier(
             temporary,
@@ -54,7 +55,7 @@ def disk_speed(
 
 def _measure(jobs: _Jobs, block_bytes: int, num_blocks: int, repeats: int) -> dict[str, Quantity]:
     samples: dict[tuple[str, int], list[float]] = {}
-    # Random bytes: the disk must not compress them.
+    # Random bytes, which the disk cannot compress.
     pool = aligned(num_blocks * block_bytes).reshape(num_blocks, block_bytes)
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
     for repeat in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""Fits the prefill times of prompts to costs of a step, a token and attention, by least squares."""
+"""Fits prefill times to the cost of a step, of a token, and of attention, by least squares."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from kvoffload.simulate.machine import Quantity
 
 
 def seconds_of(work: Callable[[], object], repeats: int) -> list[float]:
-    """Time `work` `repeats` times, after one run to warm up."""
+    """Run `work` once to warm up, then time it `repeats` times; returns seconds."""
     work()
     samples = []
     for _ in range(repeats):
@@ -22,7 +22,7 @@ def seconds_of(work: Callable[[], object], repeats: int) -> list[float]:
 
 
 def quantity_of(samples: Sequence[float], label: str, value: float | None = None) -> Quantity:
-    """Summarize samples: median, p10 and p90. `value` replaces the median if it was derived otherwise."""
+    """Summarize samples as median, p10 and p90. `value`, if given, replaces the median."""
     p10, median, p90 = np.percentile(samples, (10, 50, 90)).tolist()
     source = f"measured: {label}, {len(samples)} times"
     return Quantity(median if value is None else value, p10, p90, source)
@@ -31,7 +31,10 @@ def quantity_of(samples: Sequence[float], label: str, value: float | None = None
 def rate_and_latency(
     batch_s: Sequence[float], batch_bytes: int, block_s: Sequence[float], block_bytes: int, label: str
 ) -> tuple[Quantity, Quantity]:
-    """Return the bytes/s of batches, and the latency of one block: its time less its bytes at that rate."""
+    """Return the rate of batches in bytes/s, and the latency of one block in seconds.
+
+    The latency is the block's time minus its transfer time at that rate.
+    """
     rate = quantity_of([batch_bytes / seconds for seconds in batch_s], label)
     latencies = [max(0.0, seconds - block_bytes / rate.value) for seconds in block_s]
     return rate, quantity_of(latencies, f"{label}, one block")

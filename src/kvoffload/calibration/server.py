@@ -46,13 +46,11 @@ class Answer:
 
 
 class Server:
-    """Client of an OpenAI-compatible server.
+    """Client of an OpenAI-compatible server. Reads the API key from ``OPENAI_API_KEY``, and never shows it.
 
     Args:
         url: ``http://HOST:PORT``, with or without ``/v1``.
-        model: name of a served model; None takes the first one.
-
-    The API key is read from ``OPENAI_API_KEY`` and never shown.
+        model: name of a served model; None takes the first.
 
     Raises:
         ConfigError: ``url`` does not answer, or answers in another format; ``model`` is not served.
@@ -73,7 +71,7 @@ class Server:
         served = next((entry for entry in models if model in (None, entry.get("id"))), None)
         if served is None:
             names = ", ".join(str(entry.get("id")) for entry in models)
-            raise ConfigError("model", model, f"the server has: {names}")
+            raise ConfigError("model", model, f"allowed: a model of the server: {names}")
         self.model = str(served.get("id"))
         max_tokens = served.get("max_model_len")
         self.max_tokens: int | None = max_tokens if isinstance(max_tokens, int) else None
@@ -91,13 +89,13 @@ class Server:
         start = time.perf_counter()
         times = [time.perf_counter() for _ in self._token_events(body)]
         if not times:
-            allowed = "allowed: a server that streams; its answer had no token"
+            allowed = "the answer had no token; allowed: a server that streams"
             raise ConfigError("url", self._shown_url, allowed)
         further_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         return Answer(times[0] - start, further_s)
 
     def _token_events(self, body: dict[str, Any]) -> Iterator[None]:
-        """Yield once for each event of the answer stream that has ``choices``."""
+        """Yield once for each event with ``choices`` in the streamed answer."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "POST", "/v1/completions", msgspec.json.encode(body))
             try:
@@ -151,10 +149,10 @@ def server_speed(
     step_tokens: int,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Quantity]:
-    """Measure prefill costs (`prefill_s_per_token` and the like) and `decode_tokens_per_s`.
+    """Measure `step_s`, `prefill_s_per_token`, `prefill_s_per_token_squared` and `decode_tokens_per_s`.
 
-    Requests run one at a time. Each round sends every length once, in random order. Every prompt is new, so
-    that no cache has it. Values are fitted to all rounds; p10 and p90 come from the fits of single rounds.
+    Requests run one at a time. Each round sends a prompt of every length, in random order. Every prompt is
+    random, so that no cache has it. Values are fitted to all rounds; p10 and p90 come from single rounds.
     """
     limit = server.max_tokens
     usable = [length for length in lengths if limit is None or length + _ANSWER_TOKENS <= limit]
@@ -172,7 +170,7 @@ def server_speed(
         decode_rates += [1.0 / answer.further_s for answer in answers if answer.further_s > 0]
         report(f"prompts of {usable[0]} to {usable[-1]} tokens: round {number + 1} of {repeats}")
     if not decode_rates:
-        allowed = "allowed: a server that streams token by token; it sent all tokens at once"
+        allowed = "it sent all tokens at once; allowed: a server that streams each token"
         raise ConfigError("url", server.model, allowed)
     tokens = [length for order, _ in rounds for length in order]
     seconds = [first_s for _, times in rounds for first_s in times]

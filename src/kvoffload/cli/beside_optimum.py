@@ -1,4 +1,4 @@
-"""LRU beside the optimum at some capacities: the most that a policy could gain."""
+"""Hit ratios of LRU and of the optimum at several capacities. Their difference bounds any policy's gain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CAPACITIES_PERCENT = (1, 2, 5, 10, 20)
 
 
 def beside_optimum(trace: Trace) -> list[dict[str, Any]]:
-    """Replay LRU and the optimum at some capacities; the last row has no limit."""
+    """Replay LRU and the optimum at several capacities; the last row has unlimited capacity."""
     rows = []
     for percent in (*_CAPACITIES_PERCENT, None):
         capacity = None if percent is None else trace.unique_blocks * percent // 100

@@ -20,8 +20,6 @@ from kvoffload.simulate.machine import QUANTITIES, Machine, Quantity
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """Options of ``kvoffload calibrate``."""
-
     out: Path | None = option(None, "File for the machine, as JSON.", metavar="FILE")
     disk: Path | None = option(None, "Directory on the disk to measure; it is left unchanged.", metavar="DIR")
     url: str | None = option(None, "OpenAI-compatible server that is running: http://HOST:PORT.")
@@ -29,17 +27,17 @@ class CalibrateOptions:
         None, "Model of that server.  [default: its first]", "--model", metavar="NAME"
     )
     rest_from: str | None = option(
-        None, "Class of machines for everything that is not measured: h100-pcie5:8B.",
+        None, "Machine class, for all quantities that are not measured: h100-pcie5:8B.",
         metavar="CLASS[:PARAMETERS]",
     )  # fmt: skip
     name: str = option("measured", "Name of the machine, for reports.")
     block_bytes: Size = option("2MiB", "Bytes of a copied block.")
     total_bytes: Size = option(
-        "512MiB", "Bytes of one measurement; the disk needs twice as much room, and memory."
+        "512MiB", "Bytes of one measurement; it takes up to three times as many bytes of disk and memory."
     )
     repeats: Count = option(7, "Repetitions of every measurement.")
     step_tokens: Count = option(8192, "Tokens that the server computes in a step (--max-num-batched-tokens).")
-    quiet: bool = option(False, "Do not name the measurement in progress.")
+    quiet: bool = option(False, "Show no progress.")
 
     def calibration(self) -> Calibration:
         """Return the measurements to make. Raises `ConfigError`."""
@@ -67,7 +65,7 @@ class CalibrateOptions:
 def command(options: CalibrateOptions) -> None:
     """Measure this machine: memory, GPU copies, a disk, and the speed of a server with prompts.
 
-    Everything absent or not requested stays unknown. The machine should be idle otherwise. With --url an API
+    Quantities that are absent or not requested stay unknown. Run it on an idle machine. With --url, the API
     key is read from OPENAI_API_KEY.
     """
     out = options.out
@@ -90,7 +88,6 @@ def _report(line: str, quiet: bool) -> None:
 
 
 def table(machine: Machine) -> Table:
-    """Build the table of a machine."""
     rows = []
     for name in QUANTITIES:
         quantity: Quantity | None = getattr(machine, name)

@@ -42,8 +42,6 @@ class ReportOptions(PathOptions, FormatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class DeleteOptions(PathOptions):
-    """Options of ``kvoffload disk rm``."""
-
     yes: bool = option(False, "Do not ask.")
 
 
@@ -57,10 +55,10 @@ def disk() -> None:
 def inspect(options: ReportOptions) -> None:
     """List the blocks of PATH, a directory or a slab: counts, sizes and ages by model, last used first.
 
-    Slabs of several producers also show their differences from the slab used last, as in
-    `rope_theta: 10000 / 1000000`, with the value of the last used first. `--format json` has all fields.
+    If slabs have different producers, the list shows their differences from the slab used last, whose value
+    comes first: `rope_theta: 10000 / 1000000`. `--format json` has all fields.
 
-    Reads only the journal. Works while a process has PATH open; then the list may lag a moment behind.
+    Reads only the journal. Works while a process has PATH open; recent changes may then be missing.
     """
     reports = inspect_slabs(options.path)
     if options.is_json:
@@ -96,24 +94,24 @@ def compact(options: PathOptions) -> None:
 
     Damaged entries of the journal are dropped. PATH must not be open in another process.
     """
-    left_alone = False
-    for place in find_slabs(options.path):
-        used = place.stat()
+    has_skipped = False
+    for path in find_slabs(options.path):
+        before = path.stat()
         try:
-            with opened(place) as (slab, found):
-                compact_slab(slab, found)
+            with opened(path) as (slab, recovered):
+                compact_slab(slab, recovered)
         except UnavailableError:
             raise
         except OSError as error:
-            raise UnavailableError("path", str(place), f"it cannot be written ({error.strerror})") from None
+            raise UnavailableError("path", str(path), f"it cannot be written ({error.strerror})") from None
         except ConfigError as error:
-            click.echo(f"{place}: left alone: {error.allowed}")
-            left_alone = True
+            click.echo(f"{path}: skipped: {error.allowed}")
+            has_skipped = True
             continue
-        # Compacting is no use: the slab keeps its place among the least recently used.
-        os.utime(place, ns=(used.st_atime_ns, used.st_mtime_ns))
-        click.echo(f"{place}: checkpoint of {len(found.contents):,} blocks written, the log is empty")
-    if left_alone:
+        # Compacting does not count as use: the slab keeps its age, by which slabs are deleted.
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        click.echo(f"{path}: checkpoint of {len(recovered.contents):,} blocks written, the log is empty")
+    if has_skipped:
         sys.exit(1)
 
 
@@ -170,9 +168,9 @@ class _Verified:
 
 def _verified(path: Path) -> _Verified:
     try:
-        with opened(path) as (slab, found):
-            problems = verify_slab(slab, found, _progress("blocks"))
-            return _Verified(path, len(found.contents), problems, found.damaged)
+        with opened(path) as (slab, recovered):
+            problems = verify_slab(slab, recovered, _progress("blocks"))
+            return _Verified(path, len(recovered.contents), problems, recovered.damaged)
     except UnavailableError:
         raise
     except ConfigError as error:

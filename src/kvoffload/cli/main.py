@@ -1,4 +1,4 @@
-"""``kvoffload``: the command line. A user's error is one line and exit code 2."""
+"""The ``kvoffload`` command line. A user's mistake prints one message and exits with code 2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMMANDS = {
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
     "tier": ("kvoffload.cli.tier:tier", "Check a shared cache server: health, contents, break-even."),
     "trace": ("kvoffload.cli.trace:trace", "Describe, generate, convert and fit traces."),
-    "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now: for container images."),
+    "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now, for container images."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
 """Location and help line of each command: listing commands must not import numba."""
@@ -55,11 +55,10 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="kvoffload")
 def cli() -> None:
-    """Keep an LLM server's KV-cache blocks in RAM and behind it, and measure the benefit."""
+    """Offload an LLM server's KV cache to RAM, disks and cache servers, and measure the benefit."""
 
 
 def main() -> None:
-    """Run the command line."""
     try:
         cli.main(standalone_mode=False)
     except click.ClickException as error:

@@ -71,8 +71,8 @@ def argument(default: Any = dataclasses.MISSING, **details: Any) -> Any:
 def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
     """Give a command the arguments and options of the dataclass `kind`, and call it with a `kind`.
 
-    A method ``check`` of `kind` checks options that depend on each other; refused values have their defaults
-    there.
+    A method ``check`` of `kind` can check options that depend on each other. During ``check`` each invalid
+    option has its default value.
     """
     described: Any = kind
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -98,7 +98,7 @@ def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
 
 
 def _owner(kind: type[Any], name: str) -> int:
-    """Return the position among the bases of `kind` of the first class that declares a field."""
+    """Return the index in the MRO of `kind` of the class that declares a field."""
     declares = (name in inspect.get_annotations(base) for base in kind.__mro__)
     return next(position for position, declared in enumerate(declares) if declared)
 
@@ -221,12 +221,12 @@ class ModelOptions:
     """Bytes of a token, to convert sizes to blocks."""
 
     model: str | None = option(
-        None, "Model of the KV blocks, for sizes such as 64GiB.", metavar="CONFIG.JSON|NAME"
+        None, "Model, to convert sizes such as 64GiB to blocks.", metavar="CONFIG.JSON|NAME"
     )
     kv_cache_dtype: str = option(
         "auto", "As for vLLM: auto, bfloat16, float16, fp8; with --model.", metavar="DTYPE"
     )
-    bytes_per_token: str | None = option(None, "Bytes of a token's KV: 128KiB.", metavar="SIZE")
+    bytes_per_token: str | None = option(None, "KV bytes per token: 128KiB.", metavar="SIZE")
 
     def known_block_bytes(self, block_tokens: int) -> int | None:
         """Return the bytes of a block, or None if neither the model nor the bytes of a token are given."""
@@ -246,12 +246,11 @@ class ReadOptions:
     """Reading of a trace."""
 
     block_tokens: Count | None = option(
-        None, "Tokens in a block of the trace, if its header does not say it.  [default: 512]"
+        None, "Tokens per block, for a trace whose header lacks the number.  [default: 512]"
     )
     skip_bad_lines: bool = option(False, "Skip bad lines, and count them.")
 
     def read(self, trace: str) -> Trace:
-        """Read a trace. Raises `ConfigError` and `TraceError`."""
         return load_trace(trace, block_tokens=self.block_tokens, skip_bad_lines=self.skip_bad_lines)
 
     def read_requests(self, trace: str) -> Trace:
@@ -271,7 +270,6 @@ class FormatOptions:
 
     @property
     def is_json(self) -> bool:
-        """True to print JSON."""
         return self.form == "json"
 
 
@@ -306,10 +304,10 @@ class LoadOptions:
     """Assumptions about requests that a trace does not record."""
 
     decode_tokens_per_s: DecodeSpeed = option(
-        0.0, "Requests end when their answers are generated at this speed; without it, at once."
+        0.0, "Generation speed in tokens/s: a request ends with its answer. If not given, at once."
     )
     queue_requests: QueueLength = option(
-        0, "The next N requests wait in the engine's queue; their blocks leave last.", "--queue",
+        0, "The next N requests wait in the engine's queue; their blocks are evicted last.", "--queue",
         show_default=False,
     )  # fmt: skip
 
@@ -322,7 +320,7 @@ class WorkOptions:
     scheduler: str | None = option(None, "Replay on a running Dask cluster.", metavar="tcp://HOST:PORT")
     output: Path | None = option(None, "File for every row: .csv, .json, .parquet. A later run continues it.")
     report: Path | None = option(
-        None, "Write a page with charts: one file, offline. Takes kvoffload[report].", metavar="FILE.html"
+        None, "Write an offline page with charts. Needs kvoffload[report].", metavar="FILE.html"
     )
     force: bool = option(False, "Replace an existing output.")
     seed: int = option(0, "Seed of the confidence intervals.", show_default=True)
@@ -333,4 +331,4 @@ class WorkOptions:
 class ReplicaOptions:
     """Routing of requests to engines."""
 
-    routing: Routing = option(SESSION, "Engine that gets a request.")
+    routing: Routing = option(SESSION, "Rule that assigns requests to engines.")

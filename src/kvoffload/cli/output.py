@@ -1,4 +1,4 @@
-"""Output of commands: reports to a terminal or a file, files that options name, progress bars."""
+"""Output of commands: reports, output files, progress bars, terminal tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.pages.page import Table
 
 _WIDTH = 100
-"""Columns of text in a file."""
+"""Characters per line in a file."""
 
 
 def show(json: bytes, table: RenderableType, *, is_json: bool, output: Path | None) -> None:
@@ -33,7 +33,7 @@ def show(json: bytes, table: RenderableType, *, is_json: bool, output: Path | No
 
 
 def plain_text(shown: RenderableType) -> bytes:
-    """Render for a file, without colours."""
+    """Render a report for a file, without colours."""
     console = Console(width=_WIDTH, no_color=True, record=True, force_terminal=False)
     with console.capture() as captured:
         console.print(shown)
@@ -42,16 +42,16 @@ def plain_text(shown: RenderableType) -> bytes:
 
 @contextlib.contextmanager
 def writable(field: str, path: Path) -> Iterator[BinaryIO]:
-    """Open the file of an option. Raises `ConfigError` for every failure, also for a full disk."""
+    """Open the output file of option `field`. Raises `ConfigError` on any failure, also on a full disk."""
     try:
         with path.open("wb") as file:
             yield file
     except OSError as error:
-        raise ConfigError(field, str(path), f"a file that can be written ({error.strerror})") from None
+        raise ConfigError(field, str(path), f"the file cannot be written ({error.strerror})") from None
 
 
 def write_output(field: str, path: Path, content: bytes) -> None:
-    """Write the whole file of an option. Raises `ConfigError`."""
+    """Write the output file of option `field`. Raises `ConfigError`."""
     with writable(field, path) as file:
         file.write(content)
 
@@ -59,12 +59,12 @@ def write_output(field: str, path: Path, content: bytes) -> None:
 def check_new(field: str, path: Path, *, force: bool) -> None:
     """Raise `ConfigError` if the file exists, unless `force` is set."""
     if path.exists() and not force:
-        raise ConfigError(field, str(path), "a file that does not exist yet, or --force")
+        raise ConfigError(field, str(path), "the file exists; --force replaces it")
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Show a bar on a terminal's standard error; yields a function for the amount done."""
+    """Show a progress bar, if standard error is a terminal. Yields a function that takes the amount done."""
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
     with Progress(*bar_columns(), console=console, transient=True, disable=hidden) as bar:
@@ -73,14 +73,14 @@ def progress_bar(what: str, total: float, quiet: bool) -> Iterator[Callable[[flo
 
 
 def bar_columns() -> tuple[ProgressColumn, ...]:
-    """Return the columns of every progress bar: task, bar, share, time left."""
+    """Return the columns of a progress bar: task, bar, share, time left."""
     percent = TextColumn("{task.percentage:>3.0f}%")
     return (TextColumn("{task.description}"), BarColumn(), percent, TimeRemainingColumn())
 
 
 @contextlib.contextmanager
 def tiers_silenced() -> Iterator[None]:
-    """Hide warnings of simulated tiers: the report has the same facts."""
+    """Hide warnings of simulated tiers, because the report has the same facts."""
     log = logging.getLogger("kvoffload.tiering")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -104,9 +104,9 @@ def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = T
             no_wrap=is_number or position < last, overflow="fold",
         )  # fmt: skip
     for row, mark in zip(table.rows, table.marks or [""] * len(table.rows), strict=True):
-        # As `Text`: a cell may look like rich's markup.
+        # `Text`, because a cell may look like rich's markup.
         rich.add_row(*map(Text, row), style=_STYLES.get(mark, ""))
-    # Not a title of rich's table, which would be folded at the table's width.
+    # Not rich's own title, which is folded at the table's width.
     return Group(Text(table.title, "italic"), rich) if table.title else rich
 
 

@@ -1,4 +1,4 @@
-"""``kvoffload plan``: what to buy for a fleet of engines, from a recording of their requests."""
+"""``kvoffload plan``: recommend hardware for a fleet of engines, from a recording of their requests."""
 
 from __future__ import annotations
 
@@ -55,49 +55,50 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
-    """Options of ``kvoffload plan``."""
-
     trace: str = argument()
     gpus: Count = option(help="GPUs of all engines together.")
     kv_per_gpu: Size = option(help="Memory for KV blocks on each GPU: 64GB.")
-    replicas: Count = option(1, "Engines that the GPUs are divided among.")
-    load: Factor = option(1.0, "Sessions at a time, over those recorded.", metavar="2x", show_default=False)
-    scale: Factor = option(
-        1.0, "Requests of the fleet, over those recorded.", metavar="2.5", show_default=False
+    replicas: Count = option(1, "Number of engines; each gets an equal share of the GPUs.")
+    load: Factor = option(
+        1.0, "Concurrent sessions, as a multiple of the recording's.", metavar="2x", show_default=False
     )
-    budget: float | None = option(None, "Most to spend.", metavar="MONEY")
+    scale: Factor = option(
+        1.0, "Requests of the fleet, as a multiple of the recording's.", metavar="2.5", show_default=False
+    )
+    budget: float | None = option(None, "Highest price.", metavar="MONEY")
     target_saved: float | None = option(None, "Save this share of the prefill: 0.3.", metavar="SHARE")
     target_of_ceiling: float | None = option(
-        None, "Save this share of the most that any cache can save.", metavar="SHARE"
+        None, "Save this share of the savings of an unlimited cache: 0.8.", metavar="SHARE"
     )
-    target_gpu_hours: float | None = option(None, "Save so many GPU-hours a day.", metavar="HOURS")
+    target_gpu_hours: float | None = option(None, "Save this many GPU-hours a day.", metavar="HOURS")
     target_ttft_p90: Duration | None = option(
-        None, "90 % of requests have their first token after this time: 1.5s, 800ms. Takes --machine."
+        None, "Limit the 90th percentile of the time to first token: 1.5s, 800ms. Needs --machine."
     )
     prefill_tokens_per_s: NotNegative = option(
-        0.0, "Tokens that one GPU computes in a second; the machine's, if not given."
+        0.0, "Prefill speed of one GPU in tokens/s.  [default: the machine's]"
     )
     machine: str | None = option(
-        None, f"Machine of an engine, for waiting times: {MACHINE_HELP}", metavar="FILE|CLASS[:PARAMETERS]"
+        None, f"Machine of one engine, for waiting times: {MACHINE_HELP}", metavar="FILE|CLASS[:PARAMETERS]"
     )
     prices: Path | None = option(None, "Your prices, as TOML or JSON.", metavar="FILE")
-    stores: str = option(",".join(Setups.stores), "Moments to offer a block to RAM.")
+    stores: str = option(",".join(Setups.stores), "Moments at which blocks are offered to RAM.")
     policies: str = option(",".join(Setups.policies), "Eviction policies of RAM.")
     admissions: str = option(",".join(Setups.admissions), "Admission rules of RAM.")
     ssd_policies: str = option(",".join(Setups.ssd_policies), "Eviction policies of SSDs.")
     ssd_admissions: str = option(",".join(Setups.ssd_admissions), "Admission rules of SSDs.")
     server_admissions: str = option(
-        ",".join(Setups.server_admissions), "Admission rules of servers that replicas share."
+        ",".join(Setups.server_admissions), "Admission rules of shared cache servers."
     )
     one_in: Count | None = option(
-        None, "Search on one of N sessions, and measure the answer on all; 1: all. By length, if not given.",
+        None,
+        "Search on one in N sessions, and measure the answer on all.  [default: by length of the recording]",
         "--sample",
     )  # fmt: skip
 
     def check(self) -> None:
         """Check everything before the trace is read. Raises `ConfigError`, all problems at once."""
         if self.trace == "-":
-            why = "allowed: a file or a name; each process of a plan reads it"
+            why = "allowed: a file or a name, because each process of a plan reads the trace"
             raise ConfigError("trace", "-", why)
         problems = Problems("plan")
         with problems:
@@ -109,7 +110,7 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
         problems.check()
 
     def fleet(self) -> Fleet:
-        """Return the engines and the prices. Raises `ConfigError`."""
+        """Create the fleet: engines, traffic, prices. Raises `ConfigError`."""
         block_tokens = block_tokens_of(self.trace, self.block_tokens)
         size = self.required_block_bytes(block_tokens, "sizes need the bytes of a token")
         fleet = Fleet(
@@ -144,9 +145,9 @@ def plan(options: PlanOptions) -> None:
     """Recommend RAM, SSDs and cache servers to buy for engines with the requests of TRACE.
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Every
-    number is measured in a replay, none is interpolated. Infeasible purchases (writes that wear SSDs out,
-    links that are too slow, a price above the budget) are shown with the reason. Exit code 1 if no feasible
-    purchase reaches the target.
+    number is measured in a replay; none is interpolated. Infeasible purchases (too many writes for the SSDs,
+    links too slow, price above the budget) are shown with the reason. Exit code 1 if no feasible purchase
+    reaches the target.
     """
     fleet = options.fleet()
     run = Plan(
@@ -167,7 +168,7 @@ def plan(options: PlanOptions) -> None:
         for part in tables(answer, console.width):
             console.print(part)
         if answer.vllm:
-            # Not through the console, which folds lines: users paste it.
+            # Not through the console, which folds lines: users paste the flag.
             click.echo(f"Each engine ({PLACEHOLDERS}):\n{answer.vllm}")
     if answer.outcome == Outcome.NOT_REACHED.name:
         sys.exit(1)
@@ -196,7 +197,7 @@ def _vllm_flag(answer: PlanAnswer, fleet: Fleet) -> str:
 
 
 def _exact_size(num_bytes: int) -> str:
-    """Format a size to the byte, as users type it: ``64GiB``."""
+    """Format a size without rounding: ``64GiB``."""
     for unit, size in (("GiB", 2**30), ("GB", 10**9)):
         if num_bytes % size == 0:
             return f"{num_bytes // size}{unit}"

@@ -15,7 +15,7 @@ from kvoffload.plan.rows import PlanRow
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
-"""Width for all columns of the table, and the number of columns in a narrower terminal."""
+"""Terminal width that fits all columns of the table, and the number of columns in a narrower terminal."""
 
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
@@ -28,10 +28,11 @@ def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]
     if width < _ROOMY:
         table = _first_columns(table, _NARROW + answer.has_servers)
     yield terminal_table(table, width=min(width, _WIDEST))
-    yield Text(
-        "\n".join(["What the recording cannot tell", *(f"  {one}" for one in answer.cannot_tell)]) + "\n"
-    )
-    assumptions = [(one.name, one.value, one.source) for one in answer.assumptions]
+    open_questions = (f"  {question}" for question in answer.cannot_tell)
+    yield Text("\n".join(["What the recording cannot tell", *open_questions]) + "\n")
+    assumptions = [
+        (assumption.name, assumption.value, assumption.source) for assumption in answer.assumptions
+    ]
     yield terminal_table(Table("Assumptions", ("", "", ""), assumptions))
 
 
@@ -42,7 +43,7 @@ def _first_columns(table: Table, count: int) -> Table:
 
 
 def _worth_a_line(answer: PlanAnswer) -> list[PlanRow]:
-    """Return the frontier, and infeasible rows that would be on it; the output file has every row."""
+    """Return the frontier, and the infeasible rows that save more than every row before them."""
     shown: list[PlanRow] = []
     most_infeasible = 0.0
     for row in answer.purchases:

@@ -21,8 +21,6 @@ from kvoffload.settings.registry import Registry
 
 @dataclass(frozen=True, kw_only=True)
 class PoliciesOptions(FormatOptions):
-    """Options of ``kvoffload policies``."""
-
     name: str | None = argument(None, required=False)
 
 

@@ -41,7 +41,7 @@ from kvoffload.traces.trace import Trace
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
-    """Caches that one trace is replayed through, with and without a clock."""
+    """Trace and caches of ``kvoffload replay`` and ``kvoffload simulate``."""
 
     trace: str = argument("chat")
     policy: PolicyName = option("lru", "Eviction policy: a name, or module:Class.", setting="policy")
@@ -56,7 +56,7 @@ class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, Quiet
     output: Path | None = option(None, "Write the report to a file.")
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
-        """Collect the problems of capacities, before the trace is read."""
+        """Check the capacities, as far as that is possible before the trace is read."""
         with problems:
             parse_capacity("capacity", self.capacity, block_bytes, ANY_TRACE)
         with problems:
@@ -65,7 +65,7 @@ class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, Quiet
             self.parsed_tiers()
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Return the caches in blocks of `trace`."""
+        """Create the configuration of the caches, with sizes in blocks of `trace`."""
         blocks = parse_capacity("capacity", self.capacity, block_bytes, trace.unique_blocks)
         return ReplayConfig(
             blocks,
@@ -79,12 +79,10 @@ class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, Quiet
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayOptions(CacheOptions, LoadOptions):
-    """Options of ``kvoffload replay``."""
-
     block_bytes: Size = option(
-        "64KiB", "Bytes to move and check for each block, in place of its own; a multiple of 8."
+        "64KiB", "Bytes to copy and verify per block, instead of the real size; a multiple of 8."
     )
-    no_data: bool = option(False, "Replay the decisions alone, without bytes.")
+    no_data: bool = option(False, "Replay only the decisions, without bytes.")
     inject: str | None = option(
         None, "Damage stored blocks on purpose: bitflip:1e-4, swap, ...", metavar="KIND:RATE"
     )
@@ -108,7 +106,7 @@ class ReplayOptions(CacheOptions, LoadOptions):
         problems.check()
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Return the caches and the assumptions."""
+        """Create the configuration of the caches and the assumptions."""
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s,
@@ -126,8 +124,8 @@ def replay(options: ReplayOptions) -> None:
     """Replay TRACE through the offloading manager and report the saving.
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag.
-    Blocks are stored, evicted, loaded and verified with real bytes. Their contents follow from their keys, so
-    every wrong byte is found. Exit code 1 if one was served.
+    Blocks are stored, evicted, loaded and verified with real bytes. Their contents are computed from their
+    keys, so that every wrong byte is found. Exit code 1 if a wrong byte was served.
     """
     loaded, injection = options.read_requests(options.trace), options.injection()
     config = options.config(loaded, options.known_block_bytes(loaded.block_tokens))
@@ -153,7 +151,7 @@ def replay(options: ReplayOptions) -> None:
 
 
 def _announce_files(tiers: Iterable[TierOptions], block_bytes: int) -> None:
-    """Print how much of a disk the replay will fill, and how to delete the files."""
+    """Print the disk space that the replay will take, and the command that frees it."""
     for tier in tiers:
         for path in getattr(tier, "path", ()):
             click.echo(
@@ -169,7 +167,7 @@ def _slots_that_fit(trace: Trace, capacity: str, blocks: int, block_bytes: int) 
         raise ConfigError(
             "capacity",
             capacity,
-            f"{slots:,} blocks of {size(block_bytes)} are {size(slots * block_bytes)}, and this machine can "
-            f"give {size(available)}; take less, smaller --block-bytes, or --no-data",
+            f"{slots:,} blocks of {size(block_bytes)} need {size(slots * block_bytes)} of memory, and "
+            f"{size(available)} are available; use a smaller --capacity or --block-bytes, or --no-data",
         )
     return slots

@@ -11,11 +11,10 @@ from kvoffload.replay.report import ReplayReport
 from kvoffload.text import duration, percent, size
 
 _ENOUGH_TO_MEASURE = 10_000
-"""Least references for a time per reference: below, the start dominates."""
+"""Fewest references for which the time per reference is shown: with fewer, start-up time dominates."""
 
 
 def table(report: ReplayReport) -> RenderableType:
-    """Render the report for a terminal."""
     return Group(terminal_table(_sources(report)), terminal_table(work(report)), _summary(report))
 
 
@@ -37,7 +36,7 @@ def _sources(report: ReplayReport) -> Table:
 
 
 def work(report: ReplayReport) -> Table:
-    """Build the table of blocks and bytes that the tiers moved."""
+    """Build the table of blocks and bytes moved by the tiers."""
     has_data = report.block_bytes > 0
     rows = [
         ("stored", report.blocks_written, size(report.bytes_stored) if has_data else ""),

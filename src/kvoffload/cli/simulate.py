@@ -19,19 +19,17 @@ from kvoffload.simulate.timed import replay_in_time
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(CacheOptions):
-    """Options of ``kvoffload simulate``."""
-
     machine: str = option(DEFAULT_MACHINE, f"Machine: {MACHINE_HELP}", metavar="FILE|CLASS[:PARAMETERS]")
-    device_blocks: str = option("1x", "KV blocks of the device: a capacity as of RAM, or 0.5x of RAM.")
-    load: Factor = option(1.0, "Sessions begin this many times as densely as recorded: 2, 0.5, 2x.")
+    device_blocks: str = option("1x", "KV blocks of the device: a capacity as for RAM, or 0.5x of RAM.")
+    load: Factor = option(1.0, "Arrival rate of sessions, as a multiple of the recording's: 2, 0.5, 2x.")
     at_once: CountOrNothing = option(
-        0, "Clients keep N requests in flight, whatever the recorded times.", show_default=False
+        0, "Keep N requests in flight and ignore the recorded times.", show_default=False
     )
-    max_running: Count = option(256, "Requests that the engine runs at a time.")
+    max_running: Count = option(256, "Most concurrent requests of the engine.")
     step_tokens: Count = option(8192, "Prompt tokens that the engine computes in a step.")
 
     def timing(self, block_tokens: int) -> Timing:
-        """Return machine, engine and load. Raises `ConfigError`."""
+        """Create the assumptions: machine, engine, load. Raises `ConfigError`."""
         size = self.required_block_bytes(block_tokens, "copies need the bytes of a token")
         machine = find_machine(self.machine)
         return Timing(machine, size, self.max_running, self.step_tokens, self.load, self.at_once)
@@ -51,8 +49,8 @@ class SimulateOptions(CacheOptions):
 def simulate(options: SimulateOptions) -> None:
     """Replay TRACE in simulated time on a machine, with offloading and without.
 
-    TRACE, the manager, its policies and sizes are as for `kvoffload replay`. Here requests also wait, side by
-    side, for the GPU, for copies and for disks. Copies need the bytes of a token: give --model or
+    TRACE, policies and sizes are as for `kvoffload replay`. In addition, concurrent requests wait for the
+    GPU, for copies and for disks. The time of a copy depends on the bytes of a token: give --model or
     --bytes-per-token.
     """
     loaded = options.read_requests(options.trace)

@@ -21,7 +21,6 @@ from kvoffload.text import duration, percent, size
 
 
 def table(report: TimedReport) -> RenderableType:
-    """Render the report for a terminal."""
     waits, links, tiers = map(terminal_table, (_waits(report), _links(report), _tiers(report)))
     return Group(waits, links, tiers, _summary(report), terminal_table(_assumptions(report)))
 
@@ -33,14 +32,14 @@ def _waits(report: TimedReport) -> Table:
         ("p50", lambda run: duration(run.ttft_s.p50)),
         ("p90", lambda run: duration(run.ttft_s.p90)),
         ("p99", lambda run: duration(run.ttft_s.p99)),
-        ("of that waiting, mean / p90", lambda run: _pair(run.waiting_s)),
+        ("waiting, mean / p90", lambda run: _pair(run.waiting_s)),
         ("loading, mean / p90", lambda run: _pair(run.loading_s)),
         ("longest queue", lambda run: f"{run.most_waiting:,}"),
         ("hit ratio", lambda run: f"{run.hit_ratio:.3f}"),
-        ("of that from the device", _device_hit_ratio),
+        ("hit ratio of the device", _device_hit_ratio),
         ("GPU computes prompts", lambda run: duration(run.prefill_s)),
         ("GPU is busy", lambda run: percent(run.device_busy_share)),
-        ("all is done after", lambda run: duration(run.seconds)),
+        ("finished after", lambda run: duration(run.seconds)),
     )
     rows = [(name, *map(cell, runs)) for name, cell in cells]
     title = f"{report.trace} on {report.machine.name}: {runs[0].requests:,} requests, {_arrivals(report)}"

@@ -1,4 +1,4 @@
-"""``kvoffload sweep``: every combination of policies, rules and sizes on some traces."""
+"""``kvoffload sweep``: replay traces through every combination of policies, rules and sizes."""
 
 from __future__ import annotations
 
@@ -40,8 +40,6 @@ from kvoffload.traces.sources import block_tokens_of
 class SweepOptions(
     WorkOptions, ReplicaOptions, LoadOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions
 ):
-    """Options of ``kvoffload sweep``."""
-
     traces: tuple[str, ...] = argument(metavar="TRACE...", nargs=-1, required=True)
     policies: str = option("lru,arc", "Eviction policies: names, or module:Class.", setting="policy")
     admissions: str = option("all", "Admission rules: all, reuse:N.", setting="admission")
@@ -52,14 +50,14 @@ class SweepOptions(
         "0", "LRU device caches in front: 0 (none), capacities as above, or 0.5x of RAM."
     )
     stores: str = option(
-        ON_COMPUTE, f"Moments to offer a block to RAM: {', '.join(STORES)}.", setting="store"
+        ON_COMPUTE, f"Moments at which blocks are offered to RAM: {', '.join(STORES)}.", setting="store"
     )
     tiers: str = option(
-        NO_TIERS, "Tiers behind RAM: 10%, 10%,policy=hazard; one behind another with +.", setting="tiers",
+        NO_TIERS, "Tiers behind RAM: 10%, 10%,policy=hazard; + joins consecutive tiers.", setting="tiers",
         metavar="CAPACITY[,policy=NAME]",
     )  # fmt: skip
-    instances: Instances = option(1, "Engines with RAM of their own, which share the last tier behind it.")
-    timings: bool = option(False, "Add a column of seconds, which differ from run to run.")
+    instances: Instances = option(1, "Number of engines, each with its own RAM; they share the last tier.")
+    timings: bool = option(False, "Add a column with the seconds of each replay.")
 
     def check(self) -> None:
         """Check everything before a trace is read. Raises `ConfigError`, all problems at once."""
@@ -69,7 +67,7 @@ class SweepOptions(
                 if self.traces.count(trace) > 1:
                     raise ConfigError("traces", trace, "it is given twice")
                 if trace == "-":
-                    why = "allowed: files and names; each process of a sweep reads its trace"
+                    why = "allowed: files and names, because each process of a sweep reads its trace"
                     raise ConfigError("traces", trace, why)
         problems.check()
         with problems:
@@ -102,12 +100,13 @@ class SweepOptions(
         """Return the bytes of a block, which must be the same in all traces; None if unknown."""
         if self.known_block_bytes(1) is None:
             return None
-        first, *others = [block_tokens_of(trace, self.block_tokens) for trace in self.traces]
-        for trace, tokens in zip(self.traces[1:], others, strict=True):
+        first = block_tokens_of(self.traces[0], self.block_tokens)
+        for trace in self.traces[1:]:
+            tokens = block_tokens_of(trace, self.block_tokens)
             if tokens != first:
                 why = (
-                    f"its blocks have {tokens} tokens, those of {self.traces[0]} {first}: sizes need a sweep "
-                    "for each"
+                    f"its blocks have {tokens} tokens, the blocks of {self.traces[0]} {first}: use a sweep "
+                    "for each block size, or capacities in blocks"
                 )
                 raise ConfigError("traces", trace, why)
         return self.known_block_bytes(first)
@@ -118,10 +117,10 @@ class SweepOptions(
 def sweep(options: SweepOptions) -> None:
     """Replay every TRACE through every combination, and report which differences are significant.
 
-    TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Lists
-    have commas. Replays are of the decisions alone, without bytes. An interrupted sweep with --output
-    continues when the same command is run again. Exit code 1 if a row is better than the optimum, or a replay
-    failed.
+    TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag. Values
+    of an option are separated by commas. Only decisions are replayed, without bytes. An interrupted sweep
+    with --output continues when the same command is run again. Exit code 1 if a row is better than the
+    optimum, or if a replay failed.
     """
     run = Sweep(
         options.traces, options.grid(), block_tokens=options.block_tokens,

@@ -23,7 +23,7 @@ _SECONDS_BETWEEN_LINES = 30
 
 
 class Resumable(Protocol):
-    """Work that continues from a journal."""
+    """A run that continues from a journal after an interruption."""
 
     @property
     def progress(self) -> Progress: ...
@@ -53,7 +53,7 @@ def _kept(done: Progress, journal: Path | None) -> str:
 def shown(
     quiet: bool, console: Console | None = None, clock_s: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Progress], None]]:
-    """Yield the progress callback of a sweep. The first call reports rows of an earlier run."""
+    """Yield the progress callback of a sweep. Its first call also reports the rows of an earlier run."""
     console = console or Console(stderr=True)
     if quiet:
         yield lambda now: None
@@ -77,9 +77,9 @@ class Lines:
         self._of = ""
 
     def update(self, now: Progress) -> None:
-        """Print a line if one is due; none at the end, when the results follow."""
+        """Print a line if one is due. No line is printed at the end, when the results follow."""
         if now.refs_done == 0 or now.of != self._of:
-            # The traces are read, or replays of another kind begin: the estimate starts anew.
+            # The replays begin, or another kind of replays: restart the estimate.
             self._began_s = self._last_s = self._clock_s()
             self._of, self._refs_at_begin, self._last_tenth = now.of, now.refs_done, 0
         if now.rows_done == now.rows:
@@ -109,8 +109,7 @@ def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Cal
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar over block references, as `Lines` counts them."""
-
+    """Show a bar that counts block references, as `Lines` does."""
     with ProgressBar(
         *bar_columns(), console=console, transient=True, speed_estimate_period=_REMEMBERED_S
     ) as bar:

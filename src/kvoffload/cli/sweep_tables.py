@@ -19,10 +19,10 @@ from kvoffload.sweep.verdict import Verdict
 from kvoffload.text import percent, size
 
 _WIDEST = 100
-"""Most columns of text; a wider table continues below."""
+"""Most characters per line; a wider table continues below."""
 
 _OF_A_COLUMN, _OF_A_TABLE = 3, 1
-"""Columns of text that rich adds to each column, and to the table."""
+"""Characters that rich adds to the width of each column, and of the table."""
 
 
 class _Cell(NamedTuple):
@@ -39,21 +39,21 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """Axes with more than one value, which labels have to name."""
+    """Axes with more than one value; labels name these values."""
 
     stores: bool
     tiers: bool
 
 
 def tables(rows: Sequence[Row], width: int = _WIDEST) -> Iterator[RenderableType]:
-    """Render the tables in the order of the rows, at most `width` and 100 columns of text wide."""
+    """Render the tables in the order of the rows, at most `width` and at most 100 characters wide."""
     several = _Several(len({row.store for row in rows}) > 1, len({row.tiers for row in rows}) > 1)
     for _, group in groupby(rows, lambda row: (row.trace_sha256, row.trace, row.device)):
         yield _table(list(group), several, min(width, _WIDEST))
 
 
 def words(verdicts: Sequence[Verdict]) -> Iterator[RenderableType]:
-    """Render the verdicts: a line for each capacity, store mode and choice of tiers."""
+    """Render the verdicts: a line for each capacity, store mode and tiers."""
 
     def table_of(verdict: Verdict) -> tuple[str, str, str]:
         return verdict.best.trace_sha256, verdict.best.trace, verdict.best.device
@@ -99,7 +99,7 @@ def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
 
 
 def _title(rows: list[Row], several: _Several) -> Text:
-    # Not a title of rich's table, which would be folded at the table's width.
+    # Not rich's own title, which is folded at the table's width.
     first = rows[0]
     behind = f", {first.tiers} behind RAM" if first.tier_blocks and not several.tiers else ""
     writes = "writes per reference" if first.bytes_written is None else "bytes written"

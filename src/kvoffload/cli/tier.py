@@ -38,28 +38,24 @@ from kvoffload.tiers.valkey.inspection import (
 from kvoffload.tiers.valkey.resp import Connection
 from kvoffload.tiers.valkey.url import ServerURL, parse_url
 
-_PATIENCE_S = 5.0
-_SLOW_S = 60.0
+_TIMEOUT_S = 5.0
+_LONG_TIMEOUT_S = 60.0
 _KEY_BYTES = 36
 _SIZES = "64KiB,512KiB,2MiB"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions(FormatOptions):
-    """Options of every ``kvoffload tier`` command."""
-
     url: str = argument()
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(ServerOptions, ModelOptions):
-    """Options of ``kvoffload tier bench``."""
-
     block_bytes: str = option(_SIZES, "Sizes of blocks.", metavar="SIZE,...")
     rounds: Count = option(5, "Rounds of every measurement.")
     block_tokens: Count = option(16, "Tokens in a block; with --model or --bytes-per-token.")
     prefill_tokens_per_s: Positive | None = option(
-        None, "Tokens that the model computes in a second; adds from how many tokens on a read pays."
+        None, "Prefill speed of the model in tokens/s; adds the shortest prompt for which reading is faster."
     )
 
     def check(self) -> None:
@@ -69,7 +65,7 @@ class BenchOptions(ServerOptions, ModelOptions):
             raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, why)
 
     def sizes(self) -> list[int]:
-        """Return the sizes of blocks to measure: the model's, if it is known."""
+        """Return the block sizes to measure: ``--block-bytes``, or else the model's block size."""
         size = self.known_block_bytes(self.block_tokens)
         if self.block_bytes == _SIZES and size is not None:
             return [size]
@@ -90,11 +86,11 @@ def tier() -> None:
 def ping(options: ServerOptions) -> None:
     """Check that URL can be a tier: round trip, version, rights, memory, and unsuitable settings.
 
-    Checks each master of a cluster. Exit code 1 if the server refuses a command that a tier needs.
+    Checks each master of a cluster. Exit code 1 if a server refuses a command that a tier needs.
     """
     server, place = _server(options.url)
     with _in_one_line(place), ExitStack() as stack:
-        connections, until = _connected(server, place, stack), time.monotonic() + _PATIENCE_S
+        connections, until = _connected(server, place, stack), time.monotonic() + _TIMEOUT_S
         reports = [
             look_at(connection, address, place.namespace, division, round(server.ttl or 0), until)
             for address, division, connection in connections
@@ -111,16 +107,16 @@ def ping(options: ServerOptions) -> None:
 @tier.command()
 @options_of(ServerOptions)
 def inspect(options: ServerOptions) -> None:
-    """List the contents of URL's namespace by model, from at most 20,000 names of each server.
+    """List the blocks in URL's namespace by producer, from at most 20,000 keys of each server.
 
-    Also lists the differences of each producer from the first, as in `rope_theta: 10000 / 1000000`.
+    Also lists how each producer differs from the first, as in `rope_theta: 10000 / 1000000`.
 
     Needs the rights to SCAN, STRLEN, TTL and GETRANGE, which a tier does not need.
     """
     server, place = _server(options.url)
     with _in_one_line(place), ExitStack() as stack:
         connections = [connection for _, _, connection in _connected(server, place, stack)]
-        report = look_into(connections, place.namespace, time.monotonic() + _SLOW_S)
+        report = look_into(connections, place.namespace, time.monotonic() + _LONG_TIMEOUT_S)
     if options.is_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -134,7 +130,7 @@ def inspect(options: ServerOptions) -> None:
 def bench(options: BenchOptions) -> None:
     """Measure probes, verified reads and writes through URL, and compute the break-even for a model.
 
-    Writes up to 64 MiB, for which a full server evicts other blocks, with a time to live of one minute.
+    Writes up to 64 MiB, which live for one minute; a full server evicts other blocks for them.
     """
     tier = _shared(options.url)
     speeds = [_speeds(tier, num_bytes, options.rounds) for num_bytes in options.sizes()]
@@ -173,7 +169,7 @@ def _connected(
     options: ValkeyOptions, place: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
     """Connect to each server; in a cluster also name one division of the server."""
-    connect, until = options.connector(), time.monotonic() + _PATIENCE_S
+    connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
     nodes: dict[Address, int | None] = dict.fromkeys(place.nodes)
     if place.is_cluster:
         masters = nodes_of(place.nodes, connect, until)
@@ -188,7 +184,7 @@ def _connected(
 
 @contextmanager
 def _in_one_line(place: ServerURL) -> Iterator[None]:
-    """Turn errors of the server and the network into a `ConfigError`."""
+    """Convert errors of the server and the network to a `ConfigError`, which is printed on one line."""
     try:
         yield
     except ConfigError:
@@ -200,12 +196,13 @@ def _in_one_line(place: ServerURL) -> Iterator[None]:
 
 
 def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
-    patient: dict[str, Any] = {"timeout": _SLOW_S, "probe_timeout": _SLOW_S, "ttl": 60.0, "admission": "all"}
-    patient = {name: value for name, value in patient.items() if hasattr(options, name)}
-    tier = replace(options, **patient).open(TierOwner(block_bytes, _KEY_BYTES, "kvoffload tier bench"))
+    changed: dict[str, Any] = {"timeout": _LONG_TIMEOUT_S, "probe_timeout": _LONG_TIMEOUT_S, "ttl": 60.0,
+                               "admission": "all"}  # fmt: skip
+    changed = {name: value for name, value in changed.items() if hasattr(options, name)}
+    tier = replace(options, **changed).open(TierOwner(block_bytes, _KEY_BYTES, "kvoffload tier bench"))
     assert isinstance(tier, SharedTier)
     try:
-        return measure_speeds(tier, rounds, _SLOW_S)
+        return measure_speeds(tier, rounds, _LONG_TIMEOUT_S)
     finally:
         tier.close()
 
@@ -216,14 +213,12 @@ def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
 def _verdict(speeds: Speeds, token_bytes: int, tokens_per_s: float) -> dict[str, Any]:
     """Compare the speed of reading with the speed of computing."""
     read = speeds.get_bytes_per_s / token_bytes
-    enough = speeds.worth_from_bytes(token_bytes * tokens_per_s)
-    from_tokens = None if enough is None else max(1, round(enough / token_bytes))
-    rates = f"it brings {read:,.0f} tokens/s, and the model computes {tokens_per_s:,.0f}"
-    needed = f"{token_bytes * tokens_per_s / 1e9:.3g} GB/s"
-    text = (
-        f"Not worth it: {rates}; it would have to read {needed}." if from_tokens is None else
-        f"Worth it from {from_tokens:,} tokens on: {rates}; it has to read {needed}."
-    )  # fmt: skip
+    break_even_bytes = speeds.worth_from_bytes(token_bytes * tokens_per_s)
+    from_tokens = None if break_even_bytes is None else max(1, round(break_even_bytes / token_bytes))
+    rates = f"the tier reads {read:,.0f} tokens/s, the model computes {tokens_per_s:,.0f}"
+    needed = f"reading pays above {token_bytes * tokens_per_s / 1e9:.3g} GB/s"
+    verdict = "Not worth it" if from_tokens is None else f"Worth it from {from_tokens:,} tokens on"
+    text = f"{verdict}: {rates}; {needed}."
     return {"worth_it": from_tokens is not None, "from_tokens": from_tokens, "bytes_per_token": token_bytes,
             "needed_bytes_per_s": token_bytes * tokens_per_s, "text": text}  # fmt: skip
 
@@ -258,9 +253,9 @@ def _print_server(report: ServerReport) -> None:
         "role": report.role and f"{report.role}, {report.num_replicas or 0} replicas",
         "round trip": duration(report.round_trip_s),
         "memory": memory,
-        "when it is full": report.eviction_policy,
+        "eviction policy": report.eviction_policy,
         "saves to a disk": report.persistence,
-        "names": report.num_names is not None and f"{report.num_names:,}",
+        "keys": report.num_names is not None and f"{report.num_names:,}",
         "evicted": report.evicted is not None and f"{report.evicted:,}",
         "hits": looked_up and f"{percent((report.hits or 0) / looked_up)} of {looked_up:,}",
     }
@@ -269,11 +264,11 @@ def _print_server(report: ServerReport) -> None:
         click.echo(f"  REFUSED  {line}")
     for line in report.warnings:
         click.echo(f"  warning  {line}")
-    click.echo("  It can be a tier." if report.is_fit else "  It cannot be a tier.")
+    click.echo(f"  The server {'can' if report.is_fit else 'cannot'} be a tier.")
 
 
 def _print_namespace(report: NamespaceReport) -> None:
-    click.echo(f"{report.namespace}: {report.looked_at:,} of {report.num_names:,} names read")
+    click.echo(f"{report.namespace}: {report.looked_at:,} of {report.num_names:,} keys read")
     if report.refused:
         click.echo(f"  REFUSED  {report.refused}")
     for producer in report.producers:
@@ -283,7 +278,7 @@ def _print_namespace(report: NamespaceReport) -> None:
             "model": producer.about and summary(producer.about),
             "blocks": f"{producer.in_epoch:,}" + (f", {size(block_bytes)} each" if block_bytes else ""),
             "from before a reset": producer.older and f"{producer.older:,}",
-            "forgotten by time": producer.with_end is not None and ("yes" if producer.with_end else "no"),
+            "time to live": producer.with_end is not None and ("yes" if producer.with_end else "no"),
             f"differs from {first.producer[:8]}": "\n".join(differs),
         }
         title = f"producer {producer.producer}"

@@ -65,7 +65,7 @@ trace.add_command(fit)
 def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
     """Write a built-in workload as a trace file.
 
-    Options replace parameters of the workload; docs/workloads.md describes them.
+    Options replace parameters of the workload (docs/workloads.md).
     """
     given = {
         key: LogNormal(*value) if isinstance(value, tuple) else value
@@ -87,8 +87,6 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions(ReadOptions, FormatOptions):
-    """Options of ``kvoffload trace info``."""
-
     trace: str = argument()
 
 
@@ -100,8 +98,8 @@ def info(options: InfoOptions) -> None:
     statistics, best, periods = describe(loaded), beside_optimum(loaded), working_set(loaded)
     like = resemblance(loaded)
     if options.is_json:
-        others = {"working_set": [period._asdict() for period in periods], "resembles": like}
-        click.echo(json.dumps(_as_json(loaded.name, statistics, best) | others, indent=2))
+        sections = {"working_set": [period._asdict() for period in periods], "resembles": like}
+        click.echo(json.dumps(_as_json(loaded.name, statistics, best) | sections, indent=2))
     else:
         console = Console()
         console.print(terminal_table(_totals_table(loaded.name, statistics)))
@@ -154,10 +152,9 @@ def _working_set_table(periods: list[Period]) -> Table:
 
 
 def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[str, float]) -> str:
-    """Summarise the tables."""
     widest = max(best, key=lambda row: row["prefix_hit_ratio"] - row["lru_prefix_hit_ratio"])
     gap = widest["prefix_hit_ratio"] - widest["lru_prefix_hit_ratio"]
-    (nearest, factor), *others = like.items()
+    (nearest, factor), *further = like.items()
     sentences = [
         f"No cache saves more than {percent(statistics.ceiling)} of the prefill: "
         f"{percent(statistics.repeated_in_session)} is repeated within a session, "
@@ -167,9 +164,9 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
         if gap > 0
         else "LRU equals the optimum at every size above: the policy makes no difference.",
         f"The nearest workload is {nearest}: {factor:.1f} times apart in the mean of "
-        f"{len(features(statistics))} features ({', '.join(f'{name} {far:.1f}' for name, far in others)}).",
+        f"{len(features(statistics))} features ({', '.join(f'{name} {far:.1f}' for name, far in further)}).",
     ]
-    return "\n".join(f"  {one}" for one in sentences)
+    return "\n".join(f"  {sentence}" for sentence in sentences)
 
 
 def _best_table(best: list[dict[str, Any]]) -> Table:

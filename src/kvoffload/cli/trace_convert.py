@@ -16,8 +16,6 @@ from kvoffload.traces.conversion.convert import convert as convert_trace
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(QuietOptions):
-    """Options of ``kvoffload trace convert``."""
-
     source: str = argument()
     out: Path = argument()
     kind: str | None = option(
@@ -28,7 +26,7 @@ class ConvertOptions(QuietOptions):
         metavar="KIND",
     )
     block_tokens: Count | None = option(
-        None, "Tokens in a block of OUT: of the ids in SOURCE; of text, any number."
+        None, "Tokens per block of OUT. Block ids in SOURCE fix the number; for text it is free."
     )
     tokenizer: Path | None = option(None, "Tokenizer for text.", metavar="TOKENIZER.JSON")
     salt: str | None = option(
@@ -50,9 +48,10 @@ class ConvertOptions(QuietOptions):
 def convert(options: ConvertOptions) -> None:
     """Convert SOURCE, a recording of another format, to a trace.
 
-    SOURCE is a file, also .gz, .xz or .zst, - with --from, or the address of vLLM's KV events
-    (tcp://host:port), until Ctrl-C. OUT is JSONL; .gz, .xz, .zst compress. Ids are salted hashes: OUT reveals
-    nothing of the prompts. docs/traces.md describes the formats and their assumptions.
+    SOURCE is a file (also .gz, .xz or .zst), standard input (- with --from), or the address of vLLM's KV
+    events (tcp://host:port), which are recorded until Ctrl-C. OUT is JSONL; .gz, .xz, .zst compress. Ids are
+    salted hashes, so that OUT reveals nothing of the prompts. docs/traces.md describes the formats and their
+    assumptions.
     """
     with progress_bar("convert", 1.0, options.quiet) as progress:
         done = convert_trace(
@@ -70,6 +69,8 @@ def convert(options: ConvertOptions) -> None:
     if done.skipped_lines:
         remarks.append(f"{done.skipped_lines:,} bad lines left out")
     if done.early_requests:
-        remarks.append(f"{done.early_requests:,} requests precede the first: they get the time of the first")
+        remarks.append(
+            f"{done.early_requests:,} requests are earlier than the first record: they get its time"
+        )
     for remark in remarks:
         click.echo(f"kvoffload: {remark}", err=True)

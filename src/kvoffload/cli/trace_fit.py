@@ -22,11 +22,9 @@ from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(ReadOptions, FormatOptions):
-    """Options of ``kvoffload trace fit``."""
-
     trace: str = argument()
     like: str | None = option(
-        None, "Built-in workload to begin with.  [default: the nearest]", metavar=f"[{'|'.join(BUILTIN)}]"
+        None, "Built-in workload to start from.  [default: the nearest]", metavar=f"[{'|'.join(BUILTIN)}]"
     )
 
 
@@ -35,67 +33,70 @@ class FitOptions(ReadOptions, FormatOptions):
 def fit(options: FitOptions) -> None:
     """Fit the parameters of a built-in workload to TRACE, and report the distance.
 
-    Prints a command that generates the workload. The command can be shared where the recording cannot, and
-    scaled with --sessions and --sessions-per-minute. A fitted workload has the errors that are shown, and
-    others: do not choose a policy by it alone (docs/workloads.md).
+    Prints a command that generates the workload. You can share the command if you cannot share the recording,
+    and scale the workload with --sessions and --sessions-per-minute. The workload differs from TRACE in more
+    than the errors shown: do not choose a policy by the workload alone (docs/workloads.md).
     """
     loaded = options.read(options.trace)
-    found = fit_workload(loaded, options.like or next(iter(resemblance(loaded))))
-    rows = _hit_ratios(beside_optimum(comparable(loaded)), beside_optimum(generate(found.workload)))
+    result = fit_workload(loaded, options.like or next(iter(resemblance(loaded))))
+    rows = _hit_ratios(beside_optimum(comparable(loaded)), beside_optimum(generate(result.workload)))
     if options.is_json:
-        click.echo(json.dumps(_as_json(loaded.name, found, rows), indent=2))
+        click.echo(json.dumps(_as_json(loaded.name, result, rows), indent=2))
         return
     console = Console()
-    console.print(terminal_table(_features_table(loaded.name, found)))
+    console.print(terminal_table(_features_table(loaded.name, result)))
     console.print(terminal_table(_ratios_table(rows)))
-    console.print(_words(found, rows), soft_wrap=True, highlight=False)
-    console.print(f"\n{command(found.workload)}", soft_wrap=True, highlight=False)
+    console.print(_words(result, rows), soft_wrap=True, highlight=False)
+    console.print(f"\n{command(result.workload)}", soft_wrap=True, highlight=False)
 
 
 def command(workload: Workload) -> str:
     """Return the command that generates a fitted workload."""
     preset = BUILTIN[workload.name.removeprefix("like-")]
-    given = []
+    flags = []
     for field in fields(Workload):
         value = getattr(workload, field.name)
         if field.name != "name" and value != getattr(preset, field.name):
             values = value if isinstance(value, LogNormal) else (value,)
-            given.append(f"--{field.name.replace('_', '-')} {' '.join(f'{one:.10g}' for one in values)}")
-    return f"kvoffload trace generate {preset.name} {' '.join(given)} --output {workload.name}.jsonl.zst"
+            flags.append(
+                f"--{field.name.replace('_', '-')} {' '.join(f'{number:.10g}' for number in values)}"
+            )
+    return f"kvoffload trace generate {preset.name} {' '.join(flags)} --output {workload.name}.jsonl.zst"
 
 
 def _hit_ratios(recorded: list[dict[str, Any]], fitted: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
-            "capacity_percent": one["capacity_percent"],
-            "lru_recorded": one["lru_prefix_hit_ratio"],
-            "lru_fitted": other["lru_prefix_hit_ratio"],
-            "optimum_recorded": one["prefix_hit_ratio"],
-            "optimum_fitted": other["prefix_hit_ratio"],
+            "capacity_percent": row["capacity_percent"],
+            "lru_recorded": row["lru_prefix_hit_ratio"],
+            "lru_fitted": fitted_row["lru_prefix_hit_ratio"],
+            "optimum_recorded": row["prefix_hit_ratio"],
+            "optimum_fitted": fitted_row["prefix_hit_ratio"],
         }
-        for one, other in zip(recorded, fitted, strict=True)
+        for row, fitted_row in zip(recorded, fitted, strict=True)
     ]
 
 
-def _as_json(name: str, found: Fit, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(name: str, result: Fit, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "trace": name,
-        "workload": asdict(found.workload),
-        "command": command(found.workload),
-        "distance": found.distance,
+        "workload": asdict(result.workload),
+        "command": command(result.workload),
+        "distance": result.distance,
         "features": {
-            name: {"recorded": value, "fitted": found.fitted[name]} for name, value in found.recorded.items()
+            name: {"recorded": value, "fitted": result.fitted[name]}
+            for name, value in result.recorded.items()
         },
         "hit_ratios": rows,
     }
 
 
-def _features_table(name: str, found: Fit) -> Table:
+def _features_table(name: str, result: Fit) -> Table:
     rows = []
-    for feature, value in found.recorded.items():
-        fitted = found.fitted[feature]
+    for feature, value in result.recorded.items():
+        fitted = result.fitted[feature]
         rows.append((feature, f"{value:,.4g}", f"{fitted:,.4g}", f"{fitted / value:.2f}"))
-    return Table(f"{name}, and {found.workload.name}", ("", "recorded#", "fitted#", "times#"), rows)
+    return Table(f"{name}, and {result.workload.name}", ("", "recorded#", "fitted#", "times#"), rows)
 
 
 def _ratios_table(ratios: list[dict[str, Any]]) -> Table:
@@ -107,20 +108,20 @@ def _ratios_table(ratios: list[dict[str, Any]]) -> Table:
     return Table("prefix-hit ratio", headings, rows)
 
 
-def _words(found: Fit, rows: list[dict[str, Any]]) -> str:
+def _words(result: Fit, rows: list[dict[str, Any]]) -> str:
     off = {
         name: max(rows, key=lambda row: abs(row[f"{name}_recorded"] - row[f"{name}_fitted"]))
         for name in ("lru", "optimum")
     }
-    worst = max(found.recorded, key=lambda name: _times(found.recorded[name], found.fitted[name]))
-    times = _times(found.recorded[worst], found.fitted[worst])
+    worst = max(result.recorded, key=lambda name: _times(result.recorded[name], result.fitted[name]))
+    times = _times(result.recorded[worst], result.fitted[worst])
     points = {name: 100 * abs(row[f"{name}_recorded"] - row[f"{name}_fitted"]) for name, row in off.items()}
     return (
-        f"  {found.workload.name}: {found.distance:.2f} times apart in the mean of {len(found.recorded)} "
+        f"  {result.workload.name}: {result.distance:.2f} times apart in the mean of {len(result.recorded)} "
         f"features, at most {times:.2f} ({worst}).\n"
         f"  LRU is at most {points['lru']:.1f} points off, the optimum {points['optimum']:.1f}."
     )
 
 
-def _times(one: float, other: float) -> float:
-    return max(one / other, other / one)
+def _times(recorded: float, fitted: float) -> float:
+    return max(recorded / fitted, fitted / recorded)

@@ -19,14 +19,12 @@ from kvoffload.settings.read import OneOf
 
 _HOME = "kvoffload.integrations.vllm"
 _LEAST_RAM_BYTES = 2**20
-"""Least RAM: a smaller number lacks its unit."""
+"""Smallest RAM accepted: a smaller number probably lacks its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMConfigOptions(TiersOptions):
-    """Options of ``kvoffload vllm-config``."""
-
-    ram: str = option(help="RAM for blocks, all workers together: 64GiB.", setting="ram")
+    ram: str = option(help="RAM for blocks, of all workers together: 64GiB.", setting="ram")
     policy: str | None = option(
         None, "Eviction policy: see `kvoffload policies`.  [default: lru]", setting="policy"
     )
@@ -36,7 +34,7 @@ class VLLMConfigOptions(TiersOptions):
     store: Store | None = option(
         None, "Moment at which blocks are stored.  [default: on-compute]", setting="store"
     )
-    verify: Annotated[str, OneOf(VERIFY)] | None = option(None, "Blocks that are verified.  [default: tiers]")
+    verify: Annotated[str, OneOf(VERIFY)] | None = option(None, "Blocks to verify.  [default: tiers]")
     tiers: tuple[str, ...] = option(
         (),
         "Tier behind RAM: a disk, with ,policy=NAME and ,admission=RULE, or a shared server: "
@@ -46,8 +44,8 @@ class VLLMConfigOptions(TiersOptions):
         setting="tiers",
         metavar="disk:PATH:CAPACITY",
     )
-    all_tokens: bool = option(False, "Store generated tokens, too; vLLM's default leaves them out.")
-    blocks_per_chunk: int | None = option(None, "Engine blocks in one block of RAM.  [default: 1]")
+    all_tokens: bool = option(False, "Also store generated tokens; by default vLLM stores prompts only.")
+    blocks_per_chunk: int | None = option(None, "Engine blocks per block of RAM.  [default: 1]")
     connector: bool = option(False, "Use KVOffloadConnector, which looks up whole prefixes at once.")
     record: str | None = option(None, "Record the engine's requests as a trace.", metavar="PATH.jsonl")
     form: Annotated[str, OneOf(("flag", "json"))] = option("flag", None, "--format")
@@ -58,8 +56,8 @@ class VLLMConfigOptions(TiersOptions):
 def vllm_config(options: VLLMConfigOptions) -> None:
     """Print the flag that makes vLLM offload through kvoffload, checked and quoted for a shell.
 
-    Storing on-device-eviction and a recording need the connector, and turn it on. RAM is the total of all
-    workers of one engine, on all machines, as in vLLM.
+    `--store on-device-eviction` and `--record` turn `--connector` on, because they need it. RAM is the total
+    of all workers of one engine, on all machines, as in vLLM.
     """
     given = {
         "cpu_bytes_to_use": options.ram,
@@ -73,7 +71,7 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "record": options.record,
     }
     given = {name: value for name, value in given.items() if value is not None}
-    # The flag also gets the options that only the file or the environment has.
+    # Options that are set only in the file or the environment are added to the flag.
     merged = gathered({**given, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
     given |= {name: value for name, value in merged.items() if name != "config"}
     config = transfer_config(given, connector=options.connector)

@@ -12,7 +12,7 @@ import kvoffload
 from kvoffload.structures.jit import compile_all
 
 _WITHOUT_KERNELS = ("kvoffload.integrations", "kvoffload.testing", "kvoffload.cli")
-"""Rooms without kernels, which take long to import."""
+"""Packages without kernels that are slow to import."""
 
 
 @click.command()
@@ -29,7 +29,7 @@ def warm() -> None:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as missing:
-            # torch, Dask and pyarrow are optional: modules that need them have no kernels without them.
+            # torch, Dask and pyarrow are optional; without them there are no kernels to compile.
             if str(missing.name).startswith("kvoffload"):
                 raise
     count = compile_all()

@@ -1,4 +1,4 @@
-"""The contract of an admission rule, which counts keys and decides which blocks may enter. Knows no slots."""
+"""The contract of an admission rule: counts keys and admits blocks. Knows no slots."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Admission(ABC):
     def leading(self, keys: Keys) -> int:
         """Return the length of the leading run of `keys` that may enter.
 
-        For blocks of one prefix: a block after a refused block could not be reached.
+        For blocks of one prefix, in which no block is reachable after a refused block.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
@@ -72,10 +72,9 @@ class Admission(ABC):
 ADMISSIONS: Registry[Admission] = Registry("admission", Admission, "kvoffload.admission")
 
 AdmissionName: TypeAlias = Annotated[str, ADMISSIONS]
-"""An option that names an admission rule."""
+"""Type of an option for an admission rule."""
 
 DEFAULT_ADMISSION = "all"
-"""The rule when no option names one."""
 
 
 def create_admission(

@@ -1,7 +1,7 @@
 """Expected keys: the blocks that requests in the engine's queue will look up. Other blocks are evicted first.
 
 Owns the number of waiting requests that expect each key. The queue shows the near future, which a policy can
-only estimate. Decides nothing: a store spares expected blocks if there is room without their slots
+only estimate. Decides nothing: a store does not evict expected blocks if there is room without their slots
 (`state.evictable`).
 """
 

@@ -21,7 +21,7 @@ class Hints:
         finish_reason: ``stop``, ``length``, ``abort``, ``tool_calls``, or any other word.
         session_over: True if the conversation will not continue.
         priority: the engine's priority.
-        time_to_live_s: upper limit of the time in which the blocks are useful.
+        time_to_live_s: time after which the blocks are useless.
         tenant: the sender of the request.
     """
 
@@ -54,9 +54,9 @@ NO_HINTS = Hints()
 class Labels:
     """Numbers for the hints of requests; 0 stands for no hints.
 
-    Numbers are assigned in order of appearance, `NUM_LABELS` at most, since a policy learns each separately.
-    Numbers below `NUM_COARSE` distinguish how requests ended. Higher numbers subdivide them by priority,
-    time to live and tenant; when the higher numbers run out, the coarse number is used.
+    Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
+    number separately. Numbers below `NUM_COARSE` distinguish the ends of requests. Higher numbers subdivide
+    them by priority, time to live and tenant; when the higher numbers run out, the coarse number is used.
     """
 
     def __init__(self) -> None:

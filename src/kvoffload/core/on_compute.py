@@ -1,7 +1,6 @@
-"""The store mode of an on-compute tier, and base of the other store mode, `on_device_eviction`.
+"""The store mode ``on-compute``, and base class of the store mode ``on-device-eviction``.
 
-A store mode calls policies and admission rules that are written in Python. The manager's kernels call
-compiled policies themselves.
+A store mode calls policies and admission rules in Python. The manager's kernels call compiled policies.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class OnCompute:
         self.bind()
 
     def bind(self) -> None:
-        """Give the addresses of a compiled policy to the kernels; repeat this when its state is replaced."""
+        """Give a compiled policy's addresses to the kernels; call it again when the state is replaced."""
         policy, cache = self.policy, self.cache
         if not isinstance(policy, CompiledPolicy):
             return

@@ -26,8 +26,8 @@ class OnDeviceEviction(OnCompute):
     A block that the device holds again is a *duplicate*: no policy orders it, and its slot is reused first.
     """
 
-    # After a load its blocks are duplicates and the policy forgets them, so it observes the hit before the
-    # load.
+    # After a load the loaded blocks are duplicates, which the policy forgets. So the policy observes the hit
+    # before the load.
     one_prefix = False
     follows_device = True
 
@@ -51,6 +51,6 @@ class OnDeviceEviction(OnCompute):
 
     def removed(self, slots: SlotArray) -> None:
         duplicates = self.cache.duplicates
-        alone = slots[duplicates.links[slots, LIST] == UNLISTED]
+        ordered = slots[duplicates.links[slots, LIST] == UNLISTED]
         forget(duplicates.memory, slots)
-        self.policy.remove(alone)
+        self.policy.remove(ordered)

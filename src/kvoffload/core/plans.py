@@ -16,7 +16,7 @@ from kvoffload.core.state import Cache, Entering, Pinned, blank_load, blank_stor
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
-"""A partition of the rows of a plan; None for one part for each row."""
+"""A partition of a plan's rows; None: each row is a part."""
 
 StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
@@ -49,7 +49,7 @@ ALL_READY, THEN_MISS = (
     tuple(PrefixLookup(count, result) for count in range(65))
     for result in (LookupResult.HIT, LookupResult.MISS)
 )
-"""Prebuilt results of `lookup` for up to 64 blocks: building one costs as much as the lookup."""
+"""Prebuilt results of `lookup` for up to 64 blocks; building a result costs as much as the lookup."""
 
 
 class _Plan:
@@ -68,7 +68,6 @@ class _Plan:
 
     @property
     def owner(self) -> object:
-        """The manager."""
         return self.request.owner
 
 
@@ -92,7 +91,6 @@ class LoadPlan(_Plan):
 
     @property
     def keys(self) -> Keys:
-        """The keys of the blocks."""
         offered = self._offered
         return offered if isinstance(offered, Keys) else Keys.pack(offered, self.request.key_bytes)
 
@@ -167,7 +165,6 @@ class StorePlan(_Plan):
 
     @property
     def num_evicted(self) -> int:
-        """Number of evicted blocks."""
         return self.num_stored - _number(self.memory, _NUM_FREE)
 
     @property

@@ -63,12 +63,12 @@ class EvictionPolicy(ABC):
         """Record that one request used these resident blocks, in prefix order.
 
         A policy that orders by recency processes the blocks from last to first, so that the head of a prefix
-        becomes the most recent block and a prefix loses its tail first.
+        becomes the most recent block and the tail is evicted first.
 
-        A victim tier does not report a use when it happens, because the device then holds the block. It calls
-        `access` after the device has dropped blocks and `replace` has taken them in: with all blocks of the
-        offer, in their order, and `reused` set for blocks that were used again while they were duplicates. It
-        does not call policies that `observes`, or whose `counts_uses` is False.
+        A victim tier reports uses later, because the device holds a block while the block is used. When the
+        device has dropped blocks and `replace` has inserted them, the tier calls `access` with all blocks of
+        the offer, in their order; `reused` marks blocks that were used again while they were duplicates. The
+        tier makes no such call for a policy that observes all traffic, or whose `counts_uses` is False.
 
         Args:
             slots: shape ``(n,)``, int32.
@@ -111,9 +111,9 @@ class EvictionPolicy(ABC):
     def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
         """Record that a request in the engine's queue expects these blocks, resident or not.
 
-        For policies that learn when blocks are used. Until the request is served, other blocks are evicted
-        first, and expected blocks should not be refused. Called once for each block of a request, before
-        `observe`. The request may never be served.
+        For policies that learn when blocks are used. Until the request is served, the manager evicts other
+        blocks first, and a policy should not refuse expected blocks. Called once for each block of a request,
+        before `observe`. The request may never be served.
 
         Args:
             path: the expected leading keys of the request.
@@ -132,8 +132,7 @@ class EvictionPolicy(ABC):
             path: the request's keys so far, in prefix order.
             slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
             start: number of blocks of the path in earlier calls.
-            on_device: number of leading blocks that the device holds and that were not looked up in this
-                tier.
+            on_device: number of leading blocks that the device holds; they were not looked up in this tier.
         """
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)
@@ -167,8 +166,7 @@ class EvictionPolicy(ABC):
         return {}
 
     def order(self) -> list[int] | None:
-        """Return the slot of every ordered block once, roughly from coldest to warmest, or None without an
-        order.
+        """Return the slots of all ordered blocks, roughly from coldest to warmest; None without an order.
 
         For audits, tests and reports. Cost: O(blocks).
         """
@@ -311,10 +309,8 @@ def _call_replace(function: int, own: Anything, new: Entering, cache: Cache, pat
 POLICIES: Registry[EvictionPolicy] = Registry("policy", EvictionPolicy, "kvoffload.policies")
 
 PolicyName: TypeAlias = Annotated[str, POLICIES]
-"""An option that names a policy."""
+"""Type of an option for a policy."""
 
 DEFAULT_POLICY = "lru"
-"""The policy when no option names one."""
-
 FLAGSHIP = "hazard"
 """The recommended policy."""

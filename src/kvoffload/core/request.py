@@ -102,9 +102,9 @@ class RequestContext:
         room: number of keys that fit before the path grows.
         unpacked_keys: single keys that were looked up and are not yet on the path.
         observed: number of leading keys that policy and admission rule in Python have observed.
-        num_observations: number of calls in which they observed them.
+        num_observations: number of calls that reported these keys to policy and admission rule.
         hints: labels from the engine.
-        owner: the manager. Slot hints of one manager are invalid in another.
+        owner: the manager. Slot hints are valid only in this manager.
     """
 
     __slots__ = (
@@ -141,7 +141,6 @@ class RequestContext:
 
     @property
     def length(self) -> int:
-        """Number of keys on the path."""
         return int.from_bytes(self.memory[_LENGTH : _LENGTH + 8], "little")
 
     def flush(self) -> None:

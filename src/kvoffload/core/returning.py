@@ -18,10 +18,10 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the lists: room for as many keys in each as the tier has slots, or for none if not needed.
+    """Create the lists, each with room for as many keys as the tier has slots; no room unless `is_needed`.
 
-    That suffices for a device with as many blocks as the tier. With a larger device the least recently used
-    keys are forgotten, and their blocks return as new. Memory: 56 bytes a slot, and two keys.
+    This is enough for a device with as many blocks as the tier. With a larger device the least recently used
+    keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
     """
     return KeyLists(2 * len(index.keys) if is_needed else 0, index.key_bytes, 2)
 

@@ -64,7 +64,6 @@ class Slots(Struct):
 
     @property
     def num_ready(self) -> int:
-        """Number of readable blocks."""
         return self.capacity - self.num_free - self.num_writing - self.num_condemned
 
     def free(self) -> list[int]:

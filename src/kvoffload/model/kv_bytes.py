@@ -1,7 +1,4 @@
-"""Bytes of one token in a model's KV cache, from the model's configuration.
-
-They convert a size such as ``64GiB`` to a number of blocks.
-"""
+"""KV bytes per token of a model, from its configuration, to convert sizes such as ``64GiB`` to blocks."""
 
 from __future__ import annotations
 
@@ -29,28 +26,28 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
 """Layers, KV heads and head size of some models, by name without -Instruct."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Values of vLLM's ``--kv-cache-dtype`` with the bytes of a number; 0: the model determines them."""
+"""Values of vLLM's ``--kv-cache-dtype``, with the bytes of one element; 0: the model's."""
 
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HYBRID = {
     *("attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"),
     "linear_attn_config",
 }
-"""Options of models in which only some layers have attention."""
+"""Configuration keys of models in which only some layers have attention."""
 _BESIDES = {"index_head_dim", "compress_ratios"}
-"""Options of models that store other data for a token than keys and values."""
+"""Configuration keys of models that store more than keys and values for a token."""
 _EXPANDED = {"minicpm3"}
 """Model types whose latent vector is expanded to all heads before it is stored."""
 _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugging Face cache or of: "
 
 
 def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
-    """Compute the bytes of one token in the KV caches of all layers and ranks together.
+    """Compute the KV bytes of one token, summed over all layers and ranks.
 
-    Equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention).
-    Caches have 16 bits for a model of 32 bits, as with vLLM's ``auto``. Layers with a sliding window count in
-    full, because offloaded blocks are whole. Layers with a state of constant size (Mamba, linear attention)
-    do not count.
+    Equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention). As
+    with vLLM's ``auto``, a 32-bit model has a 16-bit cache. Layers with a sliding window count in full,
+    because whole blocks are offloaded. Layers with a state of constant size (Mamba, linear attention) do not
+    count.
 
     Args:
         model: a ``config.json``, a directory with one, or the name of a model in the local cache of Hugging
@@ -85,9 +82,9 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
 def block_bytes(
     model: str | None, token_bytes: str | None, block_tokens: int, kv_cache_dtype: str = "auto"
 ) -> int | None:
-    """Compute the bytes of a block; None if neither a model nor the bytes of a token are given."""
+    """Compute the bytes of a block; None if neither `model` nor `token_bytes` is given."""
     if model is not None and token_bytes is not None:
-        raise ConfigError("bytes-per-token", token_bytes, "--model is given, too: give one of the two")
+        raise ConfigError("bytes-per-token", token_bytes, "leave out --model or --bytes-per-token")
     if model is None and kv_cache_dtype != "auto":
         raise ConfigError("kv-cache-dtype", kv_cache_dtype, "allowed: with --model")
     if model is not None:
@@ -121,7 +118,7 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
         why = f"the bytes of a token depend on {unclear[0]}; give --bytes-per-token"
         raise ConfigError("model", model, why)
     if "kv_lora_rank" in text and text.get("model_type") in _EXPANDED:
-        # Keys and values of all heads, both in slots of the size of keys, which are larger.
+        # Keys and values of all heads; values are padded to the size of keys.
         size = number("qk_nope_head_dim") + number("qk_rope_head_dim")
         values = 2 * size * number("num_attention_heads")
     elif "kv_lora_rank" in text:
@@ -155,13 +152,13 @@ def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> i
 
 
 def _in_hub_cache(model: str) -> Path | None:
-    """Return the configuration of a downloaded model."""
+    """Return the path of a downloaded model's configuration."""
     configs = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
     return configs[-1] if configs else None
 
 
 def snapshots(model: str) -> list[Path]:
-    """List the directories of a model's revisions in the cache of Hugging Face, named by commit."""
+    """List the directories of a model's revisions in the local Hugging Face cache, named by commit."""
     home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return sorted(hub.glob(f"models--{glob.escape(model.replace('/', '--'))}/snapshots/*"))

@@ -1,7 +1,7 @@
-"""Identity of a model's weights, the same on every machine, for caches that machines share.
+"""Identity of a model's weights for shared caches: equal weights have the same identity on every machine.
 
-Byte-equal copies of a model have the same identity; different weights under one name have two. Reads only
-files.
+Byte-equal copies of a model have one identity; different weights with the same name have different
+identities. Reads only files.
 """
 
 from __future__ import annotations
@@ -19,24 +19,25 @@ from kvoffload.errors import ConfigError
 from kvoffload.model.kv_bytes import snapshots
 
 FILES_OF_A_MODEL = ("*.safetensors", "*.bin", "*.gguf", "*.pt", "*.pth", "*.json", "*.py")
-"""Weights, configuration, and code that `trust_remote_code` runs."""
+"""Patterns of files with weights, configuration, and code for `trust_remote_code`."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _READ_BYTES = 8 << 20
-_HINT = "name the weights, with the same name on every machine: identity=NAME"
+_HINT = "give the weights a name, the same on every machine: identity=NAME"
 
 
 def weights_identity(model: str) -> str:
-    """Return the identity of a model's weights: the commit of a hub, or a digest of the files.
+    """Return the identity of a model's weights: the Hugging Face commit, or a digest of the files.
 
-    The digest is xxh3 of 128 bits over all files with weights, configuration or code. It detects accidents,
-    not forgeries. ``$XDG_CACHE_HOME/kvoffload/weights.json`` caches it by path, size and times of each file.
+    The digest is 128-bit xxh3 over all files with weights, configuration or code. It detects accidental
+    changes, not forgeries. ``$XDG_CACHE_HOME/kvoffload/weights.json`` caches the digest of each file by path,
+    size and times.
 
     Args:
-        model: a directory, or the name of a model in the local cache of Hugging Face.
+        model: a directory, or the name of a model in the local Hugging Face cache.
 
     Cost: the first call reads every file.
-    Raises: `ConfigError` if the weights are absent, or if the cache has several revisions: the choice of the
-        engine is unknown here.
+    Raises: `ConfigError` if the weights are absent, or if the cache has several revisions, because it is
+        unknown which revision the engine uses.
     """
     directory = Path(model)
     if model and directory.is_dir():
@@ -60,7 +61,7 @@ def _content_digest(model: str, directory: Path) -> str:
     total = xxhash.xxh3_128()
     for path in files:
         status = path.stat()
-        # Includes the inode change time: a copy may preserve the modification time.
+        # With the inode change time, because a copy may preserve the modification time.
         name = f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
         known[name] = remembered.get(name) or _digest_of(path)
         total.update(f"{path.name}\0{status.st_size}\0{known[name]}\n".encode())
@@ -88,7 +89,7 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(digests: dict[str, str]) -> None:
-    """Write the cache; a failure only means that files are read again."""
+    """Write the cache of digests. After a failure, the files are read again."""
     with contextlib.suppress(OSError):
         _memory().parent.mkdir(parents=True, exist_ok=True)
         # Atomic, because several engines may start at once.

@@ -1,7 +1,6 @@
-"""Reports as one HTML file, for any screen, offline: text, tables, charts and the library that draws them.
+"""Reports as one offline HTML file: text, tables, charts, and plotly.js, which draws the charts.
 
-Does not know plans or sweeps. Charts are drawn by plotly.js of the package plotly
-(`pip install 'kvoffload[report]'`).
+Does not know plans or sweeps. plotly.js comes from the package plotly (`pip install 'kvoffload[report]'`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvoffload._version import __version__
 from kvoffload.errors import ConfigError
 
 Data = list[dict[str, Any]]
-"""Traces of a chart, as plotly.js takes them."""
+"""Traces of a chart, in the form of plotly.js."""
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: the page loads nothing and sends nothing."""
@@ -48,7 +47,7 @@ class Table:
     """Table of text, for a page or a terminal.
 
     Attributes:
-        headings: a heading that ends with ``#`` belongs to numbers, which are aligned right.
+        headings: a ``#`` at the end marks a column of numbers, which are aligned right.
         marks: a mark for each row (``chosen``, ``cannot``, ``good``, ``bad``, or empty), or no marks.
     """
 
@@ -60,7 +59,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs under a title; `is_code` marks text to paste."""
+    """Paragraphs under a title; `is_code` marks text for copying."""
 
     title: str
     paragraphs: Sequence[str]
@@ -71,11 +70,11 @@ Part = Chart | Table | Text
 
 
 def check_report(path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if the report cannot be written; called before the work."""
+    """Raise `ConfigError` if the report cannot be written. Call it before the replays."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
     if path.exists() and not (force and path.is_file()):
-        raise ConfigError("report", str(path), "a file that does not exist yet, or --force")
+        raise ConfigError("report", str(path), "the file exists; --force replaces it")
     _plotly_js()
 
 
@@ -87,7 +86,7 @@ def write_report(path: Path, content: str) -> None:
         os.replace(unfinished, path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise ConfigError("report", str(path), f"a file that can be written ({error.strerror})") from None
+        raise ConfigError("report", str(path), f"the file cannot be written ({error.strerror})") from None
 
 
 def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes, command: str) -> str:
@@ -95,7 +94,7 @@ def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes
 
     Args:
         answer: paragraphs of the answer, the most important first.
-        result: JSON of all numbers, for the element ``result``.
+        result: all numbers as JSON; becomes the element with id ``result``.
         command: command that makes the page.
     """
     parts = list(parts)

@@ -1,4 +1,4 @@
-"""Page of a plan: the answer in words, the other purchases, the assumptions."""
+"""HTML page of a plan: the answer in sentences, all purchases, the assumptions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
 
 
 def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: object) -> dict[str, object]:
-    """Build a chart's trace of the saving over `x`; hovering names the purchase."""
+    """Build a chart's trace of the saving over `x`; hovering shows the purchase."""
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],
@@ -54,7 +54,6 @@ def _hover(row: PlanRow) -> str:
 
 
 def _flat(name: str, y: float, x: Sequence[float], dash: str = "dot") -> dict[str, object]:
-    """Build a horizontal line."""
     return {
         "type": "scatter", "mode": "lines", "name": f"{name}: {percent(y)}", "x": [min(x), max(x)],
         "y": [100 * y, 100 * y], "line": {"dash": dash, "width": 1.5}, "hoverinfo": "name",
@@ -82,7 +81,7 @@ def _frontier(answer: PlanAnswer) -> Chart:
         data.append(
             _points(sampled, [row.price for row in sampled], name, marker={"size": 5, "opacity": 0.4})
         )
-        note += " Points of a part of the sessions guided the search; they are no estimate of the saving."
+        note += " Points on a part of the sessions guided the search; they do not estimate the saving."
     axes = {"xaxis": {"title": {"text": f"price, {answer.currency}"}, "rangemode": "tozero"}, "yaxis": _SAVED}
     return Chart("frontier", "Cost against saving", data, axes, note)
 
@@ -100,8 +99,9 @@ def _over_ram(answer: PlanAnswer) -> Chart:
         sizes = [row.ram_bytes / _GIB for row in line]
         data.append(_points(line, sizes, str(setup), mode="lines+markers"))
     bought = [row for row in alone if row.ram_modules]
-    best = {row.ram_bytes / _GIB: 100 * max(one.optimum for one in bought if one.ram_bytes == row.ram_bytes)
-            for row in sorted(bought, key=lambda row: row.ram_bytes)}  # fmt: skip
+    best = dict[float, float]()
+    for row in sorted(bought, key=lambda row: (row.ram_bytes, row.optimum)):
+        best[row.ram_bytes / _GIB] = 100 * row.optimum
     sizes = [0.0, *best]
     data += [
         {"type": "scatter", "mode": "lines+markers", "name": "optimum", "x": list(best),

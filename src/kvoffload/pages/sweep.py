@@ -1,4 +1,4 @@
-"""Page of a sweep: the verdicts in words, hits and writes of every configuration over capacity."""
+"""HTML page of a sweep: verdicts in sentences, hits and writes of each configuration over capacity."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def sweep_page(rows: Sequence[Row], verdicts: Sequence[Verdict], command: str) -
     """Build the page; `command` is the command that made it."""
     names = ", ".join(dict.fromkeys(row.trace for row in rows))
     several = len({(row.trace, row.device) for row in rows}) > 1
-    lines = [f"{_place(one.best)}, {one.line}." if several else f"{one.line}." for one in verdicts]
+    lines = [f"{_place(verdict.best)}, {verdict.line}." if several else f"{verdict.line}."
+             for verdict in verdicts]  # fmt: skip
     lines = [line[0].upper() + line[1:] for line in lines]
     return page(f"Sweep of {names}", lines, _parts(rows), as_json(rows), command)
 

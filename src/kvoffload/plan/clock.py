@@ -34,14 +34,14 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
     """Timed replays of one engine, the busiest of several.
 
     Attributes:
-        machine: machine of this engine with the purchased SSDs; each number with its source.
+        machine: the engine's machine with the purchased SSDs; each number has its source.
         engines: number of engines that get requests.
-        requests: number of requests of the timed engine.
+        requests: requests of the timed engine.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
         with_offload, without: runs with the recommended purchase and with the GPUs alone. Equal without a
             purchase.
-        ram_break_even_tokens, ssd_break_even_tokens: prompt length from which on loading beats computing, on
-            an idle machine; null if never, and without SSDs.
+        ram_break_even_tokens, ssd_break_even_tokens: shortest prompt for which loading is faster than
+            computing on an idle machine; null if there is none, or no SSD.
     """
 
     machine: Machine
@@ -59,9 +59,9 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
-    The engine with the most block references is timed; rows with servers are not, because one engine alone
-    cannot show the load of a shared tier. If the fleet has `scale` times the recorded requests, sessions
-    begin that much more densely, in front of caches of full size, because queues depend on the arrival rate.
+    The engine with the most block references is timed. Rows with servers are not timed, because one engine
+    alone cannot show the load of a shared tier. A fleet's `scale` multiplies the arrival rate of sessions and
+    leaves the caches at full size, because queues depend on the arrival rate.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
@@ -172,7 +172,7 @@ class Clock:
         return Timing(self._with_drives(row.ssd_drives), self._fleet.block_bytes, load=self._fleet.scale)
 
     def _with_drives(self, drives: int) -> Machine:
-        """Machine with an engine's share of `drives` drives per host."""
+        """Return the machine with an engine's share of `drives` drives per host."""
         if not drives:
             return self._machine
         fleet, ssd = self._fleet, self._fleet.prices.ssd
@@ -198,18 +198,18 @@ def clock_of(
     return Clock(fleet.machine, fleet, evidence, journal, on_progress)
 
 
-def rests_on(found: InTime) -> Iterator[tuple[str, str, str]]:
+def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
     """List the assumptions of timed replays: names, values and sources."""
-    machine = found.machine
+    machine = timed.machine
     yield "machine", machine.name, f"of an engine, given; model: {machine.model or 'unknown'}"
     for name in QUANTITIES:
         number: Quantity | None = getattr(machine, name)
         if number is not None:
             yield name, f"{number.value:.4g}", number.source
-    if found.engines > 1:
-        timed = f"the one of {found.engines} with most blocks, {found.requests:,} requests"
-        yield "timed engine", timed, "the others wait less, if they are alike"
-    yield "requests at a time", f"{found.max_running:,}", "assumed, of an engine"
-    yield "tokens a step", f"{found.step_tokens:,}", "assumed, of an engine"
-    if found.load != 1:
-        yield "sessions in time", f"begun {found.load:g} times as densely", "scale; with whole caches"
+    if timed.engines > 1:
+        engine = f"the busiest of {timed.engines}, with {timed.requests:,} requests"
+        yield "timed engine", engine, "other engines wait less, if their machines are equal"
+    yield "requests at a time", f"{timed.max_running:,}", "assumed, of an engine"
+    yield "tokens a step", f"{timed.step_tokens:,}", "assumed, of an engine"
+    if timed.load != 1:
+        yield "arrival rate", f"{timed.load:g} times the recording's", "scale; with full-size caches"

@@ -1,4 +1,4 @@
-"""Facts that a recording gives before anything is bought: rates, the ceiling, and hits of the GPUs.
+"""Facts of a recording before any purchase: rates, the ceiling, and hits of the GPUs.
 
 Owns the sums over replicas. Replays nothing.
 """
@@ -84,7 +84,7 @@ class Evidence:
         return blocks * fleet.block_bytes * fleet.scale / self.duration_s if self.duration_s else None
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
-        """Convert a share of the prefill to the GPUs that would compute it; None without times or speeds."""
+        """Convert a share of the prefill to a number of GPUs; None without times or speeds."""
         if not (self.duration_s and fleet.tokens_per_s):
             return None
         return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s
@@ -147,7 +147,7 @@ def gather(
 
 
 def together(windows: Sequence[Sums]) -> Sums:
-    """Add the window sums of all replicas; a replica with fewer windows has the first ones only."""
+    """Add the window sums of all replicas, aligned at the first window."""
     longest = max(map(len, windows))
     padded = (np.pad(sums, (0, longest - len(sums))) for sums in windows)
     total: Sums = sum(padded, np.zeros(longest, np.int64))

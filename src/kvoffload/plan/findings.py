@@ -1,4 +1,4 @@
-"""Findings of a plan: everything that sentences, assumptions and the answer are written from."""
+"""Findings of a plan: the inputs of its answer, sentences and assumptions."""
 
 from __future__ import annotations
 
@@ -35,14 +35,12 @@ class Findings:
 
     @property
     def row(self) -> PlanRow:
-        """The recommended row."""
         return self.choice.chosen.row
 
     @property
     def currency(self) -> str:
-        """Currency of all prices."""
         return self.fleet.prices.currency
 
-    def difference(self, one: Measured, other: Measured) -> Interval | None:
-        """Compute the paired interval of one row's savings minus another's."""
-        return difference(self.evidence, one, other)
+    def difference(self, row: Measured, baseline: Measured) -> Interval | None:
+        """Compute the paired interval of a row's savings minus the baseline's."""
+        return difference(self.evidence, row, baseline)

@@ -1,4 +1,4 @@
-"""The fleet of engines that a plan buys for, and the purchases that are possible. Knows sizes; no traces."""
+"""The fleet of engines, and the possible purchases for it. Knows sizes and prices; no traces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Fleet:
 
     Attributes:
         gpus, kv_bytes_per_gpu: number of GPUs, and memory for blocks on each.
-        block_bytes: bytes of a block of the trace, in all layers and ranks of an engine.
+        block_bytes: bytes of a trace block, summed over an engine's layers and ranks.
         replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
         routing: rule that assigns requests to engines (`replay.routing`).
         load: concurrent sessions, as a multiple of the recording's (`traces.load`).
@@ -46,7 +46,7 @@ class Fleet:
             so caches are replayed with their size divided by the scale.
         prefill_tokens_per_s: prefill speed of a GPU; 0: not given.
         prices: prices and hardware.
-        machine: speeds of one engine with all its GPUs, and of one drive; None: waits are not computed.
+        machine: speeds of one engine (all its GPUs) and of one drive; None: no waits are computed.
 
     Raises: `ConfigError`.
     """
@@ -81,7 +81,6 @@ class Fleet:
 
     @property
     def gpus_of_engine(self) -> int:
-        """Number of GPUs of each replica."""
         return self.gpus // self.replicas
 
     @property
@@ -99,7 +98,6 @@ class Fleet:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
         return -(-self.gpus // self.prices.gpus_per_host)
 
     def blocks(self, size_bytes: int) -> int:
@@ -127,15 +125,16 @@ class Fleet:
         return int(self.server_bytes(purchase) / (SERVER_BYTES_PER_BYTE * self.block_bytes * self.scale))
 
     def price(self, purchase: Purchase) -> float:
-        """Price of a purchase for all hosts, with all servers."""
+        """Price of a purchase: all hosts and all servers."""
         per_host = purchase.modules * self.prices.ram.price + purchase.drives * self.prices.ssd.price
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
-        """List numbers of modules and of drives per host to try, coarse and ascending; drives begin with 0.
+        """List module counts and drive counts per host to try, in doubling steps; drive counts begin with 0.
 
-        Numbers go from the first that holds a block up to the slots of a host. RAM beyond the footprint is
-        left out, because a recording cannot show its benefit. More drives wear out later.
+        The smallest count holds at least one block, the largest fills the host's slots. RAM beyond the
+        footprint is left out, because a recording cannot show its benefit. Drives beyond the footprint are
+        tried, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
@@ -143,7 +142,7 @@ class Fleet:
         return _coarse(useful), [0, *_coarse([n for n in range(1, len(ssd)) if ssd[n] >= 1])]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
-        """List numbers of servers to try, coarse and ascending, up to the number that holds all blocks."""
+        """List server counts to try, in doubling steps, up to the count that holds all blocks."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
         return _coarse([n for n in range(1, len(held)) if held[n] >= 1 and held[n - 1] < unique_blocks])
 

@@ -18,7 +18,7 @@ import msgspec
 from kvoffload._version import __version__
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
-from kvoffload.plan.clock import InTime, clock_of, rests_on
+from kvoffload.plan.clock import InTime, clock_of, timing_assumptions
 from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet, Purchase
@@ -43,7 +43,7 @@ _BEYOND_BUDGET = 2
 
 
 class Assumption(msgspec.Struct, frozen=True):
-    """An assumption of the answer that does not follow from the recording, with its source."""
+    """An assumption of the answer that the recording does not support, with its source."""
 
     name: str
     value: str
@@ -61,7 +61,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     """Answer of a plan; the fields are the keys of its JSON object.
 
     Attributes:
-        trace, requests, block_refs, duration_s: the recording.
+        trace, requests, block_refs, duration_s: name and size of the recording.
         outcome: ``BUY``, ``BUY_NOTHING``, ``NOT_REACHED``.
         words: the answer in sentences.
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
@@ -75,7 +75,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         rows: all rows measured on all sessions.
         one_in: a long recording was searched on one session in this many; 1: on all.
         sampled: rows of the search on a sample.
-        over_time: savings in each window.
+        over_time: savings in each window of the recording.
         in_time: timed replays; null without a machine or times, and with servers.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
@@ -125,7 +125,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Setups:
-    """Setups to try, as lists typed for a sweep. Impossible values are a `ConfigError`."""
+    """Setups to try: axes as in a sweep. Raises `ConfigError`."""
 
     stores: tuple[str, ...] = STORES
     policies: tuple[str, ...] = ("lru", "hazard")
@@ -144,30 +144,28 @@ class Setups:
 
     @property
     def of_ram(self) -> list[Setup]:
-        """Setups of RAM alone."""
         combinations = itertools.product(self.stores, self.policies, self.admissions)
-        return [Setup(*one) for one in combinations if incompatible(*one[1:]) is None]
+        return [Setup(store, policy, rule) for store, policy, rule in combinations
+                if incompatible(policy, rule) is None]  # fmt: skip
 
     @property
     def with_ssds(self) -> list[Setup]:
-        """Setups of RAM and SSDs."""
         combinations = itertools.product(self.of_ram, self.ssd_policies, self.ssd_admissions)
         return [replace(ram, ssd_policy=policy, ssd_admission=rule) for ram, policy, rule in combinations
                 if incompatible(policy, rule) is None]  # fmt: skip
 
     @property
     def with_servers(self) -> list[Setup]:
-        """Setups of RAM and servers."""
         combinations = itertools.product(self.of_ram, self.server_admissions)
         return [replace(ram, server_admission=rule) for ram, rule in combinations
                 if incompatible(SERVER_POLICY, rule) is None]  # fmt: skip
 
 
 class Plan:
-    """A plan. Use once: construct, then `run`. Impossible options are a `ConfigError` before any replay.
+    """A plan. Use once: construct, then `run`. Invalid options raise `ConfigError` before any replay.
 
     With an output, rows are written there, and finished replays are kept in ``OUTPUT.journal`` as in a sweep.
-    The journal stays, so that another target, budget or price is answered from it.
+    The journal stays, so that a run with another target, budget or price needs no replay twice.
 
     Args:
         source: the recording.
@@ -250,15 +248,15 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """Return True if the search includes shared servers: not with a limit for waits."""
+        """True if the search includes shared servers, which have no simulated waits."""
         return self.fleet.may_share and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:
         """Scale the fleet down to a sample of sessions, and gather the evidence of the sample."""
         options: dict[str, Any] = {"seed": self._work.seed, "one_in": one_in, "is_shared": self._may_share}
         fleet = scaled(self.fleet, evidence, gather(self._source, self.fleet, **options))
-        # The GPUs of the sample are scaled as well. Fewer sessions arrive less evenly, so the whole recording
-        # determines `busy`.
+        # The sample's GPUs are scaled, too. `busy` comes from the whole recording, because fewer sessions
+        # arrive less evenly.
         return fleet, replace(gather(self._source, fleet, **options), busy=evidence.busy)
 
     def space(self, evidence: Evidence, fleet: Fleet) -> Space:
@@ -279,10 +277,11 @@ class Plan:
             servers = fleet.server_steps(evidence.whole.unique_blocks)
             tiers.append(TierAxis("servers", servers, setups.with_servers))
         without_ram = [Purchase(0, 0), *(axis.with_ram(0, count) for axis in tiers for count in axis.counts)]
-        lines = [[one._replace(modules=n) for n in range(modules[0], modules[-1] + 1)] for one in without_ram]
-        edge = [] if budget is None else [
-            max(within) for line in lines if (within := [one for one in line if fleet.price(one) <= budget])
-        ]  # fmt: skip
+        edge = list[Purchase]()
+        if budget is not None:
+            for purchase in without_ram:
+                line = (purchase._replace(modules=n) for n in range(modules[0], modules[-1] + 1))
+                edge += [candidate for candidate in line if fleet.price(candidate) <= budget][-1:]
         return Space(modules, setups.of_ram, tiers, allowed, edge)
 
 
@@ -340,7 +339,7 @@ class _Stages:
         self._rows = self._refs = 0
 
     def report(self, now: Progress, rows: int, later: Progress) -> None:
-        """Report the progress of a stage of `rows` rows, and the work expected after it in this search."""
+        """Report a stage of `rows` rows, and the work `later` that this search expects after the stage."""
         self._plan.progress = Progress(
             self._rows + now.rows_done,
             self._rows + rows + later.rows + self.later.rows,
@@ -350,7 +349,6 @@ class _Stages:
         self.on_progress(self._plan.progress)
 
     def end(self, rows: int, refs: int) -> None:
-        """Count a finished stage."""
         self._rows += rows
         self._refs += refs
 
@@ -375,14 +373,14 @@ class _Search:
         self.begin = nothing(fleet, evidence)
 
     def search(self) -> tuple[list[Measured], Choice]:
-        """Search; returns all rows and the choice."""
+        """Search the space; returns all rows and the choice."""
         space = self._plan.space(self._evidence, self._fleet)
         return search(space, self._measure, self._difference, self._choose, self.begin)
 
     def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
-        """Measure near the choice on a sample; returns all rows and the choice."""
+        """Measure near the choice of a search on a sample; returns all rows and the choice."""
         space = self._plan.space(self._evidence, self._fleet)
-        # A guess must take no replay, and waits are known from replays only.
+        # A guess must need no replay, and waits are known only from replays.
         guess = None if self._plan.target.ttft_p90_s is not None else self._choose
         return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
 
@@ -428,10 +426,10 @@ def assumptions(findings: Findings) -> list[Assumption]:
                    "the recording, assumed to be typical"),
         Assumption("busiest minute", f"{evidence.busy:.1f} times the mean",
                    "the recording's references; writes and reads are assumed to follow them"),
-        Assumption("replicas alike", "writes and loads are spread evenly", "assumed"),
+        Assumption("replicas", "writes and loads are spread evenly", "assumed"),
     ]  # fmt: skip
     if one_in > 1:
-        source = "by the length of the recording, or given; the rows of the answer are of all sessions"
+        source = "by the length of the recording, or given; the answer is measured on all sessions"
         listed.append(Assumption("searched on", f"one of {one_in:,} sessions", source))
     if fleet.tokens_per_s:
         source = "the machine's, without attention"
@@ -439,7 +437,7 @@ def assumptions(findings: Findings) -> list[Assumption]:
             source = "given; not measured here" + ("; waits are the machine's" if in_time else "")
         listed.append(Assumption("prefill", f"{fleet.tokens_per_s:,g} tokens/s a GPU", source))
     if in_time is not None:
-        listed += itertools.starmap(Assumption, rests_on(in_time))
+        listed += itertools.starmap(Assumption, timing_assumptions(in_time))
     listed.append(Assumption("prices", f"in {prices.currency}, {prices.date}", prices.source))
     shares = evidence.whole is not None
     listed += _of_servers(fleet, are_searched=shares)

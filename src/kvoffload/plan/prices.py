@@ -1,6 +1,6 @@
 """Prices and limits of RAM, SSDs and cache servers: assumed defaults, and a file that replaces them.
 
-The only place with numbers of hardware. Knows no traces.
+Every hardware number of a plan is here. Knows no traces.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _NoneOrMore = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A section of a file of prices. Sizes are texts, as on the command line."""
+    """A section of the price file. Sizes are strings, as on the command line."""
 
     def _size(self, name: str) -> int:
         return parse_size(name, getattr(self, name))
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules. `slots`: modules for blocks that a host can take, in addition to its own."""
+    """RAM modules. `slots`: slots of a host for modules that hold blocks; the host's own RAM is extra."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0
@@ -35,14 +35,14 @@ class Ram(_Part, frozen=True, kw_only=True):
 
     @property
     def module_bytes(self) -> int:
-        """Bytes of one module."""
         return self._size("module")
 
 
 class Ssd(_Part, frozen=True, kw_only=True):
-    """SSD drives. `slots`: drives that a host can take; 0: no SSDs.
+    """SSD drives. `slots`: drives per host; 0: no SSDs.
 
-    A drive is rated for `writes_per_day` times its capacity over `life_years`, and must last that long.
+    A drive is rated for `writes_per_day` (multiples of its capacity) during `life_years`. It must last for
+    these years.
     """
 
     drive: str = "3.84TB"
@@ -55,17 +55,14 @@ class Ssd(_Part, frozen=True, kw_only=True):
 
     @property
     def drive_bytes(self) -> int:
-        """Capacity of one drive."""
         return self._size("drive")
 
     @property
     def read_bytes_per_s(self) -> int:
-        """Read bandwidth of one drive."""
         return self._size("read_per_s")
 
     @property
     def write_bytes_per_s(self) -> int:
-        """Write bandwidth of one drive."""
         return self._size("write_per_s")
 
 
@@ -84,17 +81,14 @@ class Server(_Part, frozen=True, kw_only=True):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one server."""
         return self._size("memory")
 
     @property
     def link_bytes_per_s(self) -> int:
-        """Network bandwidth of one server."""
         return self._size("link_per_s")
 
     @property
     def host_link_bytes_per_s(self) -> int:
-        """Network bandwidth of one host."""
         return self._size("host_link_per_s")
 
 
@@ -118,7 +112,6 @@ class Prices(_Part, frozen=True, kw_only=True):
 
     @property
     def link_bytes_per_s(self) -> int:
-        """Bandwidth between one GPU and its host."""
         return self._size("link_per_s")
 
 
@@ -128,27 +121,27 @@ MEANING = {
     "date": "date of the prices",
     "gpus_per_host": "GPUs that share the RAM and SSDs of a host",
     "link_per_s": "GPU to host, each direction; PCIe 5.0 x16 has a nominal 63 GB/s",
-    "ram.module": "size of a RAM module; all hosts get equally many",
+    "ram.module": "size of a RAM module; every host gets the same number",
     "ram.price": "price of a module",
-    "ram.slots": "modules that a host can take for blocks",
-    "ssd.drive": "capacity of a drive; all hosts get equally many",
+    "ram.slots": "most modules for blocks per host",
+    "ssd.drive": "capacity of a drive; every host gets the same number",
     "ssd.price": "price of a drive",
-    "ssd.slots": "drives that a host can take; 0: no SSDs",
+    "ssd.slots": "most drives per host; 0: no SSDs",
     "ssd.read_per_s": "read bandwidth of a drive; PCIe 4.0 x4, data sheet of the Samsung PM9A3",
     "ssd.write_per_s": "write bandwidth of a drive; the same data sheet",
-    "ssd.writes_per_day": "rated drive writes per day, in capacities of the drive",
-    "ssd.life_years": "years of this rating; the drive must last as long",
-    "server.memory": "maxmemory of a Valkey server that all engines share: 512 GiB less 10%",
+    "ssd.writes_per_day": "rated drive writes per day",
+    "ssd.life_years": "years of the rating; a drive must last this long",
+    "server.memory": "maxmemory of a shared Valkey server: 512 GiB less 10%",
     "server.price": "price of such a machine: eight RAM modules (5,120) and the rest",
-    "server.slots": "servers for the whole fleet; 0: none",
+    "server.slots": "most servers for the fleet; 0: none",
     "server.link_per_s": "network of a server, each direction; nominal 100 Gbit/s",
     "server.host_link_per_s": "network of a host, each direction; nominal 200 Gbit/s",
 }
-"""Explanation of each number, for the file of prices and for answers."""
+"""Description of each number, for the price file and for answers."""
 
 
 def flattened(prices: Prices) -> dict[str, object]:
-    """Flatten prices into a dict with the names of `MEANING`."""
+    """Flatten prices to a dict with the keys of `MEANING`."""
     values: dict[str, object] = {}
     for name, value in msgspec.to_builtins(prices).items():
         inner = value.items() if isinstance(value, dict) else ()
@@ -157,7 +150,7 @@ def flattened(prices: Prices) -> dict[str, object]:
 
 
 def as_toml(prices: Prices) -> str:
-    """Write the file that `read_prices` reads, with an explanation of each line."""
+    """Format prices as a TOML file for `read_prices`, with a comment on each line."""
     lines, section = ["# Prices and hardware for kvoffload plan --prices FILE"], ""
     for name, value in flattened(prices).items():
         header, _, short = name.rpartition(".")
@@ -169,9 +162,9 @@ def as_toml(prices: Prices) -> str:
 
 
 def read_prices(path: Path | None) -> Prices:
-    """Read prices from a TOML or JSON file; missing fields and None mean the defaults.
+    """Read prices from a TOML or JSON file. Missing fields have their defaults; None gives all defaults.
 
-    Raises `ConfigError` that names the field.
+    Raises `ConfigError` with the name of the field.
     """
     prices = Prices()
     if path is not None:

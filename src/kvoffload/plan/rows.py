@@ -1,6 +1,6 @@
-"""Rows of a plan: a purchase, a setup, the savings, the price, and limits that the row exceeds.
+"""Rows of a plan: purchase, setup, savings, price, and exceeded limits.
 
-Owns the columns and the limits of hardware. A plan measures with the replays of a sweep.
+Owns the columns and the hardware limits. The measurements are replays of a sweep.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         gpu_hours_a_day: the same in GPU-hours per day.
         ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
             server_write_bytes_per_s, server_read_bytes_per_s: mean rates; null without times.
-        busy: factor from these means to the busiest minute.
+        busy: traffic of the busiest minute over the mean.
         drive_writes_a_day: capacities written to each drive per day; null without SSDs.
         ssd_life_years: years until a drive is worn out; null without SSDs.
         feasible: whether the row keeps all limits.
@@ -125,12 +125,10 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def purchase(self) -> Purchase:
-        """The purchase of this row."""
         return Purchase(self.ram_modules, self.ssd_drives, self.servers)
 
     @property
     def setup(self) -> Setup:
-        """The setup of this row."""
         return Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission,
                      self.server_admission)  # fmt: skip
 
@@ -187,32 +185,37 @@ class Cell:
         )
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
-    def window_hits(self, found: Sequence[Measurement]) -> Sums:
-        """Add up the hits of all replicas, in windows of their own requests; `found` measures `points`."""
+    def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
+        """Add the replicas' hits in each window, from the measurements of `points`."""
         if self.purchase.servers:
-            return together([np.array(hits, np.int64) for hits in found[0].instance_window_hits])
-        return together([np.array(measurement.window_hits, np.int64) for measurement in found])
+            return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
+        return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])
 
 
 def nothing(fleet: Fleet, evidence: Evidence) -> Measured:
-    """Create the row without a purchase: the GPUs' own memory."""
+    """Create the row without a purchase, in which only the GPUs cache."""
     return _measured(Cell(NOTHING, Setup("", "", "")), [], fleet, evidence, evidence.device_hits)
 
 
 def measured(
-    cell: Cell, found: Sequence[Measurement], fleet: Fleet, evidence: Evidence, budget: float | None = None
+    cell: Cell,
+    measurements: Sequence[Measurement],
+    fleet: Fleet,
+    evidence: Evidence,
+    budget: float | None = None,
 ) -> Measured:
     """Create the row of a cell from the measurements of its points."""
-    hits = cell.window_hits(found)
-    row = _measured(cell, found, fleet, evidence, hits).row
+    hits = cell.window_hits(measurements)
+    row = _measured(cell, measurements, fleet, evidence, hits).row
     exceeded = limits(row, fleet, budget)
     return Measured(msgspec.structs.replace(row, feasible=not exceeded, why_not="; ".join(exceeded)), hits)
 
 
 def _measured(
-    cell: Cell, found: Sequence[Measurement], fleet: Fleet, evidence: Evidence, hits: Sums
+    cell: Cell, measurements: Sequence[Measurement], fleet: Fleet, evidence: Evidence, hits: Sums
 ) -> Measured:
-    refs, purchase, reports = evidence.block_refs, cell.purchase, [one.report for one in found]
+    refs, purchase = evidence.block_refs, cell.purchase
+    reports = [measurement.report for measurement in measurements]
     tier_reports = [tier for report in reports for tier in report.tiers[1:]]
     saved, interval = int(hits.sum()), evidence.interval(hits)
     tier_hits = sum(tier.hit_blocks for tier in tier_reports)
@@ -250,7 +253,7 @@ def _measured(
         optimum=best / refs,
         gpus_worth=worth,
         gpu_hours_a_day=None if worth is None else 24 * worth,
-        ram_write_bytes_per_s=evidence.per_second(sum(one.blocks_written for one in reports), fleet),
+        ram_write_bytes_per_s=evidence.per_second(sum(report.blocks_written for report in reports), fleet),
         load_bytes_per_s=evidence.per_second(offload_hits, fleet),
         ssd_write_bytes_per_s=writes if purchase.drives else None,
         ssd_read_bytes_per_s=reads if purchase.drives else None,
@@ -315,13 +318,13 @@ def _network(row: PlanRow, fleet: Fleet) -> list[str]:
     ]
 
 
-def difference(evidence: Evidence, one: Measured, other: Measured) -> Interval | None:
-    """Compute the paired interval of one row's savings minus another's."""
-    return evidence.draws.difference(one.hits, other.hits)
+def difference(evidence: Evidence, row: Measured, baseline: Measured) -> Interval | None:
+    """Compute the paired interval of a row's savings minus the baseline's."""
+    return evidence.draws.difference(row.hits, baseline.hits)
 
 
 def age(years: float | None) -> str:
-    """Format a life in years; None is without end."""
+    """Format a lifetime in years; None: unlimited."""
     return "100 years or more" if years is None or years >= 100 else duration(365.25 * 86_400 * years)
 
 

@@ -1,4 +1,4 @@
-"""Samples of sessions: a plan searches a long recording on a part of its sessions.
+"""Samples of sessions, on which a plan searches a long recording.
 
 The cost of a replay is proportional to the requests. Caches are scaled down with the sample (`Fleet.scale`).
 The answer is measured on all sessions.
@@ -19,19 +19,18 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS = 500
-"""Fewest sessions in a sample: fewer are not representative."""
+"""Fewest sessions in a representative sample."""
 ENOUGH_ON_DEVICE = 2
-"""Mean requests that the scaled-down GPUs of an engine must hold: requests are not scaled."""
+"""Number of mean requests that an engine's scaled GPUs must hold. Requests keep their size in a sample."""
 _MOST = 10_000
 
 
 def check_sample(one_in: int | None) -> int | None:
-    """Check the option `one_in`. Raises `ConfigError`."""
     return None if one_in is None else check_integer("sample", one_in, _MOST)
 
 
 def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
-    """Choose `one_in`: a search needs one session in this many; 1 for short recordings."""
+    """Choose `one_in`: the search uses one session in this many; 1 for short recordings."""
     mean_blocks = evidence.block_refs / evidence.requests
     most = min(
         evidence.requests // ENOUGH_REQUESTS, int(fleet.device_blocks / (ENOUGH_ON_DEVICE * mean_blocks))

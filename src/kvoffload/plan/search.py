@@ -1,7 +1,7 @@
-"""Search of a plan: measures a few purchases with all setups, more purchases with the best setups, and then
+"""Search of a plan: a few purchases with all setups, all coarse purchases with the best setups, then the
 purchases near the answer.
 
-Owns the order of the search. Knows cells and rows; neither replays nor prices.
+Owns the order of the measurements. Knows cells and rows; neither replays nor prices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside
 
 KEPT = 2
-"""Number of setups measured at all purchases, for RAM alone and for each kind of tier behind it."""
+"""Number of setups measured at all coarse purchases, for RAM alone and for each kind of tier behind RAM."""
 _ROUNDS = 4
 """Rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
-"""Measures cells. The number is the count of cells expected to follow, for the progress."""
+"""Measures cells. The number is the count of cells expected later, for the progress."""
 Choose = Callable[[Sequence[Measured]], Choice]
-"""Chooses among rows, one of which has no purchase."""
+"""Chooses among rows. The rows include the row without a purchase."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Space:
         setups: setups of RAM alone.
         tiers: axes of the tiers behind RAM; a purchase uses one of them at most.
         allowed: predicate for the purchases to consider.
-        edge: for each number of drives or servers, the most RAM within the budget; tried besides the steps.
+        edge: purchases at the edge of the budget: the most RAM for each number of drives or servers.
     """
 
     modules: Sequence[int]
@@ -85,7 +85,7 @@ class Space:
 
     @property
     def sample(self) -> list[Purchase]:
-        """A few purchases: least, medium and most RAM; tiers behind the least and the medium RAM."""
+        """A few purchases: the least, a medium and the most RAM; tiers behind the least and a medium RAM."""
         ram = _ends_and_middle(self.modules)
         purchases = [Purchase(modules, 0) for modules in ram]
         for axis in self.tiers:
@@ -159,12 +159,12 @@ def confirm(
     """
     purchase, table = sampled.chosen.row.purchase, _Table(measure)
     ways = sorted((measured for measured in rows if measured.row.purchase == purchase), key=_quality)
-    cannot = [
+    infeasible = [
         measured
         for measured in rows
         if not measured.row.feasible and measured.row.saved > sampled.most.row.saved
     ]
-    best = sorted(cannot, key=lambda measured: (-measured.row.saved, measured.row.price))[:1]
+    best = sorted(infeasible, key=lambda measured: (-measured.row.saved, measured.row.price))[:1]
     table.measure(_cells_of([*ways[-2:], sampled.most, *best, beside(rows, sampled.chosen)]), 2 * KEPT)
     near, used = [sampled.smaller, sampled.larger], list[Setup]()
     if purchase != NOTHING:
@@ -173,12 +173,11 @@ def confirm(
         )
         used = [answer.row.setup]
         if guess is not None:
-            by = answer.row.saved - next(
+            error = answer.row.saved - next(
                 measured.row.saved for measured in ways if measured.row.setup in used
             )
-            guessed = guess(
-                [begin, *(_corrected(measured, by) for measured in rows if measured.row.purchase != NOTHING)]
-            )
+            bought = [measured for measured in rows if measured.row.purchase != NOTHING]
+            guessed = guess([begin, *(_corrected(measured, error) for measured in bought)])
             near = [guessed.chosen, guessed.smaller, guessed.larger]
     table.measure(
         [cell for wanted in _cells_of(near) for cell in space.cells([wanted.purchase], used) or [wanted]],
@@ -191,8 +190,8 @@ def _quality(measured: Measured) -> tuple[bool, float]:
     return measured.row.feasible, measured.row.saved
 
 
-def _corrected(measured: Measured, by: float) -> Measured:
-    return replace(measured, row=msgspec.structs.replace(measured.row, saved=measured.row.saved + by))
+def _corrected(measured: Measured, error: float) -> Measured:
+    return replace(measured, row=msgspec.structs.replace(measured.row, saved=measured.row.saved + error))
 
 
 def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
@@ -224,7 +223,7 @@ def _bisected(
     begin: Measured,
     most_rounds: int = _ROUNDS,
 ) -> tuple[list[Measured], Choice]:
-    """Bisect between the answer and its neighbours, with the setups `kept`, or else the answer's setup."""
+    """Bisect between the answer and its neighbours, with the setups `kept`; None: with the answer's setup."""
     answer = choose([begin, *table.rows.values()])
     for rounds_left in reversed(range(most_rounds)):
         setups = [answer.chosen.row.setup] if kept is None else kept
@@ -242,10 +241,11 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 
 
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
-    """Select the setups that are best most often, then those most often equal to the best within chance.
+    """Select `KEPT` setups: by the number of purchases at which a setup is best, then by the number at which
+    it does not differ significantly from the best.
 
-    Infeasible rows count only if all rows of a purchase are infeasible. Of setups with equal results
-    everywhere, such as an admission rule that rejects nothing, one is selected.
+    Infeasible rows count only if all rows of a purchase are infeasible. If setups have equal results
+    everywhere, as with an admission rule that rejects nothing, only one is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -269,7 +269,7 @@ def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Diffe
 
 
 def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
-    """Check whether two setups save and write the same wherever both were measured."""
+    """Return True if two setups have equal savings and writes wherever both were measured."""
 
     def writes(measured: Measured) -> tuple[float | None, ...]:
         row = measured.row
@@ -298,13 +298,13 @@ def _between(chosen: Purchase, rows: dict[Cell, Measured]) -> list[Purchase]:
         return []
     midpoints = []
     for axis, name in enumerate(Purchase._fields):
-        others = chosen._replace(**{name: 0})
+        origin = chosen._replace(**{name: 0})
         line = sorted(
-            {purchase[axis] for purchase in known if purchase._replace(**{name: 0}) == others} | {0}
+            {purchase[axis] for purchase in known if purchase._replace(**{name: 0}) == origin} | {0}
         )
         place = line.index(chosen[axis])
-        for other in (*line[max(0, place - 1) : place], *line[place + 1 : place + 2]):
-            middle = (other + chosen[axis]) // 2
+        for neighbour in (*line[max(0, place - 1) : place], *line[place + 1 : place + 2]):
+            middle = (neighbour + chosen[axis]) // 2
             if middle not in line and (middle or axis):
                 midpoints.append(chosen._replace(**{name: middle}))
     return midpoints

@@ -15,23 +15,23 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""Without a target, the share of the largest possible gain over the GPUs that is enough."""
+"""Share of the largest possible gain over the GPUs alone that a plan without a target aims at."""
 ABOUT = 1.1
-"""Ratio of prices up to which two purchases cost about the same."""
+"""Largest ratio of the prices of two purchases that cost about the same."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
-"""Paired interval of one row's savings minus another's."""
+"""Paired interval of a row's savings minus the baseline's."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a plan: at most one of the last four fields, with or without a budget.
+    """Target of a plan: a budget, one of the other four fields, both, or neither.
 
     Attributes:
         budget: limit for the price.
         saved: share of the prefill to save, 0 to 1.
         of_ceiling: share of the savings of unlimited caches, 0 to 1.
-        gpu_hours_a_day: GPU-hours per day that the purchase saves; needs the speed of the GPUs.
+        gpu_hours_a_day: GPU-hours per day to save; needs the speed of the GPUs.
         ttft_p90_s: limit for the 90th percentile of the time to first token; needs a machine.
     """
 
@@ -69,8 +69,8 @@ class Target:
     def needed(self, evidence: Evidence, fleet: Fleet) -> float | None:
         """Compute the share of the prefill to save; None without a target for savings.
 
-        Raises: `ConfigError` for a target above the savings of unlimited caches, and for a target that needs
-        a machine, a speed or times that are missing.
+        Raises: `ConfigError` if unlimited caches save less than the target, or if the target needs a missing
+        machine, speed or time.
         """
         if self.ttft_p90_s is not None and not (fleet.machine and evidence.duration_s):
             why = "it needs --machine, and a recording with times"
@@ -102,11 +102,11 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """Recommended purchase and its neighbours; all rows are the best of their purchase.
+    """Recommended purchase and its neighbours, each with its best row.
 
     Attributes:
         chosen: the recommended row; if no row reaches the target, the nearest.
-        most: the feasible row that saves most, at any price within the budget.
+        most: the feasible row that saves most within the budget.
         smaller: the next cheaper purchase; None if there is none.
         larger: the next larger feasible purchase that saves more; None if there is none.
         needed: share of the prefill to save; None without this target.
@@ -120,7 +120,6 @@ class Choice:
     needed: float | None
 
     def of_each(self, change: Callable[[Measured], Measured]) -> Choice:
-        """Apply `change` to all rows of the choice."""
         return replace(
             self,
             chosen=change(self.chosen),
@@ -134,7 +133,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
     """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: include the best infeasible row of a purchase without feasible rows.
+        feasible_first: for a purchase without feasible rows, list the best infeasible row.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:
@@ -162,28 +161,28 @@ def frontier(rows: Sequence[Measured]) -> list[Measured]:
 
 
 def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the row to compare shared servers with: for a row with servers a row without, and vice versa.
+    """Find the rival of a row with servers among the rows without servers, and vice versa.
 
-    Returns the feasible row that saves most at about the same price, or else the cheapest. None if servers
-    were not searched or are infeasible, and if nothing is bought.
+    The rival is the feasible row that saves most at about the same price, or else the cheapest. None if
+    servers were not searched or are infeasible, and if nothing is bought.
     """
-    others = [measured for measured in best_of_each(rows) if measured.row.purchase != NOTHING
+    rivals = [measured for measured in best_of_each(rows) if measured.row.purchase != NOTHING
               and bool(measured.row.servers) != bool(chosen.row.servers)]  # fmt: skip
-    if chosen.row.purchase == NOTHING or not others:
+    if chosen.row.purchase == NOTHING or not rivals:
         return None
-    about = [measured for measured in others if measured.row.price <= ABOUT * chosen.row.price]
-    return max(about, key=lambda measured: (measured.row.saved, -measured.row.price), default=others[0])
+    about = [measured for measured in rivals if measured.row.price <= ABOUT * chosen.row.price]
+    return max(about, key=lambda measured: (measured.row.saved, -measured.row.price), default=rivals[0])
 
 
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
     """Choose the cheapest purchase that saves the share `needed`.
 
     Without `needed`, choose the cheapest purchase that reaches `ENOUGH` of the largest possible gain, or that
-    cannot be told apart from it: the last modules add little, and a budget need not be spent.
+    does not differ significantly from it. The last modules add little.
 
     Args:
-        rows: measured rows, one of them without a purchase.
-        difference: paired interval of one row's savings minus another's.
+        rows: measured rows, including the row without a purchase.
+        difference: paired interval of a row's savings minus the baseline's.
     """
     ladder = frontier(rows)
     most, outcome = ladder[-1], Outcome.BUY
@@ -205,5 +204,5 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Check whether a lead may be chance; without an interval it is not."""
+    """Return True if a lead may be chance; False without an interval."""
     return lead is not None and lead.low <= 0

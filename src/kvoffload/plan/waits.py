@@ -1,7 +1,7 @@
 """Choice of the cheapest purchase that keeps a limit for the time to first token.
 
-Owns the selection of purchases to time: a timed replay takes as long as several replays. Knows rows and a
-clock.
+Owns the selection of purchases to time, because a timed replay takes as long as several replays. Knows rows
+and a clock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvoffload.plan.targets import Choice, Outcome, best_of_each, frontier
 def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Choice:
     """Choose the cheapest purchase whose 90th percentile of the time to first token is at most `most_s`.
 
-    Purchases with equal numbers of drives form a ladder by RAM. The ladder includes purchases that add no
+    Purchases with the same number of drives form a ladder by RAM. A ladder also has purchases that add no
     savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and known times
-    are reused. So the next cheaper purchase of the ladder was timed and misses the target. Waits need not
-    decrease monotonically, and still cheaper purchases are not timed. If the largest purchase misses the
-    target, smaller ones are timed as long as waits decrease.
+    are reused. So the next cheaper purchase in the ladder was timed and misses the limit. Cheaper purchases
+    are not timed, although waits need not decrease monotonically with RAM. If the largest purchase misses the
+    limit, smaller purchases are timed while waits decrease.
 
-    Only the row of each purchase that saves most is timed. If no row reaches the target, the nearest timed
-    row is chosen.
+    Only the best row of each purchase is timed. If no row keeps the limit, the timed row with the shortest
+    wait is chosen.
     """
     limit = _Limit(most_s, clock)
     best_savings, purchases = frontier(rows), best_of_each(rows)
@@ -57,7 +57,7 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
 
 @dataclass(frozen=True)
 class _Limit:
-    """A limit for the wait, and the clock that checks rows against it."""
+    """A limit for the 90th percentile of the wait; a clock checks rows against this limit."""
 
     most_s: float
     clock: Clock

@@ -1,4 +1,4 @@
-"""Sentences of a plan: the recommended purchase, its savings and their certainty, and alternatives.
+"""Sentences of a plan: the recommended purchase, its savings, their certainty, and the alternatives.
 
 Owns the sentences. Knows findings; measures nothing.
 """
@@ -19,8 +19,8 @@ from kvoffload.sweep.verdict import Certainty, certainty_of
 from kvoffload.text import duration, interval, percent, size
 
 _A_DAY_S = 86_400
-PLACEHOLDERS = "SSDs and servers where yours are"
-"""Heading of the line for vLLM, which has placeholders for paths and addresses."""
+PLACEHOLDERS = "replace paths and addresses by yours"
+"""Heading of the flag for vLLM, which has placeholders."""
 _NO_MORE = 0.0005
 """Share below which a difference is printed as 0.0%."""
 
@@ -48,7 +48,7 @@ def answer(findings: Findings) -> list[str]:
         rows = len(findings.rows) - 1
         sentences.append(
             f"Searched on one of {findings.one_in:,} sessions; the {rows:,} rows of this answer were replayed"
-            " with all of them."
+            " with all sessions."
         )
     return sentences
 
@@ -168,9 +168,9 @@ def _ssds(row: PlanRow) -> list[str]:
     ]
 
 
-def _waits(found: InTime, row: PlanRow) -> list[str]:
-    run, without = found.with_offload, found.without
-    where = f", on the busiest of {found.engines:,} engines" if found.engines > 1 else ""
+def _waits(timed: InTime, row: PlanRow) -> list[str]:
+    run, without = timed.with_offload, timed.without
+    where = f", on the busiest of {timed.engines:,} engines" if timed.engines > 1 else ""
     waiting, loading = shares(run)
     # A request stays in the queue while SSDs are read for it.
     queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
@@ -183,23 +183,23 @@ def _waits(found: InTime, row: PlanRow) -> list[str]:
         numbers = ", ".join(f"{name} {duration(old)} -> {duration(new)}" for (name, new), (_, old) in pairs)
         sentences = [f"Time to first token: {numbers}{where}."]
         sentences.append(f"{split}; without the purchase, {shares(without)[0]} is waiting.")
-        sentences += _hits(found, row)
+        sentences += _hits(timed, row)
         tiers = "RAM and SSDs keep up with their" if row.ssd_drives else "RAM keeps up with its"
         slow = [_slow_tier(tier) for tier in run.tiers if not tier.keeps_up]
         sentences += slow or [f"{tiers} writes."]
-    sentences.append(break_even_sentence("RAM", found.ram_break_even_tokens))
+    sentences.append(break_even_sentence("RAM", timed.ram_break_even_tokens))
     if row.ssd_drives:
-        sentences.append(break_even_sentence("SSDs", found.ssd_break_even_tokens))
+        sentences.append(break_even_sentence("SSDs", timed.ssd_break_even_tokens))
     return sentences
 
 
-def _hits(found: InTime, row: PlanRow) -> list[str]:
-    """Explain why a timed replay has fewer hits than a replay."""
-    run, where = found.with_offload, " on that engine" if found.engines > 1 else ""
+def _hits(timed: InTime, row: PlanRow) -> list[str]:
+    """Explain why the timed replay has fewer hits than the replay without a clock."""
+    run, where = timed.with_offload, " on that engine" if timed.engines > 1 else ""
     if row.saved - run.hit_ratio < _NO_MORE:
         return []
     reasons = ["the last block of each prompt is always computed, and requests overlap"]
-    reasons += ["caches are empty at the start of a recording that is shortened"] if found.load > 1 else []
+    reasons += ["caches are empty at the start of a recording that is shortened"] if timed.load > 1 else []
     reasons += run.misses()
     text = f"The timed replay saves {percent(run.hit_ratio)}{where}, not {percent(row.saved)}"
     return [f"{text}: {'; '.join(reasons)}."]
@@ -271,12 +271,12 @@ def _larger(findings: Findings, rival: Measured | None) -> list[str]:
 
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
     """Report if more SSDs behind the same RAM would save nothing."""
-    others = [measured.row for measured in rows
-              if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
-              and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip
-    if not others or max(other.saved for other in others) - row.saved >= _NO_MORE:
+    saved = [measured.row.saved for measured in rows
+             if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
+             and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip
+    if not saved or max(saved) - row.saved >= _NO_MORE:
         return []
-    return [f"{'More SSDs bring' if row.ssd_drives else 'An SSD brings'} nothing."]
+    return [f"{'More SSDs save' if row.ssd_drives else 'An SSD saves'} nothing more."]
 
 
 def _best_infeasible(findings: Findings) -> list[str]:
@@ -357,13 +357,13 @@ def _open_waits(findings: Findings) -> list[str]:
     sentences = list[str]()
     if fleet.machine is None:
         sentences.append(
-            "Waits for first tokens are unknown: give --machine, a file of `kvoffload calibrate` or a class "
+            "Times to first token are unknown: give --machine, a file from `kvoffload calibrate` or a class "
             "such as h100-pcie5."
         )
     elif findings.row.servers:
         sentences.append(
-            "Waits with servers are unknown: a timed replay simulates one engine, and no tier that several "
-            "engines share. With `slots = 0` under [server] the answer has no servers, but waits."
+            "Waits with servers are unknown: a timed replay simulates one engine without shared tiers. With "
+            "`slots = 0` under [server] in the price file the answer has waits, but no servers."
         )
     elif in_time is None:
         sentences.append("The recording has no times, so waits are unknown.")

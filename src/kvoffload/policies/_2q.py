@@ -28,7 +28,7 @@ class State(Struct):
     Attributes:
         lists: A1in and Am.
         a1out: ghosts.
-        arriving: True for a block of A1in that has not yet got its final place.
+        arriving: True for a block of A1in that does not have its final place yet.
         max_a1in: Kin; A1in can be larger while no victims are needed.
         new_a1in: blocks of the current batch that will join A1in. They join after the batch's last victim was
             chosen; blocks that will join Am have their slots marked (`push_marked`).
@@ -51,7 +51,7 @@ class TwoQ(CompiledPolicy):
     A new block enters A1in, a FIFO. A hit in A1in does nothing, so that uses in quick succession count as
     one. While A1in holds more than Kin = 25 % of the blocks, its oldest block is evicted, and A1out remembers
     the key. Otherwise the coldest block of Am is evicted and forgotten. A block whose key is in A1out enters
-    Am, an LRU list. A1out holds Kout = 50 % as many keys as the cache has blocks.
+    Am, an LRU list. The capacity of A1out is Kout = 50 % of the cache's blocks.
 
     The paper does not cover batches, pins and failures. There we choose:
 
@@ -60,15 +60,15 @@ class TwoQ(CompiledPolicy):
     - A block gets its final place in A1in when the request that stored it finishes, so that a path that was
       stored in parts also loses its tail first. In Am a request's own store is no second access, but the
       block moves to the front with its path.
-    - In a victim tier a returning block that was used again joins Am, because it entered A1in when it was
-    new. - The key of a returning block is removed from A1out before a victim is chosen. - If the list that
-    should provide the victim is empty or fully protected, the other list provides it.
+    - In a victim tier a returning block that was used again joins Am, because it entered A1in when new.
+    - The key of a returning block is removed from A1out before a victim is chosen.
+    - If the list that should provide the victim is empty or fully protected, the other list provides it.
       Victims from A1in are always remembered, victims from Am never.
     - While slots are free no victim is needed, and A1in can grow beyond Kin, as in the paper.
-    - A block whose store failed, or that was damaged, is not remembered, because it was no victim.
+    - A block whose store failed, or that was damaged, is not remembered, because it was not evicted.
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block
-    for the lists, and for each two blocks 28 bytes and a key for A1out.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes per block for
+    the lists, and 28 bytes and a key per two blocks for A1out.
     """
 
     name = "2q"

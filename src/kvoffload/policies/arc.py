@@ -55,11 +55,11 @@ class ARC(CompiledPolicy):
     - A request's own store is no second access: when it finishes, the block moves to the front of the
       list that it is in, with the rest of its path.
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
-    - If every block of the list that REPLACE points to is protected, the victim is taken from the other
-      list and becomes a ghost of the list that it was in.
-    - While slots are free (at the start, after failures), no victim is needed: REPLACE is skipped, the rest
-      of the case runs, so the target learns and the bounds hold.
-    - A block whose store failed, or that was damaged, leaves no ghost, because it was no victim. While the
+    - If every block of the list that REPLACE selects is protected, the victim is taken from the other list
+      and becomes a ghost of that other list.
+    - While slots are free (at the start, after failures), no victim is needed: REPLACE is skipped, and the
+      rest of the case runs, so that the target is adapted and the bounds hold.
+    - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
       slot of a damaged block is pinned, the lists are shorter than the cache; at most `c` ghosts are kept
       (the coldest of B2 is dropped, then the coldest of B1).
 
@@ -95,7 +95,7 @@ class ARC(CompiledPolicy):
         return self.state.lists.members(T1)[::-1] + self.state.lists.members(T2)[::-1]
 
     def lists(self) -> tuple[list[int], list[int], list[bytes], list[bytes]]:
-        """Slots of T1 and T2, keys of B1 and B2, each most recent first. Cost: O(blocks), for tests."""
+        """Return the slots of T1 and T2 and the keys of B1 and B2, most recent first. Cost: O(blocks)."""
         return (
             self.state.lists.members(T1),
             self.state.lists.members(T2),

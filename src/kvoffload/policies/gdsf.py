@@ -30,7 +30,7 @@ class State(Struct):
         heap: all blocks, ordered by H.
         weights: shape ``(capacity, 2)``: frequency and depth of each block.
         inflation: L.
-        block_attention_ratio: the parameter of the policy.
+        block_attention_ratio: as in `GDSF`.
     """
 
     heap: Heap
@@ -48,33 +48,33 @@ class GDSF(CompiledPolicy):
 
         cost(depth) = 1 + depth * block_attention_ratio
 
-    The 1 stands for the linear layers, 2 FLOPs for each parameter and token. The second term is attention
-    over the `depth` blocks before: 4 FLOPs for each token, layer, unit of model width and token of context.
-    So the ratio is ``2 * tokens in a block * layers * width / parameters``: 0.0005 for blocks of 16 tokens
-    and a model of 8 billion parameters (32 layers of width 4,096). The ratio grows with the block: a subclass
-    for blocks of 512 tokens sets 0.017. Depth is the key's position on the path of the storing request, from
-    0, so pass the whole path to `begin_request`.
+    The first term is the linear layers: 2 FLOPs for each parameter and token. The second term is attention
+    over the `depth` preceding blocks: 4 FLOPs for each token, layer, unit of model width and token of
+    context. So the ratio is ``2 * tokens in a block * layers * width / parameters``: 0.0005 for blocks of 16
+    tokens and a model of 8 billion parameters (32 layers of width 4,096), 0.017 for blocks of 512 tokens.
+    Depth is the key's position on the path of the storing request, from 0, so pass the whole path to
+    `begin_request`.
 
-    GDSF does not optimise the prefix-hit ratio. It rates blocks one by one, and a deep block costs more than
-    the head. So of equally frequent blocks a path loses its head a little before its tail, and the tail is
-    then unreachable. With the small ratio the depth changes a block's time in the cache by a few percent, and
-    the rest is LFU with aging. The frequency of an evicted block is forgotten.
+    GDSF does not optimise the prefix-hit ratio: it rates blocks separately, and a deep block costs more than
+    the head. So a path whose blocks are equally frequent loses its head a little before its tail, and the
+    tail is then unreachable. With the small ratio, depth changes a block's time in the cache by a few
+    percent; apart from that, GDSF is LFU with aging. The frequency of an evicted block is forgotten.
 
     The paper does not cover batches, pins and failures. There we choose:
 
     - L rises with each victim of a batch; the H of all new blocks is computed with the last L. Blocks of one
       batch never evict each other.
-    - Of equal H the block used longer ago is evicted first. The head of a batch counts as used last.
+    - Among equal H, the least recently used block is evicted first. The head of a batch counts as used last.
     - A request's own store is no second access. When the request finishes, the frequency of the block stays,
       and its H is computed again with the current L.
     - Protected blocks are skipped and keep their H. L never decreases.
     - While slots are free there are no victims, and L stays.
     - A block whose store failed, or that was damaged, does not raise L.
 
-    Cost per block: O(log n) for n chains of blocks with consecutive H (`structures.heap`), of which there are
-    few if requests are long, and the same for each protected block at the cold end. The life of a block costs
-    1.8 times the CPU time of LRU in a cache of 100,000 blocks, 1.9 times in a cache of a million blocks, with
-    requests of 64 to 4,096 blocks. Memory: 40 bytes a block.
+    Cost per block: O(log n), with n chains of blocks with consecutive H (`structures.heap`; long requests
+    have few chains), and O(log n) for each protected block at the cold end. Over the life of a block, CPU
+    time is 1.8 times LRU's in a cache of 100,000 blocks and 1.9 times in a cache of a million blocks, with
+    requests of 64 to 4,096 blocks. Memory: 40 bytes per block.
     """
 
     name = "gdsf"

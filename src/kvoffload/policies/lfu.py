@@ -26,7 +26,7 @@ class State(Struct):
 
 
 class LFU(CompiledPolicy):
-    """Evicts the least used block; of several, the least recent.
+    """Evicts the least used block; the least recent block breaks ties.
 
     One list for each number of uses, most recent first; the victim is the last block of the lowest list.
 
@@ -38,10 +38,10 @@ class LFU(CompiledPolicy):
     - A block is counted while it is resident. A block that returns after an eviction starts at 1 again.
       Counts never decrease: a block that was popular once stays until all other blocks have higher counts.
     - Counts stop at `max_count`: blocks that reach it share one list in LRU order. This matters only if every
-      evictable block has been used that often. The list of a block is its count, so no counts are stored.
+      evictable block has been used `max_count` times. A block's list is its count, so no counts are stored.
     - A request's own store is the first use, and the end of the request is no second use: the block moves to
-      the front of its list. Of equal counts the least recent block leaves, the head of a path last.
-    - Protected blocks are skipped, then the lists of higher counts are searched.
+      the front of its list. Among equal counts the least recent block leaves first, the head of a path last.
+    - Protected blocks are skipped; if a list has no evictable block, the next list is searched.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends; per call at most
     `max_count` empty lists are skipped. Memory: 12 bytes a block.

@@ -66,23 +66,23 @@ class LIRS(CompiledPolicy):
     the last in Q. A HIR block that is used while not in S stays HIR, and moves to the end of Q. The first
     block of Q is evicted; if it is in S, its key stays there.
 
-    Unlike the paper there is no stack to prune: a block or ghost is in S if its last use is later than the
-    last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a stack), and
-    no call pays for a long pruning.
+    Differs from the paper: no stack is stored or pruned. A block or ghost is in S if its last use is later
+    than the last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a
+    stack), and no call has to prune a long stack.
 
     The paper does not cover batches, pins and failures. There we choose:
 
     - A batch is processed block by block, each on the S and Q that the previous block left. Blocks of one
       batch never evict each other, and the head of the batch is the most recent.
-    - Q is short, so for a long request all of Q is soon protected. Then the coldest evictable LIR block is
-      evicted without a ghost, since it was at the bottom of S. The new block is still HIR, and Q has more
-      than its 1 % for a while. So a scan does not take over the LIR set. (If the block entered as LIR, a
+    - Q is short, so during a long request all blocks of Q are protected. Then the coldest evictable LIR block
+      is evicted without a ghost, because it was at the bottom of S. The new block is still HIR, and Q exceeds
+      its 1 % for a while, so that a scan does not replace the LIR set. (If the block entered as LIR, a
       recorded chat would lose a third of all hits, with 1,000 to 2,000 blocks.)
-    - While the LIR set is not full, a block that gets a free slot is LIR, as in the paper. So is a HIR block
-      that is used again, in S or not; otherwise a lost LIR set would never grow again.
+    - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. A HIR block
+      that is used again also becomes LIR, in S or not; otherwise a lost LIR set would never grow again.
     - A request's own store is no second access. When the request finishes, the block moves to the top of S
       with the rest of its path, and, if it is HIR, to the end of Q.
-    - At most `c` ghosts are kept, oldest evictions forgotten first. (In the paper S has no bound.)
+    - At most `c` ghosts are kept; the oldest ghosts are forgotten first. (In the paper S has no bound.)
     - A block whose store failed, or that was damaged, leaves no ghost.
 
     A cache of one block has no LIR block, and behaves as LRU.

@@ -24,7 +24,7 @@ from kvoffload.structures.structs import Struct
 SMALL, MAIN = 0, 1
 GHOSTS = 0
 MAX_COUNT = 3
-"""Largest use count of a block, counted since it entered or was last spared: two bits, as in the paper."""
+"""Largest use count of a block since it entered a queue or was last spared: two bits, as in the paper."""
 
 
 class State(Struct):
@@ -34,8 +34,8 @@ class State(Struct):
         queues: S and M.
         ghosts: G.
         counts: uses of each block in S and M.
-        small_blocks: the share of S.
-        patience: largest number of blocks that a call spares.
+        small_blocks: the share of S, in blocks.
+        patience: most blocks that a call spares.
         new_small: blocks of the current batch that will join S. They join after the batch's last victim was
             chosen; the slots of blocks for M are marked (`push_marked`).
         num_spared: blocks that this call has spared.
@@ -53,45 +53,46 @@ class State(Struct):
 
 
 class S3FIFO(CompiledPolicy):
-    """A small FIFO for new blocks, a main FIFO for reused ones.
+    """A small FIFO for new blocks, a main FIFO for reused blocks.
 
     The paper's algorithm for batches with pins, and with a limit on the search in one call.
 
     A new block joins the small queue S, or the main queue M if the ghost queue G remembers its key. The
     victim is taken from S if S has its share of the slots, else from M. At the cold end of S, a block with
-    two uses or more moves to M and the search continues; any other block leaves, and G remembers its key. At
-    the cold end of M, a block with uses moves back to the head with one use less; any other block leaves for
-    good.
+    two uses or more moves to M and the search continues; any other block is evicted, and G remembers its key.
+    At the cold end of M, a block with uses moves back to the head with one use less; any other block is
+    evicted and forgotten.
 
     Where the paper leaves a choice:
 
     - The share of S is `small_share`, rounded down and at least one block; G remembers as many keys as M has
       blocks, at least one.
-    - While slots are free, S takes no more new blocks than its share and M takes the others: the queues have
-      their sizes from the start, as in the authors' simulator. The paper's algorithm sends every new block to
-      S, from which all victims are then taken until M has grown. On a chat trace, as a flat stream, that hits
-      0.285 instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
-    - One victim at a time: if a block that moves makes M larger than its share, the paper also evicts a block
-      from M. Here this victim comes from S, and the next victim from M, since S is then below its share.
+    - While slots are free, new blocks beyond the share of S enter M, so that the queues have their sizes from
+      the start, as in the authors' simulator. The paper's algorithm sends every new block to S, from which
+      all victims are then taken until M has grown. On a chat trace as a flat stream, its hit ratio is 0.285
+      instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
+    - Only one block is evicted at a time. If a moved block makes M larger than its share, the paper also
+      evicts a block from M. Here the victim comes from S, and the next victim from M, because S is then below
+      its share.
     - A batch is processed block by block for counts and ghosts. The blocks join their queues together, after
       the last victim, the head of the prefix last, so that the head outlives the tail.
-    - In a victim tier a returning block that was used again joins M. If the return counted as one use, S,
-      which requires two, would ignore it, and agents would lose 15 points of hit ratio.
+    - In a victim tier a returning block that was used again joins M. If the return only counted as a use, the
+      block would leave S before its second use, and agents would lose 15 points of hit ratio.
     - A request's own store is no use of the block, and a finished path does not change the order.
     - Protected blocks are skipped, and keep their place and count. If one queue is fully protected, the other
       provides the victim. Victims from M leave no ghost.
-    - A block whose store failed, or that was damaged, leaves no ghost, because it was no victim.
+    - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted.
     - A call spares at most `patience` used blocks, then evicts the next evictable block, used or not. Without
       this limit a call could scan M three times, a fifth of a second for a million blocks. The limit changes
       one of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
 
-    Cost per block: O(1) on average, since each spared block was used before; at most O(patience) in a call;
-    and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes a block, and 28 bytes and the key
-    for each ghost, of which there are at most 9 for 10 blocks.
+    Cost per block: O(1) on average, because each spared block was used before; at most O(patience) in a call;
+    and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes per block, and 28 bytes and the key
+    per ghost, with at most 9 ghosts for 10 blocks.
     """
 
     name = "s3fifo"
-    good_for = "caches much smaller than what is live: chat or agents under pressure; with room LRU is better"
+    good_for = "caches much smaller than the live working set; with more room lru is better"
     paper = "Yang, Zhang, Qiu, Yue and Rashmi, FIFO queues are all you need for cache eviction, SOSP 2023"
     small_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.1
     patience: Annotated[int, msgspec.Meta(ge=0)] = 8_192

@@ -1,4 +1,4 @@
-"""SIEVE: a queue without moves, and a hand that evicts blocks not visited since the hand last passed.
+"""SIEVE: a static queue, and a hand that evicts the blocks not visited since its last pass.
 
 Source: Zhang, Yang, Yue, Vigfusson and Rashmi, "SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction
 Algorithm for Web Caches", NSDI 2024, algorithm 1.
@@ -28,8 +28,8 @@ class State(Struct):
         visited: the mark of each block.
         hand: slot at which the next search begins, or ABSENT for the oldest block.
         num_visited: number of visited blocks.
-        patience: the parameter of the policy.
-        left: remaining patience of this call.
+        patience: as in `SIEVE`.
+        patience_left: number of blocks that this call may still spare.
     """
 
     queue: Lists
@@ -37,7 +37,7 @@ class State(Struct):
     hand: int
     num_visited: int
     patience: int
-    left: int
+    patience_left: int
 
 
 class SIEVE(CompiledPolicy):
@@ -46,16 +46,16 @@ class SIEVE(CompiledPolicy):
     The paper's algorithm for batches with pins, and with a limit on the search in one call.
 
     A hit marks a block as visited, and moves nothing. A new block joins the queue at the head. To find a
-    victim the hand moves from the oldest block towards the head, then starts at the oldest block again. It
-    clears the marks of visited blocks, which keep their places, and evicts the first block without a mark.
-    The next search continues from there.
+    victim the hand moves from the oldest block towards the head, then starts at the oldest block again. The
+    hand clears the marks of visited blocks, which keep their places, and evicts the first block without a
+    mark. The next search continues from that place.
 
     Where the paper leaves a choice:
 
-    - The blocks of a batch join the queue together, after the last victim, in prefix order. So a victim at
-      the head sends the hand to the oldest block, as in the paper, even if the batch has other blocks before
-      it. In prefix order the head of an unused prefix leaves first. This order reproduces the golden numbers
-      exactly, and costs up to 0.003 of the prefix-hit ratio on a chat trace.
+    - The blocks of a batch join the queue together, in prefix order, after the last victim was chosen. So a
+      victim at the head sends the hand to the oldest block, as in the paper. In prefix order the head of an
+      unused prefix leaves first. This order reproduces the golden numbers exactly, and costs up to 0.003 of
+      the prefix-hit ratio on a chat trace.
     - A request's own store is no visit, and a finished path does not change the order.
     - The hand passes a protected block without changing its mark.
     - When the block under the hand is removed, the hand moves to the next block, as for a victim.
@@ -121,18 +121,18 @@ def _next_victim(own: State, cache: Cache, path: Path, hand: int) -> int:
             if rounds == 4:
                 return hand
         elif evictable(cache, path, hand):
-            if not visited[hand] or own.left == 0:
+            if not visited[hand] or own.patience_left == 0:
                 return hand
             visited[hand] = False
             own.num_visited -= 1
-            own.left -= 1
+            own.patience_left -= 1
         hand = links[hand, PREV]
 
 
 @SIEVE.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, sentinel, visited = own.queue.links, own.queue.num_positions, own.visited
-    own.left = own.patience
+    own.patience_left = own.patience
     hand = sentinel if own.hand == ABSENT else own.hand
     for i in range(new.num_given, new.count):
         victim = _next_victim(own, cache, path, hand)

@@ -32,19 +32,19 @@ class SLRU(CompiledPolicy):
 
     Two LRU lists: blocks on probation, which provide the victims, and proven blocks.
 
-    A new block is on probation. A hit makes it the most recent proven block. If there are now too many proven
-    blocks, the least recent of them becomes the most recent block on probation. The paper calls the second
-    segment protected; in this package protected means pinned, in flight, or of the same request.
+    A new block is on probation. A hit makes the block the most recent proven block. If there are then too
+    many proven blocks, the least recent proven block becomes the most recent block on probation. The paper
+    calls the second segment protected; in this package protected means pinned, in flight, or of the same
+    request.
 
     Where the paper leaves a choice:
 
     - The share of proven blocks is `proven_share`, rounded down. The default is small, because the turns of a
       chat return by recency: on a chat trace with 5,000 blocks the prefix-hit ratio is 0.130 with a share of
-      0.2, 0.114 with 0.5, 0.110 with 0.8, and 0.124 with LRU. For documents that return for ever 0.5 is
-      better.
+      0.2, 0.114 with 0.5, 0.110 with 0.8, and 0.124 with LRU. For a fixed set of documents 0.5 is better.
     - Probation has no fixed size: it holds all other blocks.
     - A request's own store is no hit. When the request finishes, the block moves to the front of its list
-      with the rest of its path, the head foremost. So prefixes lose their tails first.
+      with the rest of its path, and the head becomes the most recent. So prefixes lose their tails first.
     - If every block on probation is protected, the least recent evictable proven block is the victim.
     - Pinned blocks return to probation like others.
 

@@ -61,32 +61,33 @@ class WTinyLFU(CompiledPolicy):
     The paper's algorithm with a 1 % window and an 80/20 main cache, for batches with pins.
 
     A new block enters the window. When the window is full, its coldest block duels with the coldest block of
-    the main cache: the block with the lower recent frequency is evicted; of equals, the block of the window.
-    A winner enters the main cache on probation. A block that is used again there becomes protected, and if
-    there are too many protected blocks, the coldest goes back to probation. A sketch with aging estimates the
-    frequencies (`structures.sketch`); it counts uses and stores.
+    the main cache: the block with the lower recent frequency is evicted, or on a tie the window's block. A
+    winner from the window enters the main cache on probation. A block that is used again there becomes
+    protected; if there are too many protected blocks, the coldest returns to probation. A sketch with aging
+    estimates the frequencies of uses and stores (`structures.sketch`).
 
     The paper does not cover batches, pins and failures. There we choose:
 
     - A batch is processed block by block, each on the lists and sketch that the previous block left. Blocks
       of one batch never evict each other, and the head of the batch is the most recent.
-    - A request may be longer than the window. Once no other block of the window is evictable, a block of the
-      main cache leaves without a duel, and the window grows beyond its share. Later candidates still duel,
-      and the loser is evicted. Until the main cache has its share back, one winner for each new block enters
-      it without a victim, and the next candidate duels instead.
-    - While the window is within its share, after discards, a block of the main cache leaves without a duel.
+    - A request may be longer than the window. When no other block of the window is evictable, a block of the
+      main cache is evicted without a duel, and the window grows beyond its share. Later candidates still
+      duel, and the loser is evicted. Until the main cache has its share back, one winner for each new block
+      enters the main cache without a victim, and the next candidate duels instead.
+    - While the window is smaller than its share, as after discards, a block of the main cache is evicted
+      without a duel.
     - If one segment is fully protected, the other provides the victim: in the main cache the coldest
       evictable block on probation, then the coldest evictable protected block.
-    - While slots are free there are no victims. For each free slot, after the batch has entered, the coldest
-      block of a window that is too large enters the main cache without a duel, if there is room.
+    - While slots are free there are no victims. After the batch has entered, for each free slot the coldest
+      block of a too large window enters the main cache without a duel, if there is room.
     - In a victim tier a returning block that was used again enters the main cache without a duel, on
       probation. The sketch counts only its store.
     - A request's own store is no second use. When the request finishes, the block moves to the front of its
       list with the rest of its path, and the sketch counts nothing.
     - A miss counts in the sketch when the block is stored; a refused block changes nothing.
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
-    for the lists and 8 for the sketch.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes per block for
+    the lists and 8 for the sketch.
     """
 
     name = "wtinylfu"

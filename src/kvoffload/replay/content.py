@@ -1,4 +1,4 @@
-"""Block contents derived from keys: a replay writes them to a device and expects to read them back.
+"""Block contents computed from keys, which a replay writes and compares with the bytes that it reads back.
 
 Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where `digest` is the key's digest
 (`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit

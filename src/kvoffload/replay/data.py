@@ -1,6 +1,6 @@
-"""Data plane of a replay: moves real bytes between a device and the RAM tier, and checks all of them.
+"""Data plane of a replay: moves real bytes between a device and the RAM tier, and verifies every byte.
 
-Owns a piece of device memory, the RAM tier and the injection of damage. Contents follow from keys
+Owns the device memory, the RAM tier and the injection of damage. Contents are computed from keys
 (`replay.content`), so every wrong byte is detected independently of the tier's checksums.
 """
 
@@ -18,17 +18,17 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
 
 _DEVICE_BYTES = 32 << 20
-"""Size of the device memory; larger plans are carried out in pieces."""
+"""Size of the device memory; larger plans are processed in pieces."""
 
 
 class DataPlane:
-    """Executor of the manager's plans on a `MemoryTier` of `num_slots` blocks.
+    """Executes the manager's plans on a `MemoryTier` of `num_slots` blocks.
 
     Attributes:
         ram: the RAM tier.
         cpu_s: CPU time spent in transfers and checks.
         blocks_verified: blocks whose checksum was compared after a read.
-        mismatches_served: blocks with wrong bytes that the tier reported as sound.
+        mismatches_served: blocks with wrong bytes that the tier returned as sound.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
@@ -52,7 +52,7 @@ class DataPlane:
         sound = np.empty(len(plan.slots), np.bool_)
         for piece, rows in self._pieces(len(plan.slots)):
             keys = plan.keys[piece]
-            # Bytes that an earlier request left on the device must not pass for the result of this read.
+            # Bytes of an earlier request on the device must not be taken for the result of this read.
             self._device[rows] = 0
             sound[piece] = self.ram.read(keys, plan.slots[piece], self._device, rows)
             equal = content.matches(keys, self._device, rows)
@@ -63,7 +63,7 @@ class DataPlane:
         return sound
 
     def store(self, plan: StorePlan) -> None:
-        """Compute a plan's blocks on the device and copy them to the tier."""
+        """Fill the device with a plan's blocks and copy them to the tier."""
         start = time.thread_time()
         for piece, rows in self._pieces(len(plan.slots)):
             keys: Keys = plan.keys[piece]
@@ -75,7 +75,6 @@ class DataPlane:
         self.cpu_s += time.thread_time() - start
 
     def close(self) -> None:
-        """Release the tier's memory."""
         self.ram.close()
 
     def _pieces(self, count: int) -> list[tuple[slice, npt.NDArray[np.int64]]]:

@@ -13,8 +13,8 @@ One line for each kind of decision of each request, in the order of the decision
     17 drop 901          not stored, because there was no room
     17 full 3            none of the 3 missing blocks was stored: there was no room
 
-The first number is the request's position in the trace; blocks are ids of the trace. Kinds without blocks
-have no line. The log is a pure function of trace and configuration: equal on every run, machine and Python.
+The first number is the request's position in the trace; blocks are ids of the trace. A kind without blocks
+has no line. The log depends only on trace and configuration, not on the run, the machine or Python.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class _Lines(Struct):
 
 
 class DecisionLog:
-    """Writer and hash of the log. With a `file`, each line is written at once. Cost: about 10 ns per block.
+    """Writes and hashes the log. With a `file`, each line is written at once. Cost: about 10 ns per block.
 
-    Kernels format the numbers: `str` would take a third of a replay of millions of references.
+    Kernels format the numbers, because `str` would take a third of the time of a replay.
     """
 
     def __init__(self, file: BinaryIO | None = None) -> None:
@@ -69,7 +69,7 @@ class DecisionLog:
             self._flush()
 
     def hexdigest(self) -> str:
-        """SHA-256 of the log so far, equal to ``sha256sum`` of the file."""
+        """Return the SHA-256 of the log so far, equal to ``sha256sum`` of the file."""
         self._flush()
         return self._sha256.hexdigest()
 

@@ -1,8 +1,8 @@
 """LRU device cache in front of a replay: the blocks that it serves and drops.
 
-Every request passes through the device, which then holds the request's blocks, wherever they came from. So
-hits and drops depend on the trace alone and are computed before any tier is chosen. The result equals a run
-of an `OffloadingManager` with ``lru``, in a fraction of the time.
+After every request the device holds the request's blocks, whether loaded or computed. So hits and drops
+depend only on the trace, and are computed before the replay of the tiers. The result equals a run of an
+`OffloadingManager` with ``lru``, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DeviceRun:
 
     Attributes:
         served: shape ``(requests,)``; length of each request's head that was on the device.
-        dropped: last reference of each dropped block, in the order of the drops. A block for which there was
-            no room counts as dropped.
+        dropped: last reference of each dropped block, in the order of the drops. A block that found no room
+            counts as dropped.
         offsets: shape ``(requests + 1,)``; request `i` caused the drops
             ``dropped[offsets[i]:offsets[i + 1]]``.
     """
@@ -39,9 +39,10 @@ class DeviceRun:
 def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     """Run an LRU device cache of `device_blocks` blocks, 0 or more.
 
-    A request hits its leading run of resident blocks. Its missing blocks then enter in prefix order; of a
-    request longer than the device, only the head enters. Then all its blocks become the most recent, the head
-    first. So a block is never more recent than its parent, and the device always holds the head of a chain.
+    A request hits its leading run of resident blocks. Then its missing blocks enter, the head first, until
+    the device is full of this request's blocks. Then all its blocks become the most recent, with the head as
+    the most recent. So a block is never more recent than its parent, and the device always holds the head of
+    a chain.
 
     Cost: O(1) per reference. Memory: 12 bytes per unique block, 8 per reference and per drop.
     """
@@ -67,17 +68,17 @@ class Device:
         self._holds = np.zeros(trace.unique_blocks, np.bool_)
 
     def contains(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Mask of the blocks that are on the device after the last served request."""
+        """Return a mask of the blocks that are on the device after the last served request."""
         return self._holds.take(codes)
 
     def served(self, request: int) -> int:
-        """Length of the request's head that is on the device when the request arrives."""
+        """Return the length of the request's head that is on the device when the request arrives."""
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
         """Advance by the next request. Returns the evicted blocks, warmest first.
 
-        Blocks that never entered, because there was no room, are not among them.
+        Blocks that never entered for lack of room are not returned.
         """
         begin, end = self._begins[request : request + 2]
         places = self._dropped[self._offsets[request] : self._offsets[request + 1]]

@@ -1,7 +1,7 @@
 """End times of requests in a replay: at once, or after an assumed time for each generated token.
 
-A trace records arrivals and the number of generated tokens, but no end times. Knows times and order; the
-replay handles the end itself.
+A trace records arrivals and the number of generated tokens, but no end times. Owns the order of the ends; the
+replay finishes the requests.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class EndsAtOnce:
     """Requests end as soon as they are served.
 
     Attributes:
-        are_late: whether other requests may be served before a request ends.
+        are_late: True if other requests may be served before a request ends.
     """
 
     are_late: ClassVar[bool] = False
 
     def due(self, request: int) -> Iterable[End]:
-        """Requests that end before this request arrives, in the order of their ends."""
+        """Return the requests that end before this request arrives, in the order of their ends."""
         return ()
 
     def served(self, request: int, ctx: RequestContext) -> Iterable[End]:
@@ -41,15 +41,14 @@ class EndsAtOnce:
         return ((request, ctx),)
 
     def rest(self) -> Iterable[End]:
-        """Requests that have not ended yet."""
+        """Return the requests that have not ended yet."""
         return ()
 
 
 class EndsWhenGenerated(EndsAtOnce):
-    """Requests end when they have generated their answers, at one speed, starting at their arrival.
+    """Requests generate their answers at a constant speed from their arrival on, and then end.
 
-    An end precedes the first request that arrives at the same time or later. Simultaneous ends follow the
-    order of the requests.
+    An end precedes an arrival at the same time. Simultaneous ends follow the order of the requests.
     """
 
     are_late = True

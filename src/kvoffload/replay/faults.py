@@ -1,7 +1,7 @@
-"""Injection of damage into a RAM tier, as hardware, bugs and power cuts cause it.
+"""Injection of damage into a RAM tier, of kinds that hardware, bugs and power cuts cause.
 
-Owns the kinds of damage. Changes the public arrays of a `MemoryTier`; the tier has no switch for this. The
-caller checks that damage is detected and never served.
+Changes the public arrays of a `MemoryTier`, which has no code for this. The caller checks that damage is
+detected and never served.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvoffload.transfer import Rows
 class Injection:
     """Damages each written block with a fixed probability.
 
-    All random numbers come from `random.Random.random`, whose sequence Python guarantees for a seed: the
-    same writes are damaged in the same way on every version and machine.
+    Reproducible: Python guarantees the sequence of `random.Random.random` for a seed, on every version and
+    machine.
 
     Attributes:
         kind: a key of `KINDS`.
@@ -38,15 +38,15 @@ class Injection:
     def apply(self, tier: MemoryTier, slots: Rows) -> npt.NDArray[np.int64]:
         """Damage some of `slots`, which have just been written; returns the damaged slots, ascending.
 
-        Exactly the returned slots hold other bytes than before the call. A swap or a torn write uses a second
-        slot of the same batch or, for a batch of one, any slot of the tier. A swap damages both slots.
+        The bytes of exactly these slots have changed. A swap or a torn write uses a second slot of the same
+        batch or, for a batch of one, any slot of the tier. A swap damages both slots.
         """
         batch = [int(slot) for slot in slots]
         before: dict[int, npt.NDArray[np.uint8]] = {}
         for slot in batch:
             if self._random.random() < self.probability:
-                others = [other for other in batch if other != slot] or range(tier.num_slots)
-                other = others[self._below(len(others))]
+                candidates = [other for other in batch if other != slot] or range(tier.num_slots)
+                other = candidates[self._below(len(candidates))]
                 for touched in (slot, other):
                     before.setdefault(touched, tier.pool[touched].copy())
                 self._damage(tier, slot, other, self._below)
@@ -80,7 +80,6 @@ Below = Callable[[int], int]
 
 
 def _bitflip(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Flip one bit."""
     bit = below(tier.block_bytes * 8)
     tier.pool[slot, bit // 8] ^= 1 << bit % 8
 
@@ -93,12 +92,12 @@ def _swap(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
 
 
 def _zero(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Zero the block, as if its bytes had never arrived."""
+    """Zero the block, as if its write were lost."""
     tier.pool[slot] = 0
 
 
 def _torn(tier: MemoryTier, slot: int, other: int, below: Below) -> None:
-    """Replace the second half by another block's, as if the write had stopped half-way."""
+    """Replace the second half by another block's second half, as if the write had stopped half-way."""
     half = tier.block_bytes // 2
     tier.pool[slot, half:] = tier.pool[other, half:]
 

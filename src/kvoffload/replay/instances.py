@@ -1,7 +1,7 @@
 """Replay through several instances of an engine, which share the last tier behind their RAM.
 
 Each instance is a `Replay` of its part of the trace; requests are served in the order of the whole trace.
-Owns the writer of each shared block, and the common report.
+Owns the record of each shared block's writer, and the combined report.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _SUMMED = (
 
 
 class SharedTier(SimulatedTier):
-    """Simulated tier of several managers, which call it one at a time.
+    """Simulated tier that several managers share. The managers call the tier one at a time.
 
     Attributes:
-        user: number of the instance that calls the tier now.
-        read_of_others: for each instance, number of blocks that it has read and another instance wrote.
+        user: number of the calling instance.
+        read_of_others: for each instance, the blocks of other instances that it has read.
     """
 
     def __init__(self, options: SizedTierOptions, num_instances: int) -> None:
@@ -52,9 +52,9 @@ class SharedTier(SimulatedTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        job, taken = super().submit_write(keys, pool, rows, request)
-        self._writers.update(dict.fromkeys(keys.take(taken), self.user))
-        return job, taken
+        job, accepted = super().submit_write(keys, pool, rows, request)
+        self._writers.update(dict.fromkeys(keys.take(accepted), self.user))
+        return job, accepted
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         resident = keys.take(self._manager.contains(keys))
@@ -108,7 +108,7 @@ class SharedReplay:
 
     @property
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
-        """Prefix hits per request of each instance, without instances that get no block references."""
+        """Prefix hits per request, for each instance that gets block references."""
         return [own.hits_per_request for own, refs in zip(self._replays, self._refs, strict=True) if refs]
 
     def _switch_to(self, instance: int) -> None:
@@ -120,7 +120,7 @@ class SharedReplay:
         sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
         best = infinite(trace).prefix_hit_blocks
         if config.device_blocks == 0:
-            # One cache of the capacity of all instances is a bound for them.
+            # A single cache with the capacity of all instances is an upper bound.
             shared = config.tiers[-1].num_blocks if config.tiers else 0
             capacity = config.instances * (config.offload_blocks - shared) + shared
             best = optimum(trace, capacity, 0, config.store).prefix_hit_blocks
@@ -146,7 +146,7 @@ class SharedReplay:
         )
 
     def _combined_tier(self, level: int, reports: Sequence[TierReport]) -> TierReport:
-        """Add up one tier of all instances. Counters of the shared tier, except hits, are totals already."""
+        """Add one tier's counters of all instances. Only hits of the shared tier are not totals already."""
         hits = sum(report.hit_blocks for report in reports)
         if level and level == len(self._config.tiers):
             return msgspec.structs.replace(reports[-1], hit_blocks=hits)

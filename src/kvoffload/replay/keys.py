@@ -1,4 +1,4 @@
-"""Keys of a trace's blocks, in place of an engine's block hashes."""
+"""Keys of a trace's blocks: substitutes for an engine's block hashes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvoffload.structures.keys import Keys, KeyWords
 from kvoffload.traces.trace import Trace
 
 KEY_BYTES = 32
-"""Length of a key: an engine's block hashes are SHA-256."""
+"""Length of a key, as of an engine's block hashes (SHA-256)."""
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
-"""Producer of all replays' blocks: a replay may read blocks that another replay left on a disk."""
+"""Producer of blocks in every replay, so that a replay may read blocks of an earlier replay from a disk."""
 
 _STEP = np.uint64(0xD1342543DE82EF95)
 # splitmix64's finisher: shift, factor, and the inverse of the factor modulo 2^64.
@@ -37,12 +37,12 @@ class TraceKeys:
         self._words = words
 
     def of_blocks(self, codes: npt.NDArray[np.int32]) -> Keys:
-        """Keys of these blocks, in their order."""
+        """Return the keys of these blocks, in their order."""
         return Keys(self._words.take(codes, axis=0), KEY_BYTES)
 
     @staticmethod
     def ids(keys: Keys) -> npt.NDArray[np.int64]:
-        """Block ids of keys of this class, recovered from the first word of each key."""
+        """Recover the block ids from the first words of keys of this class."""
         words = _shifted_back(keys.words[:, 0], _LAST)
         for shift, _, inverse in reversed(_ROUNDS):
             words = _shifted_back(words * inverse, shift)

@@ -28,8 +28,8 @@ class OptimumResult:
 
     Attributes:
         prefix_hit_blocks: block references served by device and tier together; no policy serves more.
-        blocks_written: blocks written to the tier, each of which a later request uses. This number suffices,
-            but may not be the minimum.
+        blocks_written: blocks written to the tier, each of which a later request uses. Fewer writes may be
+            possible for these hits.
         device_hit_blocks: hits that the device served.
     """
 
@@ -57,9 +57,9 @@ def optimum(
       tier always holds a leading run of the blocks that a request needs: every such use is a prefix hit.
 
     With `on-compute`, a block whose next use the device serves need not be kept until then, because this
-    request offers the block again. Other simulators call Belady's rule by the next use *of the tier* OPT
-    behind a device; that rule keeps the block. On recorded traces it stays up to 0.01 of the references below
-    this bound, so it is no bound.
+    request offers the block again. Other simulators apply Belady's rule to the next use *of the tier*, keep
+    the block, and call the result OPT. That is no upper bound: on recorded traces its hit ratio is up to 0.01
+    below this bound.
 
     Args:
         capacity_blocks: capacity of the tier; `ConfigError` if negative.
@@ -117,7 +117,7 @@ def _next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Move the place of each block whose next use the device serves behind all other places (see below)."""
+    """Move each place whose use the device serves behind all other places (see below)."""
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))

@@ -1,4 +1,4 @@
-"""Requests that are assumed to wait in the engine's queue while another request is served.
+"""Assumed queue of the engine while a request is served.
 
 A trace records arrivals but no waiting times, so a fixed number of the next requests is assumed to wait. The
 manager expects their blocks (`OffloadingManager.expect`).
@@ -17,7 +17,7 @@ from kvoffload.tiering.manager import AnyManager
 from kvoffload.traces.trace import Trace
 
 QueueLength: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
-"""Requests in the engine's queue; 0: none."""
+"""Number of requests in the engine's queue."""
 
 
 class EngineQueue:

@@ -1,11 +1,11 @@
-"""Replay of a trace through the manager, policy and admission objects that serve in production.
+"""Replay of a trace through the manager, policy and admission rule that engines use.
 
-Requests are replayed one at a time, in file order. Counting follows the golden numbers:
+Requests are replayed one at a time, in file order, and counted as in the golden numbers:
 
 1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
 2. The missing blocks are stored, in prefix order.
-3. All blocks of the request move to the recent end, with the head of the prefix as the most recent. They move
-   when the request is served or, with a decode speed, when its answer is generated (`replay.ends`).
+3. All blocks of the request become the most recent, with the head of the prefix as the most recent: when the
+   request is served or, with a decode speed, when its answer is generated (`replay.ends`).
 
 The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """
@@ -50,23 +50,23 @@ _SETTLE_S = 600.0
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """Caches and assumptions of a replay; points, tasks and rows of a sweep contain or repeat it.
+    """Caches and assumptions of a replay.
 
     Attributes:
         capacity_blocks: slots of the RAM tier.
         policy, admission: arguments of `OffloadingManager`.
         device_blocks: blocks of an LRU device cache in front of RAM; 0 for none.
-        store: when blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
+        store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
         tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
-        decode_tokens_per_s: assumed speed at which each request generates its answer, which determines when
-            the request ends. 0: a request ends as soon as it is served. Device blocks are free at once.
+        decode_tokens_per_s: assumed generation speed of each request, which determines when the request ends.
+            0: a request ends as soon as it is served. Device blocks are free at once in both cases.
         queue_requests: assumed number of requests in the engine's queue; the manager expects them.
         instances: number of engines. Each has its own device, RAM and tiers; the last tier is shared.
             `SharedReplay` replays more than one.
         routing: rule that assigns requests to instances (`replay.routing`).
 
-    Raises: `ConfigError` for assumptions (the last four fields) that are not allowed. The caches are checked
-    when they are created.
+    Raises: `ConfigError` for invalid assumptions (the last four fields). The caches are checked when they are
+    created.
     """
 
     capacity_blocks: int
@@ -104,7 +104,7 @@ class ReplayConfig:
         }
 
     def columns(self) -> dict[str, Any]:
-        """The fields that reports of a replay and rows of a sweep repeat under the same names."""
+        """Return the fields that reports of a replay and rows of a sweep also have."""
         return {
             "admission": self.admission,
             "store": self.store,
@@ -116,7 +116,7 @@ class ReplayConfig:
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Slots that a cache of this capacity can use: at most one per unique block, at least one."""
+    """Return the slots that a cache of this capacity can use: at most one per unique block, at least one."""
     return max(1, min(capacity_blocks, trace.unique_blocks))
 
 
@@ -128,7 +128,7 @@ class Replay:
         config: caches and assumptions.
         data: the data plane; None replays decisions without bytes.
         decisions: file for the decision log, which is hashed in any case.
-        shared: a tier of several instances; it replaces the last tier of `config`.
+        shared: tier of several instances, which replaces the last tier of `config`.
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
@@ -222,7 +222,7 @@ class Replay:
         else:
             self._store(request, codes, keys, ctx)
         if self._ends.are_late:
-            # As engines do: blocks of a running request are recent before the request ends.
+            # As in engines, blocks of a running request are recent before the request ends.
             self.manager.touch(keys, ctx)
         self._device_hits += on_device
         self._tier_hits += from_tier
@@ -245,7 +245,7 @@ class Replay:
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
-        """Load the leading resident blocks; returns how many are sound before the first damaged one."""
+        """Load the leading resident blocks; returns the number of blocks before the first damaged block."""
         if self._tiered is not None:
             hits = self._promote(self._tiered, request, keys, ctx)
         else:
@@ -253,7 +253,7 @@ class Replay:
         if hits == 0 and not self._is_victim_tier:
             return 0
         if self._data is None or hits == 0:
-            # Without bytes a load is bookkeeping only. A victim tier notifies its policy even of 0 blocks.
+            # Without bytes a load only updates the manager. A victim tier also reports a load of 0 blocks.
             self.manager.complete_load(self.manager.prepare_load(keys[:hits], ctx))
             return hits
         plan = self.manager.prepare_load(keys[:hits], ctx)
@@ -267,7 +267,7 @@ class Replay:
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
-        """Promote the prefix from lower tiers and wait; returns how many of its blocks are then in RAM."""
+        """Promote the prefix from lower tiers and wait; returns the number of its blocks in RAM."""
         manager.take_events()
         lookup = manager.lookup(keys, ctx)
         while lookup.stopped_by is LookupResult.RETRY:
@@ -340,7 +340,7 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """CPU time that this thread has spent on bytes and tiers instead of decisions."""
+        """Return the CPU time of this thread for bytes and tiers, which is not for decisions."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
@@ -386,7 +386,7 @@ class Replay:
         )
 
     def _tier_reports(self) -> list[TierReport]:
-        """Reports of RAM, then of the tiers behind it."""
+        """Create the reports of RAM, then of the tiers behind RAM."""
         stats, data = self.manager.stats(), self._data
         hits = self._tiered.hit_blocks if self._tiered is not None else [self._tier_hits]
         ram = TierReport(
@@ -400,25 +400,21 @@ class Replay:
         )
         if self._tiered is None:
             return [ram]
-        return [
-            ram,
-            *(
-                TierReport(
-                    name=name,
-                    hit_blocks=hit_blocks,
-                    blocks_written=tier.written,
-                    blocks_evicted=tier.evicted,
-                    bytes_written=tier.bytes_written,
-                    bytes_read=tier.bytes_read,
-                    mismatches_caught=tier.mismatches,
-                    requests=tier.puts + tier.gets,
-                    cost=tier.cost,
-                    unanswered_blocks=tier.timeouts,
-                    outages=tier.outages,
-                    outage_s=tier.outage_s,
-                )
-                for name, hit_blocks, tier in zip(
-                    self._tiered.tier_names, hits[1:], self._tiered.tier_stats(), strict=True
-                )
-            ),
+        lower = zip(self._tiered.tier_names, hits[1:], self._tiered.tier_stats(), strict=True)
+        return [ram] + [
+            TierReport(
+                name=name,
+                hit_blocks=hit_blocks,
+                blocks_written=tier.written,
+                blocks_evicted=tier.evicted,
+                bytes_written=tier.bytes_written,
+                bytes_read=tier.bytes_read,
+                mismatches_caught=tier.mismatches,
+                requests=tier.puts + tier.gets,
+                cost=tier.cost,
+                unanswered_blocks=tier.timeouts,
+                outages=tier.outages,
+                outage_s=tier.outage_s,
+            )
+            for name, hit_blocks, tier in lower
         ]

@@ -10,8 +10,8 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: ``ram``, ``disk``, ``simulated``.
-        hit_blocks: references served from this tier, and not from a tier above.
-        blocks_written, blocks_evicted: for RAM, promotions from lower tiers count as well.
+        hit_blocks: references served from this tier and not from a faster tier.
+        blocks_written, blocks_evicted: RAM's include promotions from lower tiers.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that failed their checksum and became misses.
         unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.
@@ -42,23 +42,23 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         capacity_blocks, device_blocks: sizes of the RAM tier and of the device cache.
-        store: when blocks are offered to RAM.
+        store: moment at which blocks are offered to RAM.
         skipped_lines: malformed lines of the trace, left out.
         prefix_hit_blocks, prefix_hit_ratio: references served by the device and all tiers.
-        device_hit_blocks, offload_hit_blocks: the same, by place.
+        device_hit_blocks, offload_hit_blocks: prefix hits of the device, and of all tiers.
         block_hit_ratio: references to resident blocks, at any depth: in RAM; for a victim tier, on the
             device or in RAM.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        optimum_hit_ratio: upper bound for any policy that starts empty, with the capacity of all tiers
-            together, behind this device. Blocks that a disk holds from an earlier run may lift hits above it.
-        tokens, tokens_saved: prompt tokens in full blocks, and how many of them were hits.
+        optimum_hit_ratio: upper bound for any policy behind this device, with the capacity of all tiers
+            together and empty at the start. Blocks on a disk from an earlier run may lift hits above it.
+        tokens, tokens_saved: prompt tokens in full blocks, and the hits among them.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
             admission rule or the policy. Dropped: because there was no room.
         writes_per_ref: blocks written per block reference.
         block_bytes, bytes_stored, bytes_loaded: 0 without data.
         blocks_verified: blocks whose checksum was compared when they were read.
         mismatches_caught: damaged blocks that became misses.
-        mismatches_served: blocks served with wrong bytes. Anything but 0 is a bug.
+        mismatches_served: blocks served with wrong bytes; more than 0 is a bug.
         damage_injected: blocks damaged on purpose; some are evicted before they are read.
         control_plane_s: CPU time of decisions.
         data_plane_s: CPU time of moving and checking bytes, and time spent waiting for lower tiers.
@@ -66,10 +66,10 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         version: version of kvoffload.
         decode_tokens_per_s, queue_requests: assumptions, as in `ReplayConfig`.
         policy_state: statistics of the policy at the end.
-        instances, routing: number of engines and how requests were assigned; empty routing for one engine.
-            Sizes are per instance, all other numbers are sums or means of all instances.
+        instances, routing: number of engines, and the rule that assigned requests; empty for one engine.
+            Sizes are per instance, all other numbers are sums or means over all instances.
         hit_blocks_of_others: references served from blocks that another instance wrote to the shared tier.
-        tiers: RAM and the tiers behind it, top to bottom; their `hit_blocks` add up to `offload_hit_blocks`.
+        tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.
     """
 
     trace: str

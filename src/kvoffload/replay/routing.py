@@ -1,4 +1,4 @@
-"""Routers that assign requests to one of several engines. Know requests; no caches of engines."""
+"""Rules that assign requests to engines. Knows requests; no caches."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""Share of a first turn that an engine must have served before, for `PREFIX` to choose that engine."""
+"""Smallest known share of a session's first prompt for which `PREFIX` chooses an engine by the prompt."""
 _MOST_LOAD = 1.5
-"""Load over the mean load above which an engine gets no new session from `PREFIX`."""
+"""Largest load over the mean load at which an engine gets new sessions from `PREFIX`."""
 
 _Instances = npt.NDArray[np.int32]
 
@@ -30,11 +30,11 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
     """Assign an engine, 0 to `instances` - 1, to each request; shape ``(requests,)``. Deterministic.
 
     - `SESSION`: round robin over sessions; all requests of a session go to one engine.
-    - `PREFIX`: each session stays on one engine. It begins on the engine that last served the head of its
-      first prompt, if this head is at least half of the prompt and the engine is not overloaded; otherwise on
-      the engine with the fewest references. Source: the cache-aware router of SGLang. Differs: counts
-      references instead of the loads that a router observes.
-    - `RANDOM`: each request independently, as a load balancer without sessions.
+    - `PREFIX`: all requests of a session go to one engine: the engine that last served the head of the first
+      prompt, if this head is at least half of the prompt and the engine is not overloaded; otherwise the
+      engine with the fewest references. Source: SGLang's cache-aware router. Differs: counts references
+      instead of the loads that a router observes.
+    - `RANDOM`: each request independently, as with a load balancer without sessions.
 
     Sessions are inferred (`statistics.describe`). Cost: O(1) per reference, 20 us per request.
     """

@@ -1,9 +1,8 @@
 """Sources of options: given values, the environment, a file.
 
-An option has one name everywhere: in ``kv_connector_extra_config``, as a keyword in Python, as an option of a
-command, as ``KVOFFLOAD_NAME`` in the environment, and in a TOML file that ``config`` or ``KVOFFLOAD_CONFIG``
-names. A given value overrides the environment, and the environment overrides the file. The meaning of an
-option is documented where it is used.
+An option has the same name in ``kv_connector_extra_config``, in Python, in a command, in the environment (as
+``KVOFFLOAD_NAME``) and in a TOML file, whose path is ``config`` or ``KVOFFLOAD_CONFIG``. A given value
+overrides the environment, and the environment overrides the file. An option is documented where it is used.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.settings.read import nearest
+from kvoffload.errors import ConfigError, Problems
+from kvoffload.settings.read import unknown_options
 
 PREFIX = "KVOFFLOAD_"
 
@@ -34,10 +33,10 @@ OF_ENGINES = (
     "tier_deadline_s",
     "verify",
 )
-"""Options that an engine takes from the environment and from a file. vLLM reads others only from its flag."""
+"""Options that an engine takes from the environment and from a file. vLLM's flag alone can set the others."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options for one rule: if one is given, the others are ignored in the lower layers."""
+"""Options of the admission rule. If any of these options is given, lower layers cannot set the others."""
 
 
 def gathered(
@@ -46,8 +45,8 @@ def gathered(
     """Merge `given` with the environment and the file.
 
     Args:
-        names: options to take from environment and file. The file may hold others, for other readers.
-        other_names: further names of options in `given`.
+        names: options to take from environment and file. Other options in the file are ignored.
+        other_names: aliases of options in `given`: alias -> option.
 
     Raises: `ConfigError` for a file that cannot be read or has an unknown option.
     """
@@ -73,16 +72,8 @@ def read_file(path: object) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError("config", str(path), f"it cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError("config", str(path), f"it is no TOML ({error})") from None
-    problems = [
-        ConfigError(
-            f"config {name}",
-            value,
-            f"there is no such option{nearest(name, OF_ENGINES)}; allowed: {', '.join(sorted(OF_ENGINES))}",
-        )
-        for name, value in options.items()
-        if name not in OF_ENGINES
-    ]
-    if problems:
-        raise problems[0] if len(problems) == 1 else CombinedConfigError(str(path), problems)
+        raise ConfigError("config", str(path), f"it is not a TOML file ({error})") from None
+    problems = Problems(str(path))
+    problems.found += unknown_options(options, sorted(OF_ENGINES), "config ")
+    problems.check()
     return options

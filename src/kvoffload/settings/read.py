@@ -1,7 +1,7 @@
 """Values that users type: sizes, capacities, durations, options.
 
-A dataclass describes options: the type of a field holds the allowed values, as bounds (`msgspec.Meta`) or
-as a `Parser` in ``Annotated``. `convert` reads one value, `read_options` a whole dataclass.
+A dataclass describes options. The type of a field states the allowed values: ``Annotated`` with bounds
+(`msgspec.Meta`) or with a `Parser`. `convert` reads one value, `read_options` a whole dataclass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNITS = {
 }
 MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
-"""Number of unique blocks to check capacities with before the trace is read."""
+"""Assumed number of unique blocks, to check capacities before the trace is read."""
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 _CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
 
@@ -59,7 +59,7 @@ def parse_size(field: str, text: str) -> int:
         raise ConfigError(
             field,
             text,
-            "allowed: a number of bytes, or one with KiB, MiB, GiB, TiB, PiB (or K, M, G, T), KB, MB, GB, TB",
+            "allowed: bytes, or a number with KiB, MiB, GiB, TiB, PiB (or K, M, G, T), KB, MB, GB, TB",
         )
     if "." not in match[1]:
         return int(match[1]) * _UNITS[match[2].upper()]
@@ -70,7 +70,7 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
     """Parse a capacity in blocks: ``5000``, ``5%`` of the trace's unique blocks (rounded down), or ``4GiB``.
 
     Args:
-        block_bytes: bytes of one block, to divide a size by; None if unknown.
+        block_bytes: bytes of one block, for sizes such as ``4GiB``; None if unknown.
 
     Raises: `ConfigError` for an unreadable capacity, less than one block, or more than `MOST_BLOCKS`.
     """
@@ -78,7 +78,7 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
     if match is None or (match[2] == "" and "." in match[1]):
         raise ConfigError(field, text, _CAPACITIES)
     if match[2] == "":
-        blocks, too_few = int(match[1]), "it is no block"
+        blocks, too_few = int(match[1]), "it is less than one block"
     elif match[2] == "%":
         if float(match[1]) > 100:
             raise ConfigError(field, text, "allowed: up to 100%")
@@ -109,7 +109,7 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
 
 
 class Parser(Protocol):
-    """The reader of one kind of value, as a mark in ``Annotated``.
+    """Parser of a kind of value, for use in ``Annotated``.
 
     Attributes:
         allowed: description of the values that `parse` accepts.
@@ -119,11 +119,11 @@ class Parser(Protocol):
     def allowed(self) -> str: ...
 
     def parse(self, field: str, value: object) -> Any:
-        """Return the value. Raises `ConfigError`, which names `field`."""
+        """Return the parsed value. Raises `ConfigError` with the name `field`."""
 
 
 class _SizeParser:
-    """Parser of bytes, from a number or a text with a unit."""
+    """Parser of a size in bytes: a number, or text with a unit."""
 
     def __init__(self, least: int) -> None:
         self._least = least
@@ -156,7 +156,7 @@ class _UnitParser:
 
 
 class OneOf:
-    """Parser of one of some words."""
+    """Parser of a choice among words."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self.words, self.allowed = words, ", ".join(words)
@@ -198,7 +198,7 @@ def without_none(kind: Any) -> Any:
 
 
 def convert(field: str, value: object, kind: Any) -> Any:
-    """Convert `value`, often text, to `kind`: a type, also ``Annotated`` with bounds or with a `Parser`.
+    """Convert `value`, often text, to the type `kind`, which may be ``Annotated``.
 
     Raises: `ConfigError` with the allowed values.
     """
@@ -250,9 +250,9 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 
 def option_names(kind: type[Any]) -> dict[str, str]:
-    """Map each option of a dataclass, as users type it, to its attribute.
+    """Map each option name of a dataclass to its attribute.
 
-    An option has the name of its field, or the one in ``metadata={"option": ...}``.
+    The option name is the field's name, or ``metadata={"option": ...}``.
     """
     return {field.metadata.get("option", field.name): field.name for field in fields(kind)}
 
@@ -269,16 +269,16 @@ def read_options(
     """Build the dataclass `kind` from the options in `given`; None counts as absent.
 
     Args:
-        where: name of these options as a whole: ``tiers[0]``.
-        other_names: further names of options. Two names of one option must have the same value.
-        also_known: names that another reader handles.
-        problems: problems found before.
+        where: name of the group of options, for messages: ``tiers[0]``.
+        other_names: alias -> option. An option given under several names must have one value.
+        also_known: names to accept and ignore, because another reader handles them.
+        problems: earlier problems to report with the new ones.
 
     Raises: `CombinedConfigError`, which lists every problem with its option, value and allowed values.
     """
     names, aliases = option_names(kind), other_names or {}
     known = sorted({*names, *aliases, *also_known})
-    refused = [*problems, *_unknown(given, known)]
+    refused = [*problems, *unknown_options(given, known)]
     described: Any = kind
     hints = _hints(described)
     required = {field.name for field in fields(described) if field.default is MISSING}
@@ -319,10 +319,11 @@ def check_fields(options: object, where: str) -> None:
     problems.check()
 
 
-def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[ConfigError]:
+def unknown_options(given: Mapping[str, Any], known: Sequence[str], where: str = "") -> list[ConfigError]:
+    """List an error for each option that is not in `known`. `where` precedes the option's name."""
     return [
         ConfigError(
-            str(name),
+            f"{where}{name}",
             value,
             f"there is no such option{nearest(name, known)}; allowed: {', '.join(known)}",
         )
@@ -337,6 +338,6 @@ def _value(spellings: Sequence[str], given: Mapping[str, Any], kind: Any) -> Any
     value = convert(first, given[first], kind)
     for name in aliases:
         if convert(name, given[name], kind) != value:
-            why = f"{first} is {given[first]!r}, which is another name for it; give one"
+            why = f"{first}, another name of this option, is {given[first]!r}; give only one of them"
             raise ConfigError(name, given[name], why)
     return value

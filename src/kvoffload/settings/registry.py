@@ -1,4 +1,4 @@
-"""Registry of classes that users name, with parameters: ``reuse:2``."""
+"""Registry of policy and admission classes, which users select by name and parameters: ``reuse:2``."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Registry(Generic[T]):
     Parameters follow behind commas: ``s3fifo,small_share=0.2``. A parameter is a public attribute with an
     annotation and a default, and no ``ClassVar``. The first value may follow a colon: ``reuse:2``.
 
-    Classes are imported on demand. The module of a file has a name made from the file's path, so the class
-    can be pickled, and unpickled where the same text was looked up before: send the text to other processes.
+    Classes are imported on demand. A class from a file can be unpickled only in a process that has found the
+    same text before: send the text to other processes, not the class.
 
     Args:
         field: name in error messages: ``policy``.
-        base: class of the contract. Parameters are declared below it.
+        base: base class of the contract. Parameters are declared in its subclasses.
         package: package of the built-in classes.
     """
 
@@ -57,7 +57,6 @@ class Registry(Generic[T]):
 
     @property
     def allowed(self) -> str:
-        """Description of the possible names."""
         return f"{', '.join(self.names())}, module:Class, or path/to/file.py:Class"
 
     def parse(self, field: str, value: object) -> str:
@@ -75,7 +74,7 @@ class Registry(Generic[T]):
         return sorted({*self._built_in(), *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class that `spec` names; with parameters, a subclass that has them as defaults.
+        """Return the class with the name `spec`; with parameters, a subclass that has these defaults.
 
         Raises: `ConfigError` with the allowed values and the nearest name.
         """
@@ -97,7 +96,7 @@ class Registry(Generic[T]):
             if match is None or not equals or parameter in values:
                 names = ", ".join(f"{candidate.name}={candidate.default}" for candidate in known) or "none"
                 raise ConfigError(
-                    self.field, spec, f"{parameter!r} is no parameter, or twice; allowed: {names}"
+                    self.field, spec, f"{parameter!r} is unknown or given twice; allowed: {names}"
                 )
             try:
                 values[parameter] = convert(parameter, text, match.kind)
@@ -121,7 +120,7 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class without parameters, and the text behind the colon of a known name."""
+        """Return the class, and for a known name the text after its colon."""
         known, colon, text = name.partition(":")
         value = text if colon else None
         for point in self._entry_points():
@@ -153,14 +152,12 @@ class Registry(Generic[T]):
             raise ConfigError(self.field, name, f"there is no file {home}")
         try:
             return _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(self.field, name, f"it cannot be imported: {error}") from error
         except Exception as error:
-            kind = type(error).__name__
-            raise ConfigError(self.field, name, f"it cannot be imported: {kind}: {error}") from error
+            kind = "" if isinstance(error, (ImportError, SyntaxError)) else f"{type(error).__name__}: "
+            raise ConfigError(self.field, name, f"it cannot be imported: {kind}{error}") from error
 
     def _own(self, module: ModuleType) -> list[type[T]]:
-        """List the classes of the contract that a module, or a submodule of it, defines."""
+        """List the subclasses of the contract that a module or its submodules define."""
         return [
             cls
             for cls in vars(module).values()
@@ -190,7 +187,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Registered before it runs: dataclasses and pickle look the module up by name.
+    # Registered before the module runs, because dataclasses and pickle look it up by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,7 +1,7 @@
 """Arrivals of requests in a timed replay: at recorded times, or with a constant number of active clients.
 
-A request that continues another request never arrives before the other has ended, because a turn of a
-conversation needs the previous answer. Sessions are inferred (`traces.statistics.turns`).
+A turn of a conversation never arrives before the previous turn has ended, because it needs the answer.
+Sessions are inferred (`traces.statistics.turns`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvoffload.traces.trace import Trace
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
     """Compute arrival times in seconds, shape ``(requests,)``; the first session begins at 0.
 
-    Sessions begin `load` times as densely as recorded; gaps within a session stay as recorded.
+    Sessions begin at `load` times the recorded rate; gaps within a session stay as recorded.
     """
     recorded_s = trace.timestamps_ms / 1000.0
     if not trace.requests:
@@ -54,8 +54,8 @@ class Recorded:
 
     def ended(self, request: int) -> None:
         """Schedule the turns that continue an ended request."""
-        for following in self._next.get(request, ()):
-            self._schedule(following)
+        for turn in self._next.get(request, ()):
+            self._schedule(turn)
 
     def _schedule(self, request: int) -> None:
         self._events.at(self._times_s[request], lambda: self._arrive(request))
@@ -75,6 +75,6 @@ class AtOnce:
             self.ended(-1)
 
     def ended(self, request: int) -> None:
-        """Send the next request when another has ended."""
-        if (following := next(self._remaining, None)) is not None:
-            self._events.at(self._events.now, lambda: self._arrive(following))
+        """Send the next request when a request has ended."""
+        if (next_request := next(self._remaining, None)) is not None:
+            self._events.at(self._events.now, lambda: self._arrive(next_request))

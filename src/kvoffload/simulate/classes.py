@@ -1,7 +1,7 @@
 """Assumed machines: classes of GPUs, with the source of each number.
 
-Peak rates are from data sheets. The share of a peak that an engine reaches is an assumption, equal for all
-classes; real machines differ from it by up to a third. `kvoffload calibrate` measures a machine instead.
+Peak rates are from data sheets. The share of the peak that an engine reaches is assumed, and equal for all
+classes; real machines differ by up to a third. `kvoffload calibrate` measures a machine instead.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ CLASSES = {
 DEFAULT_PARAMETERS = 8e9
 
 _PREFILL_SHARE, _DECODE_SHARE, _LINK_SHARE = 0.5, 0.4, 0.8
-"""Shares of the peak rates of arithmetic, memory and link that an engine reaches: assumed."""
+"""Assumed shares of the peak rates of arithmetic, memory and link that an engine reaches."""
 _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
-"""Seconds of vLLM's scheduler and the launch of a step, and of a batch of copies: assumed."""
+"""Assumed seconds to schedule and launch a step of vLLM, and to launch a batch of copies."""
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""Layers times hidden size, the factor in the cost of attention: of Llama 3.1 8B, and its growth to 70B."""
+"""Layers times hidden size, a factor of attention's cost: of Llama 3.1 8B, with the exponent up to 70B."""
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:
@@ -71,15 +71,15 @@ def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: in
 
     Prefill takes two operations per parameter and token, at half of the peak rate. Attention takes four
     operations per layer, hidden dimension and earlier token, at the same rate. Decode reads all weights once
-    per token at 40% of the memory bandwidth, whatever the number of requests. GPUs scale without loss.
-    Raises `ConfigError`.
+    per token at 40% of the memory bandwidth, for any number of requests. GPUs scale without loss. Raises
+    `ConfigError`.
     """
     if name not in CLASSES:
         raise ConfigError(
             "machine",
             name,
-            f"allowed: a file of `kvoffload calibrate`, or a class: {', '.join(CLASSES)}; parameters of the "
-            f"model may follow, as in h100-pcie5:70B{nearest(name, CLASSES)}",
+            f"allowed: a file from `kvoffload calibrate`, or a class: {', '.join(CLASSES)}; the model size "
+            f"may follow, as in h100-pcie5:70B{nearest(name, CLASSES)}",
         )
     kind = CLASSES[name]
     flops_per_s = gpus * _PREFILL_SHARE * kind.flops_per_s

@@ -11,16 +11,16 @@ from kvoffload.simulate.machine import Machine
 
 @dataclass(frozen=True)
 class Timing:
-    """A machine, an engine and a load; a trace records none of them.
+    """Machine, engine and load, which no trace records.
 
     Attributes:
         machine: speeds.
         block_bytes: KV bytes of a block of the trace.
         max_running: most requests in progress (vLLM: ``--max-num-seqs``).
         step_tokens: most prompt tokens of a step (vLLM: ``--max-num-batched-tokens``).
-        load: density of session starts, as a multiple of the recorded density.
+        load: arrival rate of sessions, as a multiple of the recorded rate.
         at_once: number of requests that clients keep in progress; 0: requests arrive at recorded times.
-        deadline_s: longest time that a request waits for tiers behind RAM, as in production.
+        deadline_s: longest time that a request waits for tiers behind RAM, as in an engine.
 
     Raises: `ConfigError`, all problems at once.
     """

@@ -2,7 +2,7 @@
 
 Models the parts of vLLM's scheduler that determine waiting times:
 
-- First come, first served. A request whose blocks are being loaded lets others pass.
+- First come, first served; but a request whose blocks are being loaded does not delay other requests.
 - A step computes prompt tokens of one or more requests, up to a budget, and one token of each generating
   request.
 - The last block of a prompt is always computed.
@@ -29,10 +29,10 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Lookups per deadline of a request that waits for a tier while the engine is idle."""
+"""Lookups, per deadline, of a request that waits for a tier while the engine is idle."""
 _ASKS_WHEN_QUIET = 2
-"""The same after a whole deadline without events, when requests that give up have done so. The pause must not
-exceed the deadline: that would begin a new wait."""
+"""Lookups per deadline after a whole deadline without events. The pause between lookups must not exceed the
+deadline, because a longer pause begins a new wait."""
 _NO_TOKENS = 1e-6
 """Tolerance in tokens for the end of an answer, because times are floating-point numbers."""
 
@@ -45,7 +45,7 @@ class Arrivals(Protocol):
 
 
 class _Request:
-    """A request in the engine. `computed` counts tokens, `offered` blocks."""
+    """A request in the engine. `computed` is a number of tokens, `offered` a number of blocks."""
 
     __slots__ = ("blocks", "codes", "computed", "ctx", "lease", "number", "offered", "tokens")
 
@@ -57,7 +57,7 @@ class _Request:
 
 
 class _Step:
-    """Work of one step: prompts to compute within a budget of tokens, and the time they take."""
+    """A step: requests whose prompts are computed, the remaining budget in tokens, and the time."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.work_s = budget, 0.0
@@ -67,8 +67,8 @@ class _Step:
 class _Generating:
     """Requests that generate answers, one token each per token time.
 
-    `tokens` counts the tokens that one request would have generated since the run began, so each request ends
-    at a fixed count.
+    `tokens` counts the tokens that a single request would have generated since the run began. So the end of
+    each request is a fixed count.
     """
 
     def __init__(self, tokens_per_s: float) -> None:
@@ -79,7 +79,7 @@ class _Generating:
         return bool(self._ends)
 
     def add(self, request: _Request, num_tokens: int) -> None:
-        """Let a request generate `num_tokens` more tokens."""
+        """Add a request that will generate `num_tokens` more tokens."""
         heapq.heappush(self._ends, (self.tokens + num_tokens, request.number, request))
 
     def count_step(self, now: float) -> None:
@@ -100,23 +100,20 @@ class _Generating:
             yield heapq.heappop(self._ends)[2]
 
     def seconds_to_next_end(self) -> float:
-        """Time until the next answer is complete."""
+        """Return the time until the next answer is complete."""
         return (self._ends[0][0] - self.tokens) / self.tokens_per_s
 
 
 class Engine:
-    """A single run of a trace.
-
-    Args:
-        arrivals: source of requests.
+    """A single run of a trace. Use once: construct, then `run`.
 
     Attributes:
         came_s, began_s, loaded_s, first_token_s: times of each request, in seconds since the run began.
         device_hits, prefill_s, prefill_tokens, busy_s, most_waiting: as in `TimedOutcome`.
         ended_s: end of the last request.
-        links, tiers: reports at that time.
+        links, tiers: reports at the end of the last request.
 
-    Cost: O(log n) per request and O(1) per step, besides the work of `offload` and pool.
+    Cost: O(log n) per request and O(1) per step, plus the work of `offload` and `pool`.
     """
 
     def __init__(
@@ -151,7 +148,7 @@ class Engine:
         assert self.num_ended == self._trace.requests, f"{self.num_ended} of {self._trace.requests} ended"
 
     def wake(self) -> None:
-        """Begin a step, unless one is in progress, because something has changed."""
+        """Record an event, and begin a step unless a step is in progress."""
         self._happened_at = self._events.now
         self._begin_soon()
 
@@ -175,7 +172,7 @@ class Engine:
         if request.lease is not None:
             self._start(request)
             return True
-        # The last block is always computed: the first token needs it.
+        # The last block is always computed, because the first token needs it.
         most = max(0, len(request.codes) - 1)
         on_device = min(most, self._pool.find(request.codes))
         loads = self._offload.lookup(request.number, request.ctx, on_device, most)
@@ -199,7 +196,7 @@ class Engine:
                 self._queues[0].append(request)
                 self.wake()
 
-        # Pin the blocks to load first: making room on the device may change the tiers.
+        # Pin the blocks to load first, because `_grow` may change the tiers.
         self._offload.load(request.number, request.ctx, on_device, on_device + loads, loaded)
         self._grow(request, on_device + loads)
         if not loads:
@@ -241,7 +238,7 @@ class Engine:
         now = self._events.now
         self.busy_s += self._generating.advance(now)
         if self._end_answers():
-            self.wake()  # clients with complete answers may send requests before the step begins
+            self.wake()  # A client with a complete answer may send a request before the step begins.
             return
         self._offload.poll()
         self._step = _Step(self._timing.step_tokens)
@@ -271,7 +268,7 @@ class Engine:
         self._queues[1].extendleft(reversed(again))
 
     def _compute(self, request: _Request) -> None:
-        """Add as much of a prompt to the step as the budget allows."""
+        """Add a prompt, or the part that fits the budget, to the step."""
         step = self._step
         num_tokens = min(step.budget, request.tokens - request.computed)
         if not num_tokens:
@@ -303,7 +300,7 @@ class Engine:
         self.wake()
 
     def _end_answers(self) -> bool:
-        """End the requests whose answers are complete; returns whether there were any."""
+        """End the requests whose answers are complete; returns True if there were any."""
         num_ended = self.num_ended
         for request in self._generating.take_ended():
             self._end(request)
@@ -330,7 +327,7 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Give a request `num_blocks` of its reserved blocks in total."""
+        """Increase a request's blocks to `num_blocks`, from its reserved blocks."""
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))
@@ -340,7 +337,7 @@ class Engine:
         return -(-tokens // self._trace.block_tokens)
 
     def _answer(self, request: _Request) -> int:
-        """Compute the number of blocks of a request's answer."""
+        """Return the number of blocks of a request's answer."""
         return self._blocks_of(self._answers[request.number])
 
 
@@ -352,5 +349,5 @@ def check_room(trace: Trace, device_blocks: int) -> None:
         raise ConfigError(
             "device-blocks",
             device_blocks,
-            f"the longest request and its answer take {needed:,} blocks; allowed: {needed} or more",
+            f"the longest request and its answer need {needed:,} blocks; allowed: {needed} or more",
         )

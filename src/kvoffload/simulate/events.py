@@ -9,7 +9,7 @@ from kvoffload.simulate.report import LinkReport
 
 
 class Events:
-    """Queue of events in the order of time; simultaneous events in the order of scheduling.
+    """Queue of events, ordered by time, then by scheduling.
 
     Attributes:
         now: seconds since the simulation began; the only clock of a timed replay.
@@ -21,23 +21,22 @@ class Events:
         self._num_scheduled = 0
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Schedule a call; a time in the past means now. Cost: O(log n)."""
+        """Schedule a call at `when`, or now if `when` is in the past. Cost: O(log n)."""
         self._num_scheduled += 1
         heapq.heappush(self._heap, (max(when, self.now), self._num_scheduled, call))
 
     def run(self) -> None:
-        """Run events until the queue is empty."""
         while self._heap:
             self.now, _, call = heapq.heappop(self._heap)
             call()
 
 
 class Link:
-    """One direction of a bus or disk, which moves one job after another.
+    """One direction of a bus or disk. Jobs run one after another.
 
     Args:
         name: name in the report.
-        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s``, after the jobs before it.
+        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` after the previous job.
     """
 
     def __init__(self, events: Events, name: str, bytes_per_s: float, latency_s: float) -> None:
@@ -70,7 +69,7 @@ class Link:
         return max(0.0, self._free_at - self._events.now)
 
     def report(self) -> LinkReport:
-        """Report the counters at the end of a run, which is now."""
+        """Return the counters, for a run that ends now."""
         seconds = self._events.now
         busy_s = self._busy_s - self.seconds_waiting
         return LinkReport(

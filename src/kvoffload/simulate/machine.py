@@ -32,12 +32,11 @@ class Quantity(msgspec.Struct, frozen=True):
 
     @classmethod
     def assumed(cls, value: float, why: str) -> Quantity:
-        """Create an assumed number."""
         return cls(value, value, value, f"assumed: {why}")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Speeds of one machine with one model; None is unknown, and `check` names a number that is missing.
+    """Speeds of one machine with one model; None: unknown.
 
     Computing the tokens of a prompt from position `a` to `b` takes ``prefill_s_per_token * (b - a) +
     prefill_s_per_token_squared * (b * b - a * a)``; the second term is attention. Each step of the engine
@@ -47,13 +46,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         name: name of a class or of the measured host.
         model: model whose prefill and decode speeds these are.
         prefill_s_per_token, prefill_s_per_token_squared, step_s: see above.
-        decode_tokens_per_s: speed of one request while others generate as well.
+        decode_tokens_per_s: generation speed of one request while other requests generate, too.
         load_bytes_per_s, store_bytes_per_s: copies from RAM to the device, and from the device to RAM.
-        copy_latency_s: fixed time of each such copy.
-        disk_read_bytes_per_s, disk_write_bytes_per_s, disk_read_latency_s, disk_write_latency_s: the same for
-            the disk behind RAM.
+        copy_latency_s: fixed time of each copy.
+        disk_read_bytes_per_s, disk_write_bytes_per_s, disk_read_latency_s, disk_write_latency_s: rates and
+            fixed times of the disk behind RAM.
         memory_copy_bytes_per_s: copies within RAM, an upper bound for copies to a device; not simulated.
-        made, facts: date of the measurement (ISO 8601) and facts about the machine, for people.
+        made, facts: date of the measurement (ISO 8601) and facts about the machine, for readers.
         format: identifies the file format.
     """
 
@@ -88,14 +87,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return linear * (end - start) + squared * (end * end - start * start)
 
     def break_even_tokens(self, bytes_per_token: float, *, from_disk: bool = False) -> float:
-        """Compute the prompt length from which on loading is as fast as computing, on an idle machine;
-        infinite if loading is always slower."""
+        """Compute the shortest prompt for which loading is as fast as computing, on an idle machine, in
+        tokens; infinite if loading is always slower."""
         fixed = self.value("copy_latency_s")
         per_token = bytes_per_token / self.value("load_bytes_per_s")
         if from_disk:
             fixed += self.value("disk_read_latency_s")
             per_token += bytes_per_token / self.value("disk_read_bytes_per_s")
-        # Where squared * n^2 + gain * n = fixed.
+        # The positive solution n of squared * n^2 + gain * n = fixed.
         gain = self.value("prefill_s_per_token") - per_token
         squared = self.value("prefill_s_per_token_squared")
         if squared <= 0.0:
@@ -103,7 +102,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (math.sqrt(gain * gain + 4.0 * squared * fixed) - gain) / (2.0 * squared)
 
     def filled_from(self, other: Machine) -> Machine:
-        """Return a copy whose unknown numbers are taken from another machine."""
+        """Return a copy with unknown numbers from another machine."""
         missing = {name: getattr(other, name) for name in _HOW_TO_KNOW if getattr(self, name) is None}
         if not missing:
             return self
@@ -128,19 +127,19 @@ _HOW_TO_KNOW = {
         _ENGINE, "calibrate with --url of a server, or take it from a class: calibrate --rest-from CLASS"
     ),
     **dict.fromkeys(
-        _LINK, "calibrate where there is a GPU, or take it from a class: calibrate --rest-from CLASS"
+        _LINK, "calibrate on a machine with a GPU, or take it from a class: calibrate --rest-from CLASS"
     ),
     **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
-"""Quantity -> instructions to obtain it, for error messages."""
+"""Quantity -> instructions for its measurement, for error messages."""
 
 QUANTITIES = tuple(_HOW_TO_KNOW)
 """Names of all quantities of a machine."""
 
 
 def read_machine(path: Path) -> Machine:
-    """Read the file of a machine, written by `kvoffload calibrate`. Raises `ConfigError`."""
+    """Read a machine from a file of `kvoffload calibrate`. Raises `ConfigError`."""
     try:
         machine = msgspec.json.decode(path.read_bytes(), type=Machine)
     except OSError as error:

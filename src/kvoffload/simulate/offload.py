@@ -1,7 +1,7 @@
-"""Offloading in a timed replay: the production manager, with copies in simulated time.
+"""Offloading in a timed replay: the real manager, with copies in simulated time.
 
 `NoOffload` stores nothing, `Offload` stores computed blocks, `VictimOffload` stores blocks that the device is
-about to drop, as our vLLM connector does. All have the same methods. The manager decides.
+about to drop, as the vLLM connector does. All have the same methods. The manager decides.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""Seconds of queued writes at the end of a run above which a tier does not keep up."""
+"""Most seconds of queued writes, at the end of a run, of a tier that keeps up."""
 
 
 class NoOffload:
@@ -45,13 +45,13 @@ class NoOffload:
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Count the leading blocks of `first` to `end` that can be loaded; None: ask again later."""
+        """Count the leading blocks of `first` to `end` that can be loaded; None: look them up again later."""
         return 0
 
     def load(
         self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
     ) -> None:
-        """Start a request and load these blocks; `done` is called at the end, at once without blocks."""
+        """Start a request and load these blocks; `done` is called when the load has ended."""
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
@@ -75,15 +75,15 @@ class NoOffload:
         return {}
 
     def hits(self) -> int:
-        """Number of block references that were loaded."""
+        """Return the number of block references that were loaded."""
         return 0
 
     def links(self) -> list[LinkReport]:
-        """Reports of all links until now."""
+        """Return the reports of all links until now."""
         return []
 
     def tiers(self) -> list[TimedTierReport]:
-        """Reports of all tiers until now, RAM first."""
+        """Return the reports of all tiers until now, RAM first."""
         return []
 
 
@@ -180,7 +180,7 @@ class Offload(NoOffload):
     ) -> None:
         assert ctx is not None
         self.manager.withdraw(ctx)
-        # Even without blocks: a victim tier notifies its policy of the request.
+        # Even without blocks, because a victim tier notifies its policy of the request.
         plan = self.manager.prepare_load(self._path(request, first, end), ctx)
         self._num_loaded += end - first
 
@@ -244,12 +244,12 @@ class Offload(NoOffload):
         ]
 
     def _path(self, request: int, first: int = 0, end: int | None = None) -> Keys:
-        """Keys of blocks `first` to `end` of a request."""
+        """Return the keys of blocks `first` to `end` of a request."""
         begin, last = self._offsets[request : request + 2]
         return self._keys.of_blocks(self._trace.refs[begin + first : last if end is None else begin + end])
 
     def _copy(self, plan: StorePlan) -> None:
-        """Copy the blocks of a plan, which are ready when the copy has ended."""
+        """Copy the blocks of a plan. They become ready when the copy has ended."""
 
         def copied() -> None:
             self.manager.complete_store(plan)
@@ -262,18 +262,18 @@ class Offload(NoOffload):
 
 
 class VictimOffload(Offload):
-    """Offloading of blocks shortly before the device drops them, as in vLLM with our connector.
+    """Offloading of blocks shortly before the device drops them, as in the vLLM connector.
 
-    After each step, the blocks of the window (`core.window`) are offered, warmest first. A block that is
-    dropped without having been in the window is lost. While fewer blocks are free than the window has,
-    requests store their computed blocks at once.
+    After each step, the blocks of the window (`core.window`) are offered, warmest first. A block that the
+    device drops before it was in the window is lost. While the window is larger than the number of free
+    blocks, requests store their computed blocks at once.
     """
 
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, *rest: Any) -> None:
         super().__init__(trace, config, timing, *rest)
         self._window = Window(-(-timing.step_tokens // trace.block_tokens), max(1, config.device_blocks // 2))
         self._offered = dict[int, None]()
-        self._num_gone, self._unseen, self._seen_version = 0, list[int](), -1
+        self._num_dropped, self._unseen, self._seen_version = 0, list[int](), -1
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
         if self._pool.num_available >= self._window.size:
@@ -281,15 +281,15 @@ class VictimOffload(Offload):
         return super().store(request, ctx, first, end)
 
     def dropped(self, codes: Sequence[int]) -> None:
-        self._num_gone += len(codes)
+        self._num_dropped += len(codes)
         self._unseen += [code for code in codes if code not in self._offered]
 
     def scheduled(self) -> None:
-        if self._num_gone:
-            self._window.follow(self._num_gone)
+        if self._num_dropped:
+            self._window.adapt(self._num_dropped)
             if self._unseen:
                 self._lost += self.manager.keep(self._of(self._unseen[::-1]))
-            self._num_gone = 0
+            self._num_dropped = 0
             self._unseen.clear()
         if self._pool.version != self._seen_version:
             self._seen_version = self._pool.version

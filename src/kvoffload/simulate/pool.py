@@ -1,7 +1,7 @@
 """KV blocks of a device, managed as in vLLM's block pool.
 
-A request holds its blocks until it ends. Free blocks stay findable and are evicted in the order in which they
-became free, the tail of a request first. Knows no bytes and no time.
+A request holds its blocks until it ends. Free blocks can still be found; they are evicted in the order in
+which they became free, the tail of a request first. Knows no bytes and no time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Lease:
 
     Attributes:
         known: codes of the blocks with contents, in prefix order.
-        copies: codes for which another block is the findable one.
+        copies: codes of blocks that cannot be found, because another block has the same contents.
         num_blank: blocks that cannot be found: not yet computed, generated, or second copies.
         num_reserved: blocks reserved for later.
     """
@@ -46,12 +46,12 @@ class DevicePool:
         self.version = 0
 
     def find(self, codes: Sequence[int]) -> int:
-        """Length of the leading run of known blocks."""
+        """Return the length of the leading run of known blocks."""
         holders = self._holders
         return next((length for length, code in enumerate(codes) if code not in holders), len(codes))
 
     def lease(self, codes: Sequence[int], num_more: int) -> Lease | None:
-        """Hold these known blocks and reserve `num_more`; None if there is no room."""
+        """Hold these known blocks and reserve `num_more` blocks; None if there is no room."""
         free = self._free
         num_free = sum(code in free for code in codes)
         if self._num_blank + len(free) - num_free - self._num_reserved < num_more:
@@ -63,7 +63,7 @@ class DevicePool:
         return lease
 
     def take(self, lease: Lease, num_blocks: int) -> list[int]:
-        """Turn `num_blocks` reserved blocks into blank ones; returns the evicted blocks, coldest first."""
+        """Convert `num_blocks` reserved blocks to blank blocks; returns the evicted blocks, coldest first."""
         assert num_blocks <= lease.num_reserved
         lease.num_reserved -= num_blocks
         self._num_reserved -= num_blocks
@@ -77,9 +77,10 @@ class DevicePool:
         return dropped
 
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
-        """Give contents to blank blocks of a lease, which can be found from now on.
+        """Assign contents to blank blocks of a lease, so that the blocks can be found.
 
-        A block that is already known becomes a second copy, which cannot be found while the first exists.
+        If a block is already known, the new block is a second copy, which cannot be found while the first
+        exists.
         """
         for code in codes:
             lease.known.append(code)
@@ -90,7 +91,7 @@ class DevicePool:
                 self._holders[code] = 1
 
     def release(self, lease: Lease) -> None:
-        """Free the blocks of an ended request. Of two copies one stays, as the most recent block."""
+        """Free the blocks of an ended request. One of two copies stays, as the most recent block."""
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
             if code not in lease.copies:
@@ -106,7 +107,7 @@ class DevicePool:
         self.version += 1
 
     def next_to_leave(self, num_blocks: int) -> list[int]:
-        """List the known blocks among the next `num_blocks` to be taken, coldest first."""
+        """List the known blocks among the next `num_blocks` victims, coldest first."""
         return list(islice(self._free, max(0, num_blocks - self._num_blank)))
 
     @property

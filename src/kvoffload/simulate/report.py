@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvoffload.simulate.machine import Machine
 
 _OVERLOADED = 3.0
-"""Mean waiting time over mean service time above which a machine counts as overloaded."""
+"""Ratio of mean waiting time to mean service time above which a run counts as overloaded."""
 
 
 OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the length of the recording."
@@ -17,7 +17,7 @@ OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the 
 
 
 def break_even_sentence(place: str, tokens: float | None) -> str:
-    """Describe from which prompt length on loading from a place beats computing; None: never."""
+    """Describe the shortest prompt for which loading beats computing; None: there is none."""
     if tokens is None:
         return f"Loading from {place} never beats computing on this machine."
     if round(tokens) <= 1:
@@ -49,7 +49,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
         name: ``load`` (RAM to device), ``store`` (device to RAM), ``TIER read``, ``TIER write``.
         jobs, bytes_moved: totals.
         busy_s, busy_share: time in use, and its share of the run.
-        waited_s: waiting time of all jobs before their start.
+        waited_s: sum of the waiting times of all jobs.
         most_bytes_waiting: longest queue, including the current job.
         bytes_left: bytes still queued when the last request ended.
     """
@@ -70,10 +70,11 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``ram``, or the tier's name, with a number if several tiers have one name.
         hit_blocks: blocks that requests loaded from this tier.
-        written, evicted: for RAM, promotions from lower tiers count as well.
-        not_offered: blocks evicted from RAM before slow tiers could take them, all tiers together. For RAM:
+        written, evicted: RAM's include promotions from lower tiers.
+        not_offered: blocks that RAM evicted before a slow tier accepted them, of all tiers together. For RAM:
             blocks offered while all slots were in use.
-        keeps_up: no block was missed, and at most 30 s of writes were queued when the last request ended.
+        keeps_up: True if `not_offered` is 0 or the tier is RAM, and at most 30 s of writes were queued when
+            the last request ended.
     """
 
     name: str
@@ -90,12 +91,12 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         requests: number of requests; all are served, however late.
         seconds: time from the first arrival to the end of the last request.
-        device_hit_blocks, offload_hit_blocks, hit_ratio: block references not computed, by place, and their
-            share of all references.
+        device_hit_blocks, offload_hit_blocks, hit_ratio: block references found on the device and loaded, and
+            their share of all references.
         prefill_s, prefill_tokens: time of steps that computed prompts, and computed tokens of full blocks.
-        device_busy_share: share of the run with any step.
-        ttft_s: time to first token, from the arrival of a request.
-        waiting_s, loading_s: parts of it: waiting for a place and room on the device, and loading.
+        device_busy_share: share of the run in which the device was busy.
+        ttft_s: time from the arrival of a request to its first token.
+        waiting_s, loading_s: parts of `ttft_s`: waiting to be scheduled, and loading.
         most_waiting: most requests in the queue.
         not_worth: blocks in tiers that were not read, because computing them was expected to be faster.
         no_room: blocks in tiers for which RAM had no room.
@@ -124,7 +125,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TimedTierReport] = []
 
     def misses(self) -> list[str]:
-        """Describe blocks in tiers that were not used, and blocks that were lost."""
+        """Describe the reasons for lost hits, with their counts."""
         counts = (
             (self.not_worth, "blocks in tiers were not read, because computing them was faster"),
             (self.no_room, "blocks in tiers found no room in RAM"),
@@ -149,10 +150,11 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
         load, at_once, max_running, step_tokens: as in `Timing`.
         with_offload, without: the two runs.
         gpu_seconds_saved: prefill time saved.
-        speed_up: duration without offloading over duration with; with `at_once`, the ratio of throughputs.
-        ttft_p50_ratio, ttft_p90_ratio: time to first token without over with; above 1 is better.
-        break_even_tokens: prompt length from which on loading from RAM beats computing, on an idle machine;
-            None if never.
+        speed_up: duration without offloading over duration with offloading; with `at_once`, the ratio of
+            throughputs.
+        ttft_p50_ratio, ttft_p90_ratio: time to first token without offloading over the time with offloading.
+        break_even_tokens: shortest prompt for which loading from RAM beats computing on an idle machine;
+            null if there is none.
         version: version of kvoffload.
     """
 

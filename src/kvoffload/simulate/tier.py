@@ -1,4 +1,4 @@
-"""Disk tier in simulated time: decides as in production, and takes as long as the disk."""
+"""Simulated disk tier in simulated time: decisions as in an engine, and the disk's speed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TimedTier(SimulatedTier):
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if isinstance(request, RequestContext):
-            request.extend(keys)  # requested blocks are not evicted for this request's writes
+            request.extend(keys)  # Protects these blocks from eviction by this request's writes.
         readable: Mask = self._manager.ready_slots_of(keys) >= 0
         return readable
 

@@ -1,4 +1,4 @@
-"""Timed replay: a trace through the production manager, in simulated time.
+"""Timed replay: a trace through the real manager, in simulated time.
 
 `replay_in_time` compares two runs, with offloading and without.
 """
@@ -32,9 +32,9 @@ def run_in_time(
     config: ReplayConfig | None = None,
     progress: Progress = lambda requests: None,
 ) -> TimedOutcome:
-    """Run a trace once; `config` None means without offloading, with the device cache alone.
+    """Run a trace once. If `config` is None, the run has no offloading, and depends only on `timing` and
+    `device_blocks`.
 
-    The run without offloading depends on `timing` and `device_blocks` only, so a planner makes it once.
     Deterministic. Cost and errors as for `replay_in_time`.
     """
     _check(trace, timing, device_blocks, config)
@@ -59,11 +59,11 @@ def replay_in_time(
     """Run a trace with offloading and without, and compare both.
 
     Args:
-        progress: counts the requests of all runs made here.
-        without: the run without offloading, if it is known already.
+        progress: receives the number of ended requests, of both runs together.
+        without: the run without offloading, if it is already known.
 
-    Deterministic: reads no clock of this machine. Cost: O(log n) per request and O(1) per step, besides the
-    work of manager and pool. Raises: `ConfigError` if the machine lacks a required number, a tier cannot be
+    Deterministic: reads no clock of this machine. Cost: O(log n) per request and O(1) per step, plus the work
+    of manager and pool. Raises: `ConfigError` if the machine lacks a required number, a tier cannot be
     simulated, or the longest request does not fit on the device.
     """
     device_blocks, offset = config.device_blocks, 0
@@ -102,9 +102,7 @@ def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfi
     timing.machine.check(has_ram=config is not None, has_disk=config is not None and bool(config.tiers))
     check_room(trace, device_blocks)
     if config is not None and config.device_blocks != device_blocks:
-        raise ConfigError(
-            "device_blocks", device_blocks, f"config has {config.device_blocks}: set both to one value"
-        )
+        raise ConfigError("device_blocks", device_blocks, f"allowed: {config.device_blocks}, as in config")
     if config is not None and (config.decode_tokens_per_s or config.queue_requests):
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",

@@ -5,10 +5,10 @@ Requests are not independent: sessions return, the load varies, caches have memo
 no traces, policies or caches.
 
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
-17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Reasons:
-each request is in exactly one window, so the mean over all draws equals the ratio. Overlapping windows would
-underweight both ends of a trace; and a run is kept as a few dozen sums, which can later be paired with any
-other run on this trace. Price: intervals are slightly less certain than with overlapping windows.
+17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
+request is in exactly one window, so the mean over all draws equals the ratio; overlapping windows would
+underweight both ends of a trace. A run is kept as a few dozen sums, which can be paired with any other run on
+the trace. The price: intervals are slightly less certain than with overlapping windows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvoffload.structures.draws import whole_numbers
 Sums = npt.NDArray[np.int64]
 
 WINDOWS = 32
-"""Windows of a trace. More windows are shorter and correlated; fewer windows estimate the spread badly."""
+"""Windows of a trace. More windows would be shorter and correlated; fewer would estimate the spread badly."""
 
 FEWEST_WINDOWS = 10
 """Number of windows below which no interval is computed."""
@@ -107,29 +107,26 @@ class Resamples:
         Args:
             hits: hits in each window, shape ``(windows,)``.
         """
-        return self._interval(hits)
-
-    def difference(self, hits: Sums, baseline: Sums) -> Interval | None:
-        """Compute the paired interval of one run's ratio minus another's, on the same trace.
-
-        An interval that contains 0 shows no difference. Equal runs give exactly ``(0.0, 0.0, 0.0)``.
-        """
-        return self._interval(hits - baseline)
-
-    def _interval(self, sums: Sums) -> Interval | None:
-        if len(sums) != self._times.shape[1]:
+        if len(hits) != self._times.shape[1]:
             raise ConfigError(
-                "hits", len(sums), f"allowed: one sum for each of {self._times.shape[1]} windows"
+                "hits", len(hits), f"allowed: one sum for each of {self._times.shape[1]} windows"
             )
-        if len(sums) < self._fewest_windows:
+        if len(hits) < self._fewest_windows:
             return None
-        # A draw of empty windows only has no ratio.
+        # A draw that has only empty windows has no ratio.
         drawn = self._refs > 0
         if not drawn.any():
             return None
-        ratios = (self._times @ sums.astype(np.float64))[drawn] / self._refs[drawn]
+        ratios = (self._times @ hits.astype(np.float64))[drawn] / self._refs[drawn]
         low, high = np.quantile(ratios, (self._tail, 1 - self._tail))
-        return Interval(float(low), float(high), self._correlation(sums))
+        return Interval(float(low), float(high), self._correlation(hits))
+
+    def difference(self, hits: Sums, baseline: Sums) -> Interval | None:
+        """Compute the paired interval of a run's ratio minus the baseline's, on the same trace.
+
+        If the interval contains 0, the difference is not significant. Equal runs give ``(0.0, 0.0, 0.0)``.
+        """
+        return self.ratio(hits - baseline)
 
     def _correlation(self, sums: Sums) -> float:
         """Compute the correlation of neighbouring windows' deviations from the mean ratio."""

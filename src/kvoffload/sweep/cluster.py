@@ -39,11 +39,11 @@ class ClusterWorkers:
             ) from None
         self._distributed: Any = distributed
         try:
-            # Another service may listen at this port, and a client whose constructor fails cannot be closed.
+            # Checked before the client is created: a client whose constructor fails cannot be closed.
             asyncio.run(_check_connection(address, timeout_s))
             self._client: Any = self._distributed.Client(address, timeout=timeout_s, set_as_default=False)
         except Exception as error:
-            # The first bytes of a web server, read as a length, exceed any memory.
+            # The first bytes of a web server's reply, read as a length, exceed any memory.
             is_other = isinstance(error, MemoryError)
             reason = "another service answers there" if is_other else " ".join(str(error).split())
             raise ConfigError(
@@ -56,7 +56,6 @@ class ClusterWorkers:
             raise
 
     def results(self, tasks: Sequence[Task]) -> Results:
-        """See `Workers.results`."""
         futures = {}
         try:
             for task in tasks:

@@ -39,7 +39,7 @@ class Point:
     """A replay of a sweep, and its sizes as the user typed them.
 
     Attributes:
-        trace: index of the trace among the traces of the sweep.
+        trace: index of the trace in the sweep.
         config: caches and assumptions of the replay.
         capacity, device, tiers: sizes of RAM, device and tiers as typed.
     """
@@ -68,8 +68,7 @@ class Grid:
         capacities: of RAM: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
         devices: of the LRU device cache: a capacity, ``0`` for none, or a multiple of RAM's, ``0.5x``.
         stores: store modes (`STORES`).
-        tiers: tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``; several levels with a ``+``. All
-            are simulated: they track blocks and keep no bytes.
+        tiers: simulated tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``, ``1%+10%`` (two levels).
         block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
         common: assumptions of all replays (decode speed, queue, instances, routing). The axes replace its
             other fields.
@@ -101,7 +100,7 @@ class Grid:
             with problems:
                 if store not in STORES:
                     raise ConfigError("stores", store, f"allowed: {', '.join(STORES)}")
-        # Sizes are parsed here for errors only: their grammar is known before a trace is read.
+        # Sizes are parsed here for errors only; a trace is needed to convert them to blocks.
         with problems:
             self._sizes(ANY_TRACE)
         problems.check()
@@ -170,10 +169,10 @@ def policy_class(policy: str) -> type[EvictionPolicy]:
 
 @functools.cache
 def incompatible(policy: str, admission: str) -> ConfigError | None:
-    """Explain why a policy and an admission rule exclude each other; None if they do not."""
+    """Return the error if a policy and an admission rule are incompatible, else None."""
     try:
-        found = policy_class(policy)
-        OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=found, admission=admission)
+        cls = policy_class(policy)
+        OffloadingManager(_A_FEW_BLOCKS, key_bytes=KEY_BYTES, policy=cls, admission=admission)
     except ConfigError as error:
         return error
     except Exception as error:
@@ -183,7 +182,7 @@ def incompatible(policy: str, admission: str) -> ConfigError | None:
 
 
 def _require_one(reasons: list[ConfigError | None]) -> None:
-    """Reject a value that is incompatible with every value of the other axis."""
+    """Raise the first error if a value is incompatible with every value of the other axis."""
     if reasons[0] is not None and all(reasons):
         raise reasons[0]
 
@@ -191,7 +190,7 @@ def _require_one(reasons: list[ConfigError | None]) -> None:
 def axis(field: str, text: str) -> tuple[str, ...]:
     """Parse a list such as ``lru,arc``, without duplicates, in its order. Raises `ConfigError`.
 
-    An item with a ``=`` is a parameter of the item before: ``lru,s3fifo,small_share=0.2`` has two values.
+    An item with ``=`` is a parameter of the previous item: ``lru,s3fifo,small_share=0.2`` has two values.
     """
     values: list[str] = []
     for value in text.split(","):
@@ -205,7 +204,7 @@ def axis(field: str, text: str) -> tuple[str, ...]:
 
 
 def content_digest(trace: Trace) -> str:
-    """Compute the SHA-256 of everything in a trace that affects a replay; the name does not."""
+    """Compute the SHA-256 of everything in a trace that affects a replay; its name is left out."""
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
     arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
     for array in arrays:
@@ -235,7 +234,7 @@ def device_blocks(text: str, capacity_blocks: int, block_bytes: int | None, uniq
             raise ConfigError(
                 "device-blocks",
                 text,
-                f"it is less than one block of a tier of {capacity_blocks:,}; {_DEVICE_ALLOWED}",
+                f"it is less than one block, with {capacity_blocks:,} blocks of RAM; {_DEVICE_ALLOWED}",
             )
         return blocks
     try:

@@ -24,7 +24,6 @@ class _Line(msgspec.Struct, omit_defaults=True):
 
 
 def journal_path(output: Path) -> Path:
-    """Path of the journal of an output."""
     return output.with_name(output.name + ".journal")
 
 
@@ -32,13 +31,13 @@ class SweepJournal:
     """Measurements and timed replays by key, in the file ``OUTPUT.journal``. One process may open it.
 
     Lines that cannot be decoded are ignored: a half line at the end after a ``kill -9``, or a line of another
-    version. Appended lines survive the end of the process at any point, but not a crash of the machine.
+    version. Appended lines survive a ``kill -9`` at any point, but not a crash of the machine.
 
     Attributes:
-        measurements, timed: measurements and timed replays that the file had when it was opened.
+        measurements, timed: contents of the file when it was opened.
 
-    Raises: `ConfigError` with the output, on opening and appending, if the file cannot be written or another
-    process has it open.
+    Raises: `ConfigError`, on opening and appending, if the file cannot be written or another process has it
+    open.
     """
 
     def __init__(self, output: Path) -> None:
@@ -57,24 +56,21 @@ class SweepJournal:
         self._read()
 
     def add(self, key: str, measurement: Measurement) -> None:
-        """Append one measurement."""
         self._append(_Line(key, measurement))
 
     def add_timed(self, key: str, outcome: TimedOutcome) -> None:
-        """Append one timed replay."""
         self._append(_Line(key, timed=outcome))
 
     def _append(self, line: _Line) -> None:
         encoded = msgspec.json.encode(line) + b"\n"
         try:
             written = self._file.write(encoded)
-            if written != len(encoded):  # The last bytes of a full disk.
+            if written != len(encoded):  # The disk is full; the second write raises the error.
                 self._file.write(encoded[written:])
         except OSError as error:
             raise self._refused(error) from None
 
     def remove(self) -> None:
-        """Delete the file."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs the replays of points, each once; results in the journal are reused.
+"""Runs each replay once and reuses results in the journal.
 
 Owns the keys of measurements and the progress. Knows points and traces; not their purpose.
 """
@@ -28,7 +28,7 @@ from kvoffload.sweep.workers import LocalWorkers, Workers
 _FORMAT = 2
 """Format of a measurement in the journal."""
 _TIER_WORK = 2
-"""Time that a tier behind RAM adds to a replay, as a multiple of RAM's."""
+"""Time that a tier behind RAM adds to a replay, as a multiple of the time with RAM alone."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Progress:
 
     Attributes:
         rows_done, rows: combinations with a result, and all combinations.
-        refs_done, refs: block references replayed by this run, and all that it replays.
+        refs_done, refs: block references replayed so far by this run, and its total.
         of: noun for the rows: ``rows``, or ``timed replays``.
     """
 
@@ -120,7 +120,6 @@ class Work:
             yield workers, journal
 
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
-        """Write the output, if there is one."""
         if self.output is not None:
             RowsFile(self.output).write(rows)
 
@@ -161,7 +160,7 @@ class Measuring:
             kept = self._journal.measurements
             self.from_journal += sum(key in kept and key not in known for key in keys)
             known |= {key: kept[key] for key in keys if key in kept}
-        # Sizes typed differently may be equal in blocks: they share one replay.
+        # Sizes that are typed differently but equal in blocks share one replay.
         todo = {key: number for number, key in reversed(list(enumerate(keys))) if key not in known}
         order = sorted(todo.values(), key=lambda number: (-self._estimated_work(points[number]), number))
         tasks = [self._task(number, points[number]) for number in order]
@@ -193,7 +192,7 @@ class Measuring:
         return Task(number, trace.source, point.config, trace.block_refs)
 
     def _estimated_work(self, point: Point) -> int:
-        """Estimate the work in references. Longest replays start first, so that workers end together."""
+        """Estimate the work in references. The longest replays start first, so that workers end together."""
         return self._traces[point.trace].block_refs * (1 + _TIER_WORK * len(point.config.tiers))
 
     def _key(self, point: Point) -> str:
@@ -208,5 +207,4 @@ class Measuring:
 
 
 def _available_cpus() -> int:
-    """Count the CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,6 @@
 """Files of rows: CSV, JSON or Parquet, by suffix. Equal rows give equal bytes.
 
-A row is a struct; the fields of structs within it become columns of their own. Knows no meaning of rows.
+A row is a struct; nested structs are flattened to columns. Does not know the meaning of rows.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvoffload.errors import ConfigError
+from kvoffload.settings.read import without_none
 
 
 class RowsFile:
@@ -41,7 +42,7 @@ class RowsFile:
     def write(self, rows: Sequence[msgspec.Struct]) -> None:
         """Replace the file atomically by these rows, all of one class. Raises `ConfigError`."""
         content = self._encode(rows)
-        # The suffix shows that the file is no result.
+        # The suffix marks an incomplete file.
         unfinished = self.path.with_name(self.path.name + ".part")
         try:
             unfinished.write_bytes(content)
@@ -54,7 +55,7 @@ class RowsFile:
 
 
 def flat(row: msgspec.Struct) -> dict[str, Any]:
-    """Columns and values of a row, with structs inlined in the order of their fields."""
+    """Return the columns of a row with their values; nested structs are flattened, in field order."""
     columns: dict[str, Any] = {}
     for name in row.__struct_fields__:
         value = getattr(row, name)
@@ -63,7 +64,7 @@ def flat(row: msgspec.Struct) -> dict[str, Any]:
 
 
 def _types(row: type[msgspec.Struct]) -> dict[str, Any]:
-    """Types of the columns, for a class of rows."""
+    """Return the columns of a class of rows with their types."""
     types: dict[str, Any] = {}
     for field in msgspec.structs.fields(row):
         is_struct = isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)
@@ -93,7 +94,7 @@ def as_json(rows: Sequence[msgspec.Struct]) -> bytes:
 
 
 def _parquet(rows: Sequence[msgspec.Struct]) -> bytes:
-    """Encode as one row group. Column types follow from the row's class, so columns of nulls have a type."""
+    """Encode as one row group. Column types come from the row's class, so columns of nulls have a type."""
     import pyarrow
     import pyarrow.parquet
 
@@ -105,8 +106,7 @@ def _parquet(rows: Sequence[msgspec.Struct]) -> bytes:
     }
     columns = []
     for name, kind in _types(type(rows[0])).items():
-        kinds = [one for one in getattr(kind, "__args__", (kind,)) if one is not type(None)]
-        columns.append(pyarrow.field(name, types[kinds[0]]))
+        columns.append(pyarrow.field(name, types[without_none(kind)]))
     table = pyarrow.Table.from_pylist([flat(row) for row in rows], schema=pyarrow.schema(columns))
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(table, sink)

@@ -28,7 +28,7 @@ class SweepResult:
 
     Attributes:
         rows: a row for each combination, in the order of the traces and axes.
-        verdicts: a verdict for each trace with each choice of sizes, store mode and tiers.
+        verdicts: a verdict for each trace, sizes, store mode and tiers.
         left_out: reasons why combinations were left out, with their counts.
         from_journal: combinations whose replay an earlier run had finished.
         violations: a line for each row above the optimum; each is a bug.
@@ -42,18 +42,18 @@ class SweepResult:
 
 
 class Sweep:
-    """A sweep. Use once: construct, then `run`. Impossible options are a `ConfigError` before any work.
+    """A sweep. Use once: construct, then `run`. Invalid options raise `ConfigError` before any work.
 
-    With an output, finished replays are kept in ``OUTPUT.journal``: an interrupted sweep with the same output
-    continues. The key of a replay covers the trace's content, the configuration, the version and code
-    of this package and the code of the policies. The journal is removed when the output is written.
+    With an output, finished replays are kept in ``OUTPUT.journal``, and an interrupted sweep with the same
+    output continues. A replay is reused only if the trace's content, the configuration, and the code of this
+    package and of the policies are the same. The journal is removed when the output is written.
 
     Args:
         traces: files, or names of built-in workloads.
         grid: the axes.
         block_tokens, skip_bad_lines: arguments of `load_trace`.
         output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
-        timings: add a column of seconds, which differ from run to run.
+        timings: add a column with the seconds of each replay.
 
     Attributes:
         progress: progress of the run, also after an interruption.

@@ -1,6 +1,6 @@
-"""Rows of a sweep: each measurement beside LRU's, the optimum's and its confidence interval.
+"""Rows of a sweep: measurements with confidence intervals, compared with LRU and with the optimum.
 
-Owns the columns. Rows depend on measurements alone and are computed anew whenever a sweep ends.
+Owns the columns. Rows depend only on measurements and are recomputed when a sweep ends.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kvoffload.sweep.grid import Point
 from kvoffload.sweep.task import Measurement, TraceSource
 
 YARDSTICK = "lru"
-"""Policy that all others are compared with."""
+"""Policy with which all policies are compared."""
 
 _SMALLEST_GAP = 0.001
-"""Gap to the optimum below which `gap_closed` is null: shares of a smaller gap are noise."""
+"""Smallest gap to the optimum for which `gap_closed` is computed; shares of a smaller gap are noise."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,9 +28,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         trace, trace_sha256: name and content digest of the trace.
         capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as typed.
-        capacity_blocks, device_blocks, tier_blocks: the same in blocks.
+        capacity_blocks, device_blocks, tier_blocks: these sizes in blocks.
         decode_tokens_per_s, queue_requests, instances, routing: assumptions, as in `ReplayConfig`.
-        prefix_hit_ratio: references served by device and tiers, along the prefix.
+        prefix_hit_ratio: references in the prefix of a request that device, RAM and tiers serve.
         ci_low, ci_high, ci_correlation: confidence interval of the prefix-hit ratio (`bootstrap.Interval`);
             null for fewer requests than `FEWEST_WINDOWS`.
         offload_hit_ratio: references served by RAM and the tiers behind it.
@@ -42,14 +42,15 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: configuration that the next columns compare with: LRU with the same sizes and store mode,
-            with admission ``all`` if the sweep has it, otherwise with the first rule; null without LRU.
+        baseline: configuration for the comparisons below: LRU with the same sizes, store mode and tiers, and
+            with admission ``all`` or else the sweep's first rule; null without LRU.
         diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the baseline's, and the
-            paired confidence interval of the difference. An interval that contains 0 shows no difference.
-        gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null if that gap is below 0.001.
+            paired confidence interval of the difference. The difference is significant if the interval does
+            not contain 0.
+        gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null for a gap below 0.001.
         writes_vs_lru: blocks written, divided by the baseline's.
         among_best: no other row with these sizes on this trace is better beyond chance.
-        verdict: sentence about the best row of a place (`verdict.Verdict.line`); null in other rows.
+        verdict: in the best row of a place, its verdict (`verdict.Verdict.line`); null in other rows.
         decisions_sha256: digest of the decision log: equal digests mean equal decisions.
         seed, resamples: parameters of the confidence intervals.
         version: version of kvoffload.
@@ -106,7 +107,7 @@ class TimedRow(Row, frozen=True, kw_only=True):
     """Row with a timing, which differs from run to run.
 
     Attributes:
-        control_plane_s: seconds of decisions, on a machine that ran other replays at the same time.
+        control_plane_s: CPU seconds of decisions, while other replays ran on the machine.
     """
 
     control_plane_s: float
@@ -129,7 +130,7 @@ class SweptTrace:
 
 
 class Runs:
-    """Measurements of a sweep, with confidence intervals of each and of any two.
+    """Measurements of a sweep, and confidence intervals of points and of differences between points.
 
     Attributes:
         traces, points: traces and points of the sweep.
@@ -155,9 +156,9 @@ class Runs:
         """Compute the interval of one point's prefix-hit ratio."""
         return self._draws[self.points[number].trace].ratio(self._hits[number])
 
-    def difference(self, number: int, other: int) -> Interval | None:
-        """Compute the paired interval of one point's ratio minus another's, on the same trace."""
-        return self._draws[self.points[number].trace].difference(self._hits[number], self._hits[other])
+    def difference(self, number: int, baseline: int) -> Interval | None:
+        """Compute the paired interval of a point's ratio minus the baseline's, on the same trace."""
+        return self._draws[self.points[number].trace].difference(self._hits[number], self._hits[baseline])
 
 
 def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False) -> list[Row]:
@@ -174,7 +175,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
         rival = best[_sizes(point)]
         lead = runs.difference(number, rival)
         row = _row(runs, number, block_bytes)
-        # Without an interval, only equal hits are among the best.
+        # Without an interval, only rows with the same hits as the best are among the best.
         among_best = lead.high >= 0 if lead else _hits(measured[number]) == _hits(measured[rival])
         row = msgspec.structs.replace(row, among_best=among_best)
         baseline = baselines.get(place(point))
@@ -188,7 +189,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
 
 def violations(rows: Sequence[Row]) -> list[str]:
-    """Describe each row above a bound: it shows a bug of kvoffload."""
+    """Describe each row above an upper bound. Such a row proves a bug of kvoffload."""
     lines = []
     for row in rows:
         bounds = {"an optimal policy": row.optimum_hit_ratio, "a cache without limit": row.infinite_hit_ratio}
@@ -204,12 +205,12 @@ def violations(rows: Sequence[Row]) -> list[str]:
 
 
 def _sizes(point: Point) -> tuple[object, ...]:
-    """Group whose best rows are marked: all rows with the same sizes on one trace."""
+    """Return the key of the rows among which the best are marked: trace and sizes."""
     return point.trace, point.device, point.capacity, point.config.tier_blocks
 
 
 def place(point: Point) -> tuple[object, ...]:
-    """Group with one baseline, optimum and verdict: a trace, sizes, a store mode and tiers."""
+    """Return the key of the rows that share a baseline and a verdict: trace, sizes, store mode, tiers."""
     return *_sizes(point), point.config.store, point.tiers
 
 

@@ -1,7 +1,6 @@
-"""Tasks of a sweep: one replay, run by any kind of worker.
+"""Tasks of a sweep. A task is one replay, which any kind of worker can run.
 
-A task runs in the process of the sweep, in a worker process or on another machine, so tasks and results are
-plain values; a failure is a result as well.
+Tasks and results are plain values, because a worker may be another process or machine. A failure is a result.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from kvoffload.traces.trace import Trace
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _WITHOUT_INFLUENCE = {"cli", "plan", "pages", "testing"}
-"""Rooms whose code does not affect the result of a replay."""
+"""Packages whose code does not affect the result of a replay."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -97,8 +96,8 @@ class Task:
     """A replay to run.
 
     Attributes:
-        number: identifies the result.
-        block_refs: references of the trace, a measure of the work.
+        number: index of the point, to assign the result.
+        block_refs: block references of the trace: a measure of the work.
     """
 
     number: int
@@ -108,7 +107,7 @@ class Task:
 
 
 def load(source: TraceSource) -> Trace:
-    """Read a trace. A worker keeps the last two in memory: consecutive tasks mostly use the same trace.
+    """Read a trace. A process caches the last two traces, because consecutive tasks mostly use the same.
 
     Raises: errors of `load_trace`, and `TraceError` if the content does not match `source.digest`.
     """
@@ -121,7 +120,7 @@ def load(source: TraceSource) -> Trace:
 
 
 def identified(source: TraceSource) -> TraceSource:
-    """Return `source` with the digest of the trace's present content."""
+    """Return `source` with the digest of the trace's current content."""
     return replace(source, digest=_read(source)[1])
 
 
@@ -141,8 +140,8 @@ def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
 
 @functools.lru_cache(maxsize=2)
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
-    """Read the parts of all replicas. The cache holds two divisions: a plan replays replicas separately, and
-    all of them in front of shared servers."""
+    """Divide a trace among its replicas. The cache holds two divisions, because a plan alternates between the
+    separate replicas and the undivided trace in front of shared servers."""
     share = source.share
     ((trace, _),) = _whole(replace(source, share=ALL))
     trace = at_load(one_session_in(trace, share.one_in), share.load)
@@ -152,21 +151,20 @@ def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
 
 
 def attempt(task: Task) -> Measurement | Failure:
-    """Run a task; reads the trace."""
     return attempt_with(None, task)
 
 
 def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
     """Run a task with this trace; None: read the trace.
 
-    Raises nothing: exceptions of third parties' policies may not be picklable, and must not end a worker.
+    Raises nothing, because an exception of a third party's policy may not be picklable.
     """
     try:
         run = replay_of(trace or load(task.source), task.config)
         report = run.run()
     except Exception as error:
         return Failure(f"{type(error).__name__}: {error}")
-    # Rows do not contain the policy's statistics.
+    # No row has a column for the policy's statistics.
     report = msgspec.structs.replace(report, policy_state={})
     of_instances = run.hits_of_instances if isinstance(run, SharedReplay) else []
     return Measurement(
@@ -178,9 +176,9 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
 
 @functools.cache
 def code_digest(policy: str = "") -> str:
-    """Compute the SHA-256 of the code that affects a result: this package and the file of the policy.
+    """Compute the SHA-256 of the code that affects a result: this package and the policy's file.
 
-    The version is not enough: results change while a policy is being developed.
+    The version is not enough, because a policy under development changes without a new version.
     """
     digest = hashlib.sha256(__version__.encode())
     files = [
@@ -198,6 +196,6 @@ def code_digest(policy: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig) -> list[str]:
-    """Compute `code_digest` for each policy of a configuration; policies are given by name."""
+    """Compute `code_digest` for each policy of a configuration."""
     tiers = [tier.policy for tier in config.tiers if isinstance(tier, SizedTierOptions)]
     return [code_digest(str(policy)) for policy in (config.policy, *tiers)]

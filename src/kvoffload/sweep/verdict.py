@@ -1,6 +1,7 @@
 """Verdicts of a sweep: the best configuration at each place, its lead, and the certainty of the lead.
 
-Owns the sentences. Knows rows and intervals of differences; replays nothing.
+A place is a trace with sizes, a store mode and tiers. Owns the sentences. Knows rows and intervals of
+differences; replays nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvoffload.sweep.table import Row, place
 from kvoffload.text import percent
 
 _NAMED = 3
-"""Number of configurations that a sentence names; it counts the others."""
+"""Most configurations that a sentence names; further configurations are counted."""
 
 
 class Certainty(Enum):
@@ -33,12 +34,12 @@ class Verdict:
 
     Attributes:
         number: index of the best row among all rows of the sweep.
-        best: the row with most prefix hits; of equal rows LRU, or else the first.
-        baseline: LRU at this place, `best` itself if no row beats LRU; None without LRU.
+        best: the row with most prefix hits; LRU wins ties, then the first row.
+        baseline: the LRU row of this place, which may be `best`; None without LRU.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows, without the baseline, that `best` does not beat beyond chance, most hits first. Without
-            intervals, rows with equally many hits.
+        alike: rows whose difference from `best` is not significant, without the baseline, most hits first.
+            Without intervals: rows with the same number of hits.
         rivals: number of other rows at this place.
     """
 
@@ -96,7 +97,7 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a difference by the low end and correlation of its interval; None without an interval."""
+    """Classify a difference by the low end and the correlation of its interval; None: no interval."""
     if low is None or correlation is None:
         return Certainty.UNKNOWN
     if low <= 0:
@@ -111,7 +112,7 @@ def verdicts_of(
 
     Args:
         points: the point of each row.
-        difference: paired interval of one row's ratio minus another's, by their indices.
+        difference: paired interval of a row's ratio minus the baseline's; takes their indices.
 
     Cost: one interval for each row.
     """

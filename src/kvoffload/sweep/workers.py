@@ -1,7 +1,4 @@
-"""Workers of a sweep: this process, or worker processes. `sweep.cluster` uses a Dask cluster.
-
-Know no purpose of the results.
-"""
+"""Workers of a sweep: this process, or worker processes. `sweep.cluster` has workers of a Dask cluster."""
 
 from __future__ import annotations
 
@@ -37,25 +34,24 @@ class Workers(Protocol):
 
 
 class LocalWorkers:
-    """Up to `jobs` processes of this machine; for one job or one task, this process itself.
+    """Up to `jobs` worker processes; one job or one task runs in this process.
 
-    Processes are spawned, because a fork would copy locks of numpy's and numba's threads in any state. Each
-    process keeps its last traces between calls of `results`. Processes end with this process, even if it is
-    killed.
+    Processes are spawned, because a fork would copy held locks of numpy's and numba's threads. Each process
+    caches its last traces between calls of `results`. Processes end with this process, even if this process
+    is killed.
     """
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
         self._executor: ProcessPoolExecutor | None = None
-        self._others: set[Any] = set()
+        self._earlier_children: set[Any] = set()
 
     def results(self, tasks: Sequence[Task]) -> Results:
-        """See `Workers.results`."""
         jobs = min(self._jobs, len(tasks))
         return self._run_here(tasks) if jobs <= 1 else self._run_in_processes(tasks)
 
     def close(self) -> None:
-        """End the idle processes."""
+        """End the worker processes."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
@@ -66,7 +62,7 @@ class LocalWorkers:
 
     def _run_in_processes(self, tasks: Sequence[Task]) -> Results:
         if self._executor is None:
-            self._others = set(multiprocessing.active_children())
+            self._earlier_children = set(multiprocessing.active_children())
             spawn = multiprocessing.get_context("spawn")
             self._executor = ProcessPoolExecutor(self._jobs, spawn, initializer=_begin_worker)
         finished = False
@@ -88,16 +84,18 @@ class LocalWorkers:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
-        # Replays in progress may take minutes, and their results are no longer needed.
-        for process in set(multiprocessing.active_children()) - self._others:
+        # Replays in progress may take minutes.
+        for process in set(multiprocessing.active_children()) - self._earlier_children:
             process.terminate()
             process.join()
 
 
 @contextlib.contextmanager
 def _sigint_waits() -> Iterator[None]:
-    """Block SIGINT in processes started meanwhile: Ctrl-C reaches every process of a terminal, and only the
-    parent handles it. Processes inherit the signal mask."""
+    """Block SIGINT in processes that are started in this context. Processes inherit the signal mask.
+
+    Ctrl-C reaches every process of a terminal, but only the parent handles it.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -111,7 +109,7 @@ def _begin_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    # An idle worker holds both ends of the task queue, so it would not notice the end of the parent.
+    # An idle worker holds both ends of the task queue, so its read does not fail when the parent ends.
     with contextlib.suppress(Exception):
         parent = multiprocessing.parent_process()
         if parent is not None:

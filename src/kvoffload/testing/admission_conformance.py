@@ -32,7 +32,7 @@ class AdmissionConformance:
 
     Attributes:
         max_examples: number of Hypothesis examples.
-        remembers_keys: number of fresh keys after which the state of a rule stops growing.
+        remembers_keys: number of new keys after which the state of a rule stops growing.
     """
 
     max_examples: ClassVar[int] = 20
@@ -82,8 +82,8 @@ class AdmissionConformance:
         """Check that another instance gives equal answers to equal calls."""
         for seed in _SEEDS:
             script = random_script(seed, num_steps=250)
-            once, again = (_answers(self.make(), script) for _ in range(2))
-            assert once == again, f"seed {seed}: another instance gave other answers"
+            first, second = (_answers(self.make(), script) for _ in range(2))
+            assert first == second, f"seed {seed}: another instance gave other answers"
 
     def test_reset_forgets_everything(self) -> None:
         """Check that after `reset` a rule answers like a new one."""
@@ -117,8 +117,8 @@ class AdmissionConformance:
                     rule.count(Keys.pack(keys, _KEY_BYTES))
             sizes.append(len(pickle.dumps(state_of(rule))))
         assert sizes[-1] <= 1.5 * sizes[0] + 256, (
-            f"the state grows for ever: {sizes} bytes after 1, 2, 3 times {self.remembers_keys} fresh keys; "
-            "if it has a larger bound, set `remembers_keys`"
+            f"the state grows without limit: {sizes} bytes after 1, 2, 3 times {self.remembers_keys} new "
+            "keys; if it has a larger bound, set `remembers_keys`"
         )
 
 

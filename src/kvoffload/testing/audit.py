@@ -1,7 +1,7 @@
 """Checks of a manager's internal invariants, in O(capacity).
 
-The only module that may read private attributes of others. A test calls `audit` after every step. The
-`AssertionError` of a failure names the parts that disagree, and the slots or keys.
+The only module that may read private attributes of other modules. Call `audit` after every step of a test.
+The `AssertionError` of a failure names the structures that disagree, and the slots or keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvoffload.structures.structs import Struct
 def audit(manager: Any) -> None:
     """Check all invariants that hold between two calls of a manager. Changes nothing.
 
-    For any policy it checks the `Lists`, `KeyLists` and `PathRuns` among its attributes, and its `order`.
+    For every policy, checks its attributes of the types `Lists`, `KeyLists` and `PathRuns`, and its `order`.
 
     Raises:
         AssertionError: names the violated invariant.
@@ -50,9 +50,9 @@ def audit(manager: Any) -> None:
 
 
 def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
-    """Return the whole nested state of `thing` in values that compare with ``==``; arrays byte for byte.
+    """Return the whole nested state of `thing` as values that can be compared with ``==``.
 
-    Equal snapshots prove that the state has not changed.
+    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte.
 
     Args:
         thing: an object of plain values, containers, arrays and objects, without cycles.
@@ -83,11 +83,11 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 
 
 def state_of(thing: Any) -> bytes | Any:
-    """Return the whole state of a policy or an admission rule, in a form that compares with ``==``.
+    """Return the whole state of a policy or an admission rule, in a form that can be compared with ``==``.
 
-    Unlike `snapshot` it handles cycles and foreign objects (`random.Random`). Compare only states of one
-    object, because equal objects may give different states. A policy's `index` is left out; it is the
-    manager's.
+    Unlike `snapshot`, handles cycles and foreign objects (`random.Random`). Compare only states of the same
+    object, because equal objects may give different states. A policy's `index` is left out, because it
+    belongs to the manager.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -137,8 +137,8 @@ def _audit_counters(manager: OffloadingManager) -> None:
     assert counted == actual, f"counters {counted}, but slots {actual}"
     slots = stats.free + stats.writing + stats.ready + stats.condemned
     assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
-    left = stats.ready + stats.evicted + stats.discarded
-    assert stats.stored == left, f"stored {stats.stored}, but ready + evicted + discarded = {left}"
+    total = stats.ready + stats.evicted + stats.discarded
+    assert stats.stored == total, f"stored {stats.stored}, but ready + evicted + discarded = {total}"
     counts = {name: value for name, value in vars(stats).items() if name != "policy"}
     assert all(value >= 0 for value in counts.values()), f"negative counters: {counts}"
 

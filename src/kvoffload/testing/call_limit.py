@@ -1,4 +1,4 @@
-"""A CPU time limit for a policy's calls, so that an endless loop fails a test instead of hanging it."""
+"""A CPU time limit for calls of a policy, so that an endless loop fails the test."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """A call of a policy that does not return. Not an `Exception`, so that Hypothesis does not shrink it."""
+    """A call of a policy that does not return. A `BaseException`, so that Hypothesis does not shrink it."""
 
 
 class CallLimit:
     """A limit of twice `cpu_s` of CPU time for each call of a policy between `begin` and `end`.
 
-    A timer checks whether the policy is still in the same call as at the last tick. Loops in compiled code
-    are not detected, because Python delays signals until they end. Thread: main; other threads have no limit.
+    A timer checks whether the policy is still in the same call as at the previous tick. Loops in compiled
+    code are not detected, because Python delays signals until the code returns. Thread: main; other threads
+    have no limit.
     """
 
     def __init__(self, cpu_s: float) -> None:
@@ -25,13 +26,11 @@ class CallLimit:
         self._last: FrameType | None = None
 
     def begin(self) -> None:
-        """Start the timer."""
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGVTALRM, self._check)
             signal.setitimer(signal.ITIMER_VIRTUAL, self._cpu_s, self._cpu_s)
 
     def end(self) -> None:
-        """Stop the timer."""
         if threading.current_thread() is threading.main_thread():
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, self._before)

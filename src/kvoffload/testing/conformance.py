@@ -54,14 +54,14 @@ class PolicyConformance:
     """Base class of a policy's tests: set `policy`, and pytest runs every check on the policy.
 
     Random checks print their seed, or Hypothesis shrinks them. A run takes a few seconds. Each check is a
-    method; set a check that does not apply to None.
+    method; to disable a check, set it to None.
 
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
         twin: another policy that must make the same decisions, or None.
         admissions: admission rules to combine with the policy, ``all`` first.
         max_examples: number of Hypothesis examples in each check.
-        remembers_blocks: number of fresh blocks after which the state of a policy of 16 blocks stops growing.
+        remembers_blocks: number of new blocks after which the state of a policy of 16 blocks stops growing.
         call_cpu_s: largest CPU time of one call of a policy in Python.
     """
 
@@ -84,7 +84,7 @@ class PolicyConformance:
     # ---- form
 
     def test_it_is_found_and_says_its_name(self) -> None:
-        """Check that the policy can be found and has a name, and the form of `stats` and `order`."""
+        """Check that the policy can be found and has a name, and the types in `stats` and `order`."""
         policy_class = POLICIES.find(self.policy)
         missing = sorted(getattr(policy_class, "__abstractmethods__", ()))
         assert not missing, f"{policy_class.__name__} does not implement {', '.join(missing)}"
@@ -150,9 +150,9 @@ class PolicyConformance:
             for last in _resident(manager):
                 ctx = manager.begin_request("others", [key for key in _resident(manager) if key != last])
                 plan = _store(manager, [b"f" * _KEY_BYTES], ctx)
-                left = list(plan.evicted)
-                assert left == [last] or plan.num_refused, (
-                    f"seed {seed}: {_hex(left)} left, but only {last.hex()} was evictable"
+                evicted = list(plan.evicted)
+                assert evicted == [last] or plan.num_refused, (
+                    f"seed {seed}: {_hex(evicted)} left, but only {last.hex()} was evictable"
                 )
                 manager.complete_store(plan, success=False)
                 manager.complete_store(_store(manager, [last]))
@@ -210,8 +210,8 @@ class PolicyConformance:
     def test_it_decides_the_same_again(self) -> None:
         """Check that equal calls give equal decisions: no shared state, no randomness."""
         for seed in SEEDS:
-            once, again = (decisions(self.policy, seed) for _ in range(2))
-            assert once == again, f"seed {seed}: the second time the same calls had other decisions"
+            first, second = (decisions(self.policy, seed) for _ in range(2))
+            assert first == second, f"seed {seed}: the second time the same calls had other decisions"
 
     def test_it_decides_the_same_elsewhere(self) -> None:
         """Check that decisions are equal in another process, with another hash seed.
@@ -274,15 +274,15 @@ class PolicyConformance:
         audit(manager)
         # Unbounded state triples until the end. The margin allows for larger numbers in the pickle.
         assert sizes[-1] <= 1.5 * sizes[0] + 256, (
-            f"the state grows for ever: {sizes} bytes after 1, 2 and 3 times {self.remembers_blocks} "
-            f"fresh blocks, with {capacity_blocks} in the cache; if it has a larger bound, set "
+            f"the state grows without limit: {sizes} bytes after 1, 2 and 3 times {self.remembers_blocks} "
+            f"new blocks, with {capacity_blocks} in the cache; if it has a larger bound, set "
             "`remembers_blocks`"
         )
 
     # ---- hits
 
     def test_it_is_never_above_the_optimum(self) -> None:
-        """Check that hits do not exceed the optimum, and that with room for all each block misses once.
+        """Check that hits do not exceed the optimum, and equal it if the cache holds all blocks.
 
         Covers several workloads, capacities and admission rules, with and without a device cache.
         """
@@ -310,7 +310,6 @@ def decisions(policy: PolicyLike, seed: int) -> list[Any]:
 
 
 def digest(log: Sequence[Any]) -> str:
-    """Return the SHA-256 of a log of decisions."""
     return hashlib.sha256(repr(log).encode()).hexdigest()
 
 
@@ -331,7 +330,7 @@ def _drop(manager: OffloadingManager, keys: list[bytes]) -> None:
 
 
 def _full_manager(policy: PolicyLike, capacity_blocks: int, seed: int) -> OffloadingManager:
-    """Create a used manager whose blocks are all ready and unpinned, and which has no free slot."""
+    """Create a manager with a random history, no free slot, and only ready, unpinned blocks."""
     manager = _manager(policy, capacity_blocks)
     play(manager, random_script(seed, num_steps=150, settle=True))
     for number in range(100, 100 + manager.stats().free):
@@ -357,10 +356,11 @@ def _hex(keys: Sequence[bytes]) -> list[str]:
     return [key.hex() for key in keys]
 
 
-def _compare(what: str, one: OffloadingManager, other: OffloadingManager, script: list[Step]) -> None:
-    for number, (left, right) in enumerate(zip(play(one, script), play(other, script), strict=True)):
-        assert left == right, (
-            f"{what}: step {number} {_short(script[number])}: {_short(left[:2])}, not {_short(right[:2])}"
+def _compare(what: str, manager: OffloadingManager, twin: OffloadingManager, script: list[Step]) -> None:
+    for number, (actual, expected) in enumerate(zip(play(manager, script), play(twin, script), strict=True)):
+        assert actual == expected, (
+            f"{what}: step {number} {_short(script[number])}: {_short(actual[:2])}, "
+            f"not {_short(expected[:2])}"
         )
 
 
@@ -370,7 +370,7 @@ def _short(value: object) -> str:
 
 
 def _run_machine(machine: type[ManagerMachine]) -> None:
-    """Run a state machine; a failure's message lists the steps first, and the violation last."""
+    """Run a state machine. The message of a failure lists the steps, then the violation."""
     try:
         run_state_machine_as_test(machine, settings=machine.TestCase.settings)
     except Exception as error:
@@ -415,27 +415,27 @@ def _check_protection(manager: OffloadingManager, roles: list[str], touched: lis
     except PolicyError as error:
         raise AssertionError(f"{error}; the blocks in slots 0, 1, ... are {roles}") from error
     audit(manager)
-    left = list(plan.evicted) if plan is not None else []
-    wrong = set(left) - may_leave
+    evicted = list(plan.evicted) if plan is not None else []
+    wrong = set(evicted) - may_leave
     assert not wrong, f"{_hex([*wrong])} left, although protected; roles: {roles}"
     wanted = min(offered, len(may_leave)) - (plan.num_refused if plan is not None else 0)
-    assert len(left) >= wanted, f"{len(left)} of {wanted} blocks left; roles: {roles}"
+    assert len(evicted) >= wanted, f"{len(evicted)} of {wanted} blocks left; roles: {roles}"
 
 
 def _check_asking(manager: OffloadingManager, seed: int) -> None:
     """Check that no query and no refusal of a full manager changes the policy."""
-    here = _resident(manager)
-    fresh = [key_of(number, _KEY_BYTES) for number in range(240, 245)]
-    own = manager.begin_request("whole cache", here)
+    resident = _resident(manager)
+    absent = [key_of(number, _KEY_BYTES) for number in range(240, 245)]
+    own = manager.begin_request("whole cache", resident)
     pins: list[LoadPlan] = []
     asking: dict[str, Callable[[], Any]] = {
         "stats()": manager.policy.stats,
         "order()": manager.policy.order,
-        "lookup": lambda: manager.lookup(here + fresh),
-        "lookup_key": lambda: [manager.lookup_key(key) for key in here + fresh],
-        "a refusal: all blocks are of this request": lambda: manager.prepare_store(fresh, own),
-        "prepare_load": lambda: pins.append(manager.prepare_load(here)),
-        "a refusal: all blocks are pinned": lambda: manager.prepare_store(fresh),
+        "lookup": lambda: manager.lookup(resident + absent),
+        "lookup_key": lambda: [manager.lookup_key(key) for key in resident + absent],
+        "a refusal: all blocks are of this request": lambda: manager.prepare_store(absent, own),
+        "prepare_load": lambda: pins.append(manager.prepare_load(resident)),
+        "a refusal: all blocks are pinned": lambda: manager.prepare_store(absent),
         "complete_load": lambda: manager.complete_load(pins.pop()),
     }
     before = state_of(manager.policy)

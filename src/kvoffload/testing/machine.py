@@ -1,8 +1,8 @@
 """A Hypothesis state machine of a manager, compared with a model of two dicts and a list.
 
 The completion, failure and loss of jobs are rules, so a single-threaded test explores every interleaving of
-completions. The model knows no order: it checks that every victim was evictable, that duplicates of a victim
-tier leave first, and that nothing else changes. The *right* victim is for the tests of a policy.
+completions. The model checks that every victim was evictable, that duplicates of a victim tier leave first,
+and that nothing else changes. The model has no order: tests of a policy check that victims are *right*.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -43,7 +43,7 @@ COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped",
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
-"""Key numbers: prefixes of chains, as engines send them, and arbitrary lists with repeats."""
+"""Numbers of keys: parts of a chain, as in engines, or arbitrary lists with repeats."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Request:
 
 @dataclass
 class Job:
-    """A transfer in flight. `reset` may have made it stale (forgotten) or void (it never ends)."""
+    """A transfer in flight. A `reset` makes the transfer stale (its blocks are forgotten) or void (lost)."""
 
     plan: LoadPlan | StorePlan
     stale: bool = False
@@ -416,7 +416,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
 
     def _mark_duplicates(self, keys: list[bytes]) -> None:
-        """Record, for a victim tier, that the device also holds the ready blocks among these."""
+        """Record, for a victim tier, that the device also holds these blocks, as far as they are ready."""
         if self._is_victim_tier:
             latest = [key for key in dict.fromkeys(keys) if self.state.get(key) is READY]
             self.duplicates = [*latest, *(key for key in self.duplicates if key not in latest)]
@@ -440,16 +440,16 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def _expect_all(self, ctx: RequestContext) -> bool:
         """Expect the keys of a request, head first, while there is room; return False if room ran out."""
-        others, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
+        expected, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
         for key in list(ctx.keys())[len(own) :]:
-            if len(others | {key}) > self.manager.capacity_blocks * 7 // 8:
+            if len(expected | {key}) > self.manager.capacity_blocks * 7 // 8:
                 return False
             own.append(key)
-            others.add(key)
+            expected.add(key)
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request; the longest waiting requests get its room."""
+        """Remove a waiting request, and give its room to the longest waiting requests."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
@@ -494,12 +494,12 @@ def manager_machine(
 
     Args:
         policy: as for `OffloadingManager`.
-        admission: a name, or a function that creates a rule, since one rule serves one manager.
+        admission: a name, or a function that creates a rule, because each manager needs its own rule.
         store: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: number of slots; keep it small, so that there is often no room.
         key_bytes: length of the keys.
-        max_examples: number of random histories; None for the value of Hypothesis' profile.
-        step_count: largest number of steps of a history.
+        max_examples: number of random histories; None: from Hypothesis' profile.
+        step_count: most steps of a history.
     """
 
     def make() -> OffloadingManager:

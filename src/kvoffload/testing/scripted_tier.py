@@ -1,6 +1,6 @@
-"""Tiers whose jobs end when and how a test decides, for tests of the code in front of a tier.
+"""Fake tiers for tests of code that uses a tier. The test decides when and how each job ends.
 
-They keep blocks in a dictionary: no policy, no capacity, no medium.
+Blocks are kept in a dictionary, without policy, capacity or medium.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class ScriptedTier(SecondaryTier):
         jobs: jobs in flight; `end` ends a job.
         durable: the blocks that would survive a crash: `blocks` at the end of the last `drain`.
         takes: False for a busy tier, which accepts no writes.
-        room: length of the write queue in blocks; the tier drops what exceeds it.
+        room: capacity of the write queue, in blocks; blocks beyond the capacity are rejected.
         used: the path of each finished request.
-        on_call: called first with the name of each called method; may raise, as a failing tier does.
+        on_call: called at the start of each method with the method's name; may raise, to simulate a failure.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class ScriptedTier(SecondaryTier):
         self.on_call("submit_write")
         self._check(request)
         rows = np.asarray(rows, np.int64)
-        taken = ~self.contains(keys) & self.takes
-        taken &= np.cumsum(taken) <= self.queue_room
-        if not taken.any():
-            return NO_JOB, taken
-        job = ScriptedJob(self._next, keys.take(taken), pool, rows[taken], is_read=False)
-        return self._submit(job), taken
+        accepted = ~self.contains(keys) & self.takes
+        accepted &= np.cumsum(accepted) <= self.queue_room
+        if not accepted.any():
+            return NO_JOB, accepted
+        job = ScriptedJob(self._next, keys.take(accepted), pool, rows[accepted], is_read=False)
+        return self._submit(job), accepted
 
     @property
     def queue_room(self) -> int:
@@ -114,7 +114,7 @@ class ScriptedTier(SecondaryTier):
         return self.room - sum(len(job.keys) for job in self.jobs if not job.is_read and job.pool is not None)
 
     def end(self, job: ScriptedJob) -> None:
-        """Run a job. A block that fails is forgotten, and its destination is filled with noise."""
+        """Run a job. A failed block is forgotten; a failed read overwrites its destination."""
         self.jobs.remove(job)
         run = self._read if job.is_read else self._write
         ok = np.array([run(job, key, row) for key, row in zip(job.keys, job.rows.tolist(), strict=True)])
@@ -140,7 +140,7 @@ class ScriptedTier(SecondaryTier):
             job.void = True
 
     def drain(self, timeout_s: float) -> bool:
-        """Return at once: only the test ends jobs."""
+        """Return at once, because only the test ends jobs."""
         self.on_call("drain")
         if self.jobs:
             return False
@@ -185,7 +185,7 @@ class ScriptedTier(SecondaryTier):
 
     def _check(self, request: object | None) -> None:
         if request is not None and request not in self.open_requests:
-            raise ScriptMisuseError("a request that was finished, or never begun")
+            raise ScriptMisuseError("the request was finished or never begun")
 
     def _submit(self, job: ScriptedJob) -> int:
         self._next += 1
@@ -196,20 +196,20 @@ class ScriptedTier(SecondaryTier):
 
 
 class ScriptedSharedTier(ScriptedTier, SharedTier):
-    """A `ScriptedTier` that machines share: `blocks` is the server, which other machines see too.
+    """A `ScriptedTier` that machines share. `blocks` are the blocks on the server.
 
     Attributes:
-        believed: presence cache of this process; blocks without an entry are `unknown`.
+        presence: presence cache of this process; blocks without an entry are `unknown`.
     """
 
     def __init__(self, block_bytes: int, *, probe_timeout_s: float = 0.05, **options: object) -> None:
         super().__init__(block_bytes, **options)  # type: ignore[arg-type]
         self.probe_timeout_s = probe_timeout_s
-        self.believed: dict[bytes, bool] = {}
+        self.presence: dict[bytes, bool] = {}
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
         self.on_call("unknown")
-        return np.array([key not in self.believed for key in keys], np.bool_)
+        return np.array([key not in self.presence for key in keys], np.bool_)
 
     def submit_probe(self, keys: Keys) -> int:
         self.on_call("submit_probe")
@@ -221,15 +221,15 @@ class ScriptedSharedTier(ScriptedTier, SharedTier):
 
     def delete(self, keys: Keys) -> int:
         for key in keys:
-            self.believed.pop(key, None)
+            self.presence.pop(key, None)
         return super().delete(keys)
 
     def clear(self) -> None:
-        self.believed.clear()
+        self.presence.clear()
         super().clear()
 
     def end(self, job: ScriptedJob) -> None:
-        """End a job like `ScriptedTier.end`; a probe that fails reports the block as absent."""
+        """End a job as `ScriptedTier.end`; a failed probe reports the block as absent."""
         if job.pool is None:
             self.jobs.remove(job)
             ok = np.array([key in self.blocks and key not in job.fail for key in job.keys], np.bool_)
@@ -239,7 +239,7 @@ class ScriptedSharedTier(ScriptedTier, SharedTier):
             super().end(job)
 
     def _is_present(self, key: bytes) -> bool:
-        return self.believed.get(key, False)
+        return self.presence.get(key, False)
 
     def _finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
         if job.is_read:
@@ -251,4 +251,4 @@ class ScriptedSharedTier(ScriptedTier, SharedTier):
 
     def _learn(self, job: ScriptedJob, ok: Mask) -> None:
         if not job.void:
-            self.believed.update(zip(job.keys, ok.tolist(), strict=True))
+            self.presence.update(zip(job.keys, ok.tolist(), strict=True))

@@ -1,7 +1,7 @@
-"""Random scripts for a manager, and the log of the manager's decisions, for comparisons of twins.
+"""Random scripts for managers, and logs of the managers' decisions, to compare policies.
 
-A script is data, so that several managers can play it. Its steps name requests, keys and jobs by numbers that
-are valid for every manager. Two managers that decide alike give equal logs.
+A script is data, so that several managers can play it. Steps refer to requests, keys and jobs by numbers that
+are valid for every manager. Managers with equal decisions give equal logs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ known_of_requests = st.builds(
 """Arbitrary hints, including invalid values."""
 
 Step: TypeAlias = tuple[str, int, list[int]]
-"""The name of a step, the number of a request or job, and numbers of keys."""
+"""Action, number of a request or job, and numbers of keys."""
 
 ACTIONS = (
     ["store", "stored"] * 4
@@ -101,7 +101,6 @@ class Player:
         return _STEPS[action](self, number, keys)
 
     def store(self, number: int, keys: list[bytes]) -> Any:
-        """Start a store."""
         plan = self.manager.prepare_store(keys, self.contexts[number])
         if plan is None:
             return None
@@ -127,7 +126,6 @@ class Player:
             self.manager.complete_load(plan, [0] if damaged and len(plan.keys) else [])
 
     def touch(self, number: int, keys: list[bytes]) -> None:
-        """Touch blocks."""
         self.manager.touch(keys, self.contexts[number])
 
     def discard(self, number: int, keys: list[bytes]) -> int:
@@ -135,7 +133,7 @@ class Player:
         return self.manager.discard(keys[:1])
 
     def wait(self, number: int, keys: list[bytes]) -> None:
-        """Put a request into the queue."""
+        """Let a request wait in the queue."""
         self.manager.lookup(keys, self.contexts[number])
         self.manager.expect(self.contexts[number])
 
@@ -144,7 +142,6 @@ class Player:
         self.manager.withdraw(self.contexts[number])
 
     def finish(self, number: int, keys: list[bytes]) -> None:
-        """End a request."""
         self.manager.finish_request(self.contexts.pop(number), hints=next(self._hints))
 
 

@@ -1,4 +1,4 @@
-"""The block size of a trace file: its header, and a check of each line against it."""
+"""The block size of a trace file: the header of the file, and a check of each line against the block size."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Header(msgspec.Struct, omit_defaults=True):
         kvoffload_trace: version of the header.
         block_tokens: tokens in one block.
         source: origin of the file.
-        assumed: assumption behind data that the source lacks; empty if there is none.
-        in_order: lines are in order of arrival. A recorder writes requests at their ends; a reader sorts such
-            lines by time.
+        assumed: assumption that replaces data that the source lacks; empty if there is none.
+        in_order: True if lines are in order of arrival. A recorder writes requests when they end; a reader
+            sorts such lines by time.
     """
 
     kvoffload_trace: Literal[1]
@@ -37,7 +37,6 @@ class Header(msgspec.Struct, omit_defaults=True):
     in_order: bool = True
 
     def line(self) -> bytes:
-        """Encode the header as a line."""
         return msgspec.json.encode(self) + b"\n"
 
 
@@ -63,7 +62,7 @@ def stated_header(path: Path) -> Header | None:
 
 
 class BlockSize:
-    """Compares the number of ids of each request with its length.
+    """Checks the number of ids of each request against the request's length.
 
     Attributes:
         tokens: tokens in one block.
@@ -71,14 +70,14 @@ class BlockSize:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        # Bounds of the block size that fit all lines so far.
+        # Bounds of the block sizes that fit all lines so far.
         self._fewest, self._most = 0.0, math.inf
 
     def full_blocks(self, input_tokens: int, num_ids: int) -> int:
-        """Return the number of ids of full blocks: all ids, or all but the last.
+        """Return the number of full blocks: the number of ids, or one less.
 
-        Raises `BadLineError` if the number of ids does not match the length. The message suggests a power of
-        two that fits all lines so far.
+        Raises `BadLineError` if the number of ids does not match the length. The message suggests a block
+        size, a power of two, that fits all lines so far.
         """
         blocks = input_tokens // self.tokens
         if num_ids:

@@ -33,7 +33,7 @@ def opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
 
 
 def decompressing(raw: io.BufferedReader, suffix: str) -> IO[bytes]:
-    """Return a file with the decompressed content of `raw`; it raises one of `DAMAGE` if truncated."""
+    """Return a file with the decompressed content of `raw`. Reads of damaged content raise `DAMAGE`."""
     if suffix not in COMPRESSIONS:
         first = raw.peek(8)
         suffix = next((known for magic, known in _MAGIC.items() if first.startswith(magic)), "")
@@ -49,7 +49,7 @@ def decompressing(raw: io.BufferedReader, suffix: str) -> IO[bytes]:
 def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
     """Return a file that writes compressed content to `raw`. Equal content gives equal bytes."""
     if suffix == ".gz":
-        # Without time and name in the header, which would differ.
+        # Without time and name in the header, so that equal content gives equal bytes.
         return cast("IO[bytes]", gzip.GzipFile("", "wb", fileobj=raw, mtime=0))
     if suffix == ".xz":
         return lzma.LZMAFile(raw, "wb")
@@ -59,7 +59,7 @@ def compressing(raw: IO[bytes], suffix: str) -> IO[bytes]:
 
 
 class _WholeZstd(io.RawIOBase):
-    """Decompresses zstd frames and requires a complete last frame, unlike zstandard's own reader."""
+    """Decompresses zstd frames. Unlike zstandard's reader, raises `EOFError` for an incomplete last frame."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -75,7 +75,7 @@ class _WholeZstd(io.RawIOBase):
             chunk = self._raw.read(_CHUNK_BYTES)
             if not chunk:
                 if self._inside_frame:
-                    raise EOFError("the last frame is not complete")
+                    raise EOFError("the last frame is incomplete")
                 return 0
             self._content = memoryview(self._decompress(chunk))
         count = min(len(buffer), len(self._content))

@@ -1,4 +1,4 @@
-"""Fitting a built-in workload to a recording: a search over its parameters.
+"""Fitting a built-in workload to a recording: a search over the workload's parameters.
 
 `likeness` defines the distance. docs/workloads.md lists the limits of a fit.
 """
@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Block references of a trial. A trial of a larger recording has fewer sessions at the same load, because at
-a lower load fewer sessions would overlap."""
+"""Block references of a trial. For a larger recording a trial has fewer sessions, at the same load so that as
+many sessions overlap."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,7 +36,7 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search scales; for a `LogNormal` the median. `_SIGMAS` lists scaled sigmas."""
+"""Parameters that the search scales; of a `LogNormal`, the median. `_SIGMAS` lists the scaled sigmas."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
@@ -61,8 +61,10 @@ class Fit:
 def fit(trace: Trace, like: str) -> Fit:
     """Fit the built-in workload `like` to a recording. Deterministic.
 
-    First sets parameters from statistics of the recording and corrects them by trials. Then tries each
-    parameter slightly larger and smaller, as long as the distance falls. All trials use seed 0.
+    1. Set parameters from statistics of the recording, and correct them by trials.
+    2. Try each parameter slightly larger and smaller, and keep changes that reduce the distance.
+
+    All trials use seed 0.
 
     Cost: about 100 trials of at most 200,000 references: half a minute to a minute.
 
@@ -82,7 +84,7 @@ def fit(trace: Trace, like: str) -> Fit:
 
 @dataclass(frozen=True)
 class _Means:
-    """Means that correspond to parameters of a workload, without rounding to blocks."""
+    """Means of a trace that correspond to parameters of a workload."""
 
     requests_per_session: float
     requests: float
@@ -127,9 +129,10 @@ class _Search:
         self._answers = _log_normal(statistics.output_tokens)
 
     def starts(self, preset: Workload) -> Iterator[Workload]:
-        """Yield starting points: the preset, the preset with longer texts, and values from the statistics.
+        """Yield starting points: the preset, the preset with scaled texts, and values from the statistics.
 
-        The last starts compact contexts at the longest context, or at the 90th percentile.
+        The values from the statistics are tried with two context limits: the longest request, and the 90th
+        percentile.
         """
         recorded, tokens = self._statistics, self._block_tokens
         named = replace(
@@ -179,8 +182,8 @@ class _Search:
             )
             longer_prompt = _step(want.shared_tokens, got.shared_tokens)
             changes["shared_prompt_tokens"] = round(max(1, workload.shared_prompt_tokens) * longer_prompt)
-        # The number of sessions follows from the requests, and their rate from the reuse distance, so that
-        # quiet hours of a recording do not lower its load.
+        # The number of requests determines the number of sessions, and the reuse distance determines their
+        # rate, so that quiet hours of a recording do not lower the load.
         sessions = workload.sessions * _step(want.requests, got.requests)
         changes["sessions_per_minute"] = workload.sessions_per_minute * _step(
             want.distance_tokens, got.distance_tokens
@@ -214,7 +217,7 @@ class _Search:
                 yield {field: round(value * by) if isinstance(value, int) else value * by}
 
     def _try(self, workload: Workload) -> _Means:
-        """Generate a workload at the size of a trial, and keep it if it is the best; returns its means."""
+        """Generate a trial of a workload, and keep the workload if it is the best; returns its means."""
         workload = _rounded(workload)
         sessions = max(_FEWEST_SESSIONS, round(workload.sessions * self._share))
         share = sessions / workload.sessions
@@ -241,7 +244,7 @@ def _lengthened(workload: Workload, factor: float) -> Workload:
 
 
 def _sized_features(statistics: TraceStatistics) -> dict[str, float]:
-    """Compute the features with reuse distances in tokens, which depend on the load."""
+    """Compute the features, with reuse distances in tokens instead of shares."""
     values, tokens = features(statistics), statistics.block_tokens
     for name, value in statistics.reuse_distance_blocks._asdict().items():
         if values.pop(f"blocks used until reuse, {name}, of all", None) is not None:
@@ -273,6 +276,6 @@ def _times(quantity: LogNormal, factor: float) -> LogNormal:
 
 
 def _log_normal(percentiles: Percentiles, unit: int = 1, least: float = 1.0) -> LogNormal:
-    """Fit median and 90th percentile; low percentiles are distorted by the size of a block."""
+    """Fit a `LogNormal` to median and 90th percentile; block sizes distort low percentiles."""
     median, high = (max(least, value * unit) for value in (percentiles.p50, percentiles.p90))
     return LogNormal(median, round(min(3.0, math.log(high / median) / _P90_OF_NORMAL), 3))

@@ -18,7 +18,7 @@ class TraceFormat(ABC):
 
     Attributes:
         name: name for users.
-        suffixes: lower-case suffixes of its files, without the suffix of a compression.
+        suffixes: lower-case suffixes of its files, without suffixes of compressions.
     """
 
     name: ClassVar[str]
@@ -64,16 +64,16 @@ def read_trace(
     Requests arrive in the order of the file, regardless of timestamps. Blank lines are ignored.
 
     Args:
-        block_tokens: tokens in one block; None takes the header's, or 512.
-        skip_bad_lines: skip bad lines and count them in `Trace.skipped_lines`. A truncated file, or a file
-            without a good line, is still an error.
+        block_tokens: tokens in one block; None: from the header, or 512.
+        skip_bad_lines: skip bad lines and count them in `Trace.skipped_lines`. A truncated file or a file
+            without requests is still an error.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
     Cost: about 0.3 s per million block references.
 
     Raises:
         TraceError: one line with file, line number, field and reason.
-        ConfigError: `block_tokens` is impossible.
+        ConfigError: `block_tokens` is less than 1.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError("block_tokens", block_tokens, "allowed: 1 or more")

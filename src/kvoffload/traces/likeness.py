@@ -11,11 +11,11 @@ import numpy as np
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.statistics import TraceStatistics, describe
-from kvoffload.traces.trace import Trace
+from kvoffload.traces.trace import Trace, codes_by_appearance
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Smaller shares count as this share."""
+"""Lower limit of a share, because distances are ratios."""
 
 
 def features(statistics: TraceStatistics) -> dict[str, float]:
@@ -47,31 +47,27 @@ def features(statistics: TraceStatistics) -> dict[str, float]:
 
 
 def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Return the geometric mean of the factors between equal features; 1 means equal."""
+    """Return the geometric mean of the features' ratios, larger value over smaller value; 1: equal."""
     logs = [abs(math.log(value / second[name])) for name, value in first.items()]
     return math.exp(sum(logs) / len(logs))
 
 
 def comparable(trace: Trace) -> Trace:
-    """Merge smaller blocks of a trace to blocks of about 512 tokens, as in generated workloads.
+    """Merge the blocks of a trace to blocks of about 512 tokens, the size in generated workloads.
 
-    An id identifies a whole prefix, so every n-th id of a request identifies a block of n times the length.
+    An id identifies a whole prefix, so every n-th id of a request identifies a block of n times the size.
     """
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens
     if several < 2:
         return trace
     lengths = np.diff(trace.offsets)
     places = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
-    kept = trace.refs[places % several == several - 1]
-    codes, first_seen, refs = np.unique(kept, return_index=True, return_inverse=True)
-    order = np.argsort(first_seen)
-    code_of = np.empty(len(codes), np.int32)
-    code_of[order] = np.arange(len(codes), dtype=np.int32)
+    codes, refs, _ = codes_by_appearance(trace.refs[places % several == several - 1])
     return replace(
         trace,
         block_tokens=several * trace.block_tokens,
-        block_ids=trace.block_ids[codes[order]],
-        refs=code_of[refs.reshape(-1)],
+        block_ids=trace.block_ids[codes],
+        refs=refs,
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths // several)]),
     )
 

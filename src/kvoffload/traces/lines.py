@@ -1,4 +1,4 @@
-"""Lines of files that may be compressed, their decoding, and the errors of bad lines."""
+"""Lines of plain and compressed files, their decoding, and errors of bad lines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BadLineError(Exception):
 def numbered_lines(
     path: Path, progress: Callable[[float], None] | None = None
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, numbered from 1. All failures of the file raise `TraceError`.
+    """Yield the lines that are not blank, numbered from 1. Raises `TraceError` for any failure of the file.
 
     Args:
         progress: called repeatedly with the share of the file that has been read, 0 to 1.

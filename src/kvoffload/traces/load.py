@@ -1,4 +1,4 @@
-"""Traces at another load, and samples of their sessions."""
+"""Changes of a trace: another load, or a sample of the sessions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvoffload.traces.trace import Trace
 
 
 def at_load(trace: Trace, load: float) -> Trace:
-    """Scale the rate at which sessions begin by `load`.
+    """Multiply the arrival rate of sessions by `load`.
 
-    The gaps within a session stay, because users do not think faster under load. So the recording becomes
-    shorter by at most the factor `load`. Sessions are inferred (`statistics.describe`).
-    Cost: 0.2 s per million block references.
+    Gaps within a session stay, because users do not think faster under load. So the recording becomes shorter
+    by at most the factor `load`. Sessions are inferred (`statistics.describe`). Cost: 0.2 s per million block
+    references.
     """
     if convert("load", load, Positive) == 1 or not trace.requests:
         return trace

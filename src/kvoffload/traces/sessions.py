@@ -1,8 +1,8 @@
-"""Generation of traces: plays the sessions of a `Workload`.
+"""Generation of traces from a `Workload`.
 
-Equal on every machine: random numbers come from `random.Random.random`, whose stream Python guarantees, and
-floats use only ``+ - * /``, which IEEE 754 defines exactly. Neither libm nor numpy's generators are used,
-because both differ between versions.
+Traces are equal on every machine: random numbers come from `random.Random.random`, whose stream Python
+guarantees, and floats use only ``+ - * /``, which IEEE 754 defines exactly. Neither libm nor numpy's
+generators are used, because their results differ between versions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EMPTY = 0
 
 @dataclass(frozen=True)
 class _Context:
-    """A context: ids of its full blocks, its length, and an identity, which is equal for equal contexts."""
+    """A context: ids of its full blocks, its length, and its identity, equal for equal contexts."""
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -44,16 +44,16 @@ class _Request:
 
 
 def generate(workload: Workload) -> Trace:
-    """Play all sessions and merge their requests by time.
+    """Generate all sessions and merge their requests by time.
 
-    Time wraps around: requests after the end move to the beginning, as if their sessions had begun before the
-    recording. So the load is even, and does not change the number of requests.
+    Time wraps around: requests after the end move to the start, as if their sessions had begun before the
+    recording. So the load is even, and the number of requests does not depend on the load.
 
     Cost: about 0.7 s per million block references.
     """
     server = _Server(workload)
     requests = [request for session in range(workload.sessions) for request in server.play(session)]
-    # A stable sort: requests of one session and millisecond keep their order.
+    # The sort is stable, so requests of the same session and millisecond keep their order.
     requests.sort(key=lambda request: (request.time_ms, request.session))
     codes: dict[tuple[int, int], int] = {}
     refs = [
@@ -134,7 +134,7 @@ class _Server:
                 time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
 
     def _continues(self, turns: int, mean_turns: float) -> bool:
-        """Draw if another turn follows: turns are beta-geometric, so long sessions tend to continue."""
+        """Draw whether another turn follows. Turns are beta-geometric, so long sessions tend to continue."""
         a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
         return self._random() * (a + b + turns - 1) < a + turns - 1
 
@@ -146,7 +146,7 @@ class _Server:
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
             context = self._append_once(self._opening(prompt), self._draw(workload.summary_tokens))
-        # Truncates a single text that is longer than the limit.
+        # A single text longer than the limit is truncated.
         free_tokens = max(0, workload.context_limit_tokens - context.tokens)
         return self._append_once(context, min(tokens, free_tokens))
 
@@ -155,7 +155,7 @@ class _Server:
         return self._append(context, self._unique_segments, tokens)
 
     def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
-        """Extend a context by `tokens` of `segment`; equal appends to equal contexts give equal contexts."""
+        """Append `tokens` tokens of `segment` to a context; equal arguments give equal contexts."""
         before, total = context.identity, context.tokens + tokens
         completed = range(len(context.blocks), total // self._workload.block_tokens)
         blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]
@@ -172,7 +172,7 @@ class _Server:
 
 
 def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int:
-    """Draw a quantity as an integer multiple of 1/`unit`, at least 1; equal on every machine."""
+    """Draw a quantity in units of 1/`unit`, as an integer of at least 1; equal on every machine."""
     # The sum of twelve uniform numbers is nearly normal up to three sigma and needs no logarithm. A loop,
     # because `sum` rounds differently since Python 3.12.
     normal = -6.0
@@ -190,5 +190,5 @@ def _exp(x: float) -> float:
 
 
 def _zipf(count: int) -> list[float]:
-    """Return the cumulated weights 1, 1/2, 1/3, ..."""
+    """Return the cumulative sums of the weights 1, 1/2, 1/3, ..."""
     return list(accumulate(1 / rank for rank in range(1, count + 1)))

@@ -1,4 +1,4 @@
-"""Traces by name: a built-in workload or a file. Knows no format."""
+"""Traces by name: built-in workloads and files. Knows no format."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def load_trace(
 ) -> Trace:
     """Generate a built-in workload or read a file.
 
-    Built-in names have priority: ``./chat`` is a file. ``-`` is standard input. Arguments as for
-    `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.
+    Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. Arguments as
+    for `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.
 
     Raises:
         ConfigError: there is no such workload or file.
@@ -41,9 +41,9 @@ def load_trace(
 
 
 def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:
-    """Return the block size of the trace that `load_trace` would load, from its first line.
+    """Return the block size of the trace that `load_trace` would load; reads only the first line.
 
-    Standard input is not read; its default is 512. Raises as `load_trace`.
+    Standard input is not read; 512 is assumed. Raises as `load_trace`.
     """
     check_trace(name_or_path)
     if block_tokens is not None:

@@ -33,8 +33,8 @@ class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
     *Sessions* are inferred: a request that begins with all blocks of an earlier request is the next turn of
-    its session, unless these blocks are a shared prompt (more than eight different continuations). A forked
-    session counts as several; equal questions about one document count as one session.
+    that request's session, unless these blocks are a shared prompt (more than eight different continuations).
+    A forked session counts as several sessions; equal questions about a document count as one session.
 
     Attributes:
         duration_s: time from the first arrival to the last.
@@ -44,13 +44,13 @@ class TraceStatistics:
         turns_per_session, mean_turns: requests of a session.
         turn_gap_s: time from a turn to the next.
         new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
-        concurrent_sessions: mean number of sessions between their first and last request.
+        concurrent_sessions: mean number of sessions that are between their first and last request.
         reuse_time_s: time from a use of a block to its next use.
-        reuse_distance_blocks: distinct blocks used in between, if requests use blocks from tail to head: an
-            LRU with a larger capacity still has the block.
-        ceiling: share of references to blocks that were used before: the hit ratio of an unlimited cache.
-        repeated_in_session: share of references to blocks that the same session used first.
-        shared_by_sessions: share of references to blocks that another session used first.
+        reuse_distance_blocks: distinct blocks used between two uses of a block, if requests use blocks from
+            tail to head. An LRU cache with a larger capacity hits.
+        ceiling: share of references whose block was used before: the hit ratio of an unlimited cache.
+        repeated_in_session: share of references whose block the same session introduced before.
+        shared_by_sessions: share of references whose block another session introduced.
         blocks_of_several_sessions: share of blocks that several sessions use.
     """
 
@@ -84,8 +84,8 @@ class Turns:
     Attributes:
         request_of: shape ``(block_refs,)``; request of each reference.
         first_seen: shape ``(unique_blocks,)``; position in `refs` of the first use of each code.
-        new_blocks: shape ``(requests,)``; blocks that no earlier request had.
-        previous_turn: shape ``(requests,)``; the request that a request continues, or -1.
+        new_blocks: shape ``(requests,)``; number of blocks that no earlier request had.
+        previous_turn: shape ``(requests,)``; the request that each request continues, or -1.
         session_of: shape ``(requests,)``; session of each request.
     """
 
@@ -175,7 +175,7 @@ def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shar
     candidates = np.flatnonzero(shared > 0)
     deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]
     origin = request_of[first_seen[deepest_known]]
-    # A request continues the one that introduced its deepest known block, if that block was the last there.
+    # A request continues the request that introduced its deepest known block as the last block.
     continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
     continues &= fan_out[deepest_known] <= _SHARED_PROMPT_FAN_OUT
     previous[candidates[continues]] = origin[continues]
@@ -203,7 +203,7 @@ def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
 
 
 def _reuses(trace: Trace) -> tuple[_Int64s, _Int64s]:
-    """Return the request of each block's previous use and the reuse distance, or `_NONE`, by reference."""
+    """Return, for each reference, the request of the block's last use and the reuse distance, or `_NONE`."""
     used_before = np.full(trace.block_refs, _NONE, np.int64)
     distance = np.full(trace.block_refs, _NONE, np.int64)
     last_request = np.full(trace.unique_blocks, _NONE, np.int64)

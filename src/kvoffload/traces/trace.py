@@ -7,11 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.hints import NO_HINTS, Hints
+
+
+def codes_by_appearance(
+    ids: npt.NDArray[Any],
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Number distinct ids in order of first appearance.
+
+    Returns the distinct ids in this order, the number of each element of `ids`, and the position of each
+    distinct id's first appearance.
+    """
+    distinct, first_seen, refs = np.unique(ids, return_index=True, return_inverse=True)
+    order = np.argsort(first_seen)
+    code_of = np.empty(len(distinct), np.int32)
+    code_of[order] = np.arange(len(distinct), dtype=np.int32)
+    return distinct[order], code_of[refs.reshape(-1)], first_seen[order]
 
 
 @dataclass(frozen=True)
@@ -28,7 +44,7 @@ class TraceHints:
 
     @classmethod
     def of(cls, hints: Iterable[Hints]) -> TraceHints | None:
-        """Collect the hints of all requests, in order; None if no request has any."""
+        """Collect the hints of all requests, in order; None if no request has hints."""
         number_of: dict[Hints, int] = {}
         numbers = [number_of.setdefault(of_request, len(number_of)) for of_request in hints]
         if not number_of.keys() - {NO_HINTS}:
@@ -38,10 +54,10 @@ class TraceHints:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of arrival, each a chain of block ids. Immutable; arrays are shared, never copied.
+    """Requests in order of arrival, each a chain of block ids. Immutable; arrays are shared, not copied.
 
-    An id identifies the whole prefix up to its block: equal ids mean equal prefixes. Ids are renumbered to
-    dense *codes* in order of first appearance, so that arrays can be indexed by code.
+    An id identifies the whole prefix up to the end of its block. Ids are renumbered to dense *codes* in order
+    of first appearance, so that arrays can be indexed by code.
 
     Attributes:
         name: name for reports: a file name without suffixes, or a workload.
@@ -67,12 +83,11 @@ class Trace:
 
     @property
     def requests(self) -> int:
-        """Number of requests."""
         return len(self.offsets) - 1
 
     @property
     def block_refs(self) -> int:
-        """Number of block references of all requests."""
+        """Number of block references, over all requests."""
         return len(self.refs)
 
     @property

@@ -14,9 +14,9 @@ class Period(NamedTuple):
 
     Attributes:
         start_s, end_s: seconds since the first arrival.
-        different_blocks: distinct blocks in use: the capacity that would hold them all.
+        different_blocks: distinct blocks in use; a cache of this capacity would hold them all.
         new_blocks: blocks that no earlier period used.
-        ceiling: share of references that are not the first reference to their block.
+        ceiling: share of references whose block was used before, in any period.
     """
 
     start_s: float

@@ -1,4 +1,4 @@
-"""Parameters of generated workloads, and the built-in presets, which resemble recordings.
+"""Parameters of generated workloads, and built-in presets that resemble recordings.
 
 `traces.sessions` generates the requests. docs/workloads.md compares the presets with recordings.
 """
@@ -27,29 +27,29 @@ class Workload:
     """Behaviour of the users of an LLM server. Equal parameters give equal traces on every machine.
 
     A *session* begins with a shared prompt, documents (if any) and a first message. Each further turn appends
-    the last answer and a new message. Sessions begin at random times, evenly over
-    ``sessions / sessions_per_minute`` minutes, and all run to their end.
+    the last answer and a new message. Sessions begin at uniformly random times within
+    ``sessions / sessions_per_minute`` minutes, and run to their end.
 
     Attributes:
         name: name of the trace, for reports.
         sessions: number of conversations, without sub-agents.
         sessions_per_minute: load. At twice the load the same sessions begin in half the time.
         turns: mean requests of a session, without sub-agents.
-        turns_shape: similarity of session lengths, above 1. At 2 a few sessions are very long; at 1000 each
-            turn is the last with equal probability.
-        think_time_s: time from a request to the next of its session: answer, tools and user.
+        turns_shape: similarity of session lengths, above 1. With 2 a few sessions are very long; with 1000
+            each turn is the last with equal probability.
+        think_time_s: time from a request to the session's next request: answer, tools and user.
         shared_prompts: number of system prompts; the i-th is chosen in proportion to 1/i.
         shared_prompt_tokens: length of a shared prompt.
         first_tokens: length of the first message.
         turn_tokens: length of a later message, including tool output.
         answer_tokens: length of an answer.
-        documents: size of the collection; the i-th is chosen in proportion to 1/i.
+        documents: number of documents; the i-th is chosen in proportion to 1/i.
         documents_per_session: documents between shared prompt and first message.
         document_tokens: length of a document.
         fork_share: share of turns that return to an earlier turn (edit, retry) and drop later turns.
-        sub_agent_share: share of turns that wait for a sub-agent, which is a session with its own prompt.
+        sub_agent_share: share of turns that wait for a sub-agent: a session with its own shared prompt.
         sub_agent_turns: mean requests of a sub-agent.
-        context_limit_tokens: limit of a context. A longer one is *compacted* to shared prompt and summary.
+        context_limit_tokens: longest context; a longer one is *compacted* to shared prompt and summary.
         summary_tokens: length of a summary.
         block_tokens: tokens in one block.
         seed: seed of the random numbers.
@@ -78,7 +78,6 @@ class Workload:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` for impossible parameters."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, LogNormal):

@@ -50,7 +50,7 @@ class History(Struct):
         places: previous positions of the current path's blocks from row `start` to row `end`, or ABSENT.
             There is no room for later blocks.
 
-    Memory: 72 bytes a key, and the key. Cost: one index probe a key and a few writes.
+    Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
     """
 
     keys: KeyLists

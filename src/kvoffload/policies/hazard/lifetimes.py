@@ -20,9 +20,7 @@ from kvoffload.structures.structs import Struct
 PRIOR_WEIGHT = 50.0
 """Number of observed keys that weigh as much as the estimate of the parent group."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""The prior weight of classes that differ only in their label; larger, because labels may be wrong."""
-
-
+"""Prior weight for classes that differ only in their label. Larger, because labels may be wrong."""
 ENTERING = 0.05
 """Cost of an insertion as slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
 high worth for a very short time would evict each other."""
@@ -57,22 +55,22 @@ class Lifetimes(Struct):
     """The chance that a block of a class is used again, by the time since its last use or its request's end.
 
     A block has up to two lives at the same time, in two classes: one since its last use, and one since the
-    end of the request that used it. While a request runs, its blocks are rated by the first.
+    end of the request that used the block. While a request runs, the first life rates its blocks.
 
-    A life ends when the block is used. It stops earlier if a request starts to wait for the block, because
-    the reuse is then certain. It counts when the request is served.
+    A life ends when the block is used. If a request starts to wait for the block, the life stops earlier,
+    because the reuse is then certain; the reuse counts when the request is served.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used. Open lives count as exposed only (the
-    actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life. The estimate
-    of a class is shrunk towards the classes that differ only in their label, their estimate towards all
-    classes with the same use count, and theirs towards all classes.
+    actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life. Estimates
+    are shrunk in three steps: a class towards the classes that differ only in their label, this group towards
+    the classes with the same use count, and that group towards all classes.
 
     `worth` is the Gittins index of a block at the start of an age bucket: the maximum, over all holding
     times, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
-    A request is observed by `let_age`, then by `live_on` for each of its blocks, from last to first; its end
-    by `let_age` and `live_after`; its wait in the queue, before, by `let_age` and `stop`.
+    Order of calls: for a request that waits in the queue, `let_age` and `stop`; for a request, `let_age`,
+    then `live_on` for each of its blocks, from last to first; for its end, `let_age` and `live_after`.
 
     Args:
         num_classes: number of classes. `group_size` consecutive classes have one use count; `num_labels`
@@ -89,7 +87,7 @@ class Lifetimes(Struct):
         hazard, worth: same shape: the estimates as of time `evaluated`.
         next_evaluation: time of the next `evaluate`.
 
-    Cost: for one key in `sampled_one_in` an index probe and a few writes; every 16,384 references O(classes
+    Cost: for one in `sampled_one_in` keys, an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 60,000 keys.
     """
 

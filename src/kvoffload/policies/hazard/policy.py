@@ -40,14 +40,14 @@ _NO_REFUSAL = -2.0
 """A write cost below -1 accepts every new block."""
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.003, 0.02
 TOLERATED, FORGIVEN = 0.4, 0.28
-"""Limits of LRU's lead, as shares of `promise` and of all references. LRU decides when its lead exceeds
-`TOLERATED`, until the lead falls to `FORGIVEN`. The gap exists because a switch to LRU also costs hits."""
+"""Limits of LRU's lead, as multiples of ``promise * references``. LRU decides once its lead exceeds
+`TOLERATED`, until the lead falls to `FORGIVEN`. The limits differ because a switch to LRU also costs hits."""
 SHORTEST_RUN = 100_000
-"""References of the shortest run that the promise covers. In shorter runs a few requests decide by chance."""
+"""References of the shortest run that the promise covers. Shorter runs depend on a few requests."""
 CREDIT = 0.01
 """Largest lead over LRU that is credited, as a share of all references."""
 VICTIM_TURNS = 4
-"""Factor of `warm_up` in a victim tier, which gets the blocks of LRU only when the device drops them."""
+"""Factor of `warm_up` in a victim tier, which receives blocks only when the device drops them."""
 _NO_RUN = -1
 
 
@@ -63,7 +63,7 @@ class State(Struct):
         scores: worth of each candidate.
         classes: class with which the block in each slot entered.
         entered: batch row of the block that has just entered each slot; ABSENT between calls.
-        active: its first `num_active` entries are the classes that have blocks, and perhaps others.
+        active: its first `num_active` entries include all classes that have blocks.
         is_active: 1 for each class in `active`.
         run, run_time: the run for new blocks of the batch that were last used at that time.
         threshold: factor by which the worth of a new block must exceed the candidate's; if negative, no block
@@ -106,22 +106,23 @@ class State(Struct):
 class Hazard(CompiledPolicy):
     """Evicts the block least likely to be hit, per slot and time.
 
-    Refuses a new block whose chance is lower still.
+    Refuses a new block whose chance is lower than the victim's.
 
     Blocks are classified by the number and the gaps of their uses (`History`). The chance that a block of a
     class is used again, given its age, is learnt on-line from sampled keys of all traffic, resident or not
-    (`Lifetimes`). It yields each block's worth, a Gittins index. Each class is an LRU list, and its last
-    block is its candidate. The candidate of lowest worth selects a request; of the request's remaining path
-    the *deepest* block is evicted, since a block is useless without the blocks before it. A new block that is
-    worth less than the candidate is refused, which saves its write, unless a waiting request expects it.
+    (`Lifetimes`). This chance determines each block's worth, a Gittins index. Each class is an LRU list, and
+    its last block is the candidate of the class. The candidate with the lowest worth selects a request, whose
+    *deepest* remaining block is evicted, because a block is useless without the preceding blocks. A new block
+    that is worth less than the candidate is refused, which saves its write, unless a waiting request expects
+    the new block.
 
     Two guards limit the loss against LRU:
 
-    - Until the policy has observed three times the age at which LRU evicts, it *is* LRU, because it does not
-      yet know the relevant ages. In a victim tier this takes at least twelve times the capacity.
-    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. Once LRU leads by
-      0.4 of the `promise`, LRU decides, until later traffic has made the lead small in proportion. So each
-      new attempt has to wait for more traffic. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache
+    - Until the policy has observed three times the age at which LRU evicts, it evicts as LRU, because it does
+      not know the relevant ages yet. In a victim tier this takes at least twelve times the capacity.
+    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. When LRU leads by
+      0.4 of the `promise`, LRU decides, until more traffic has made the lead small in proportion. So each new
+      attempt needs more traffic than the last. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache
       as the sample.)
 
     Blocks that a device serves are not looked up in this tier, and count neither as hits nor as misses. If
@@ -132,19 +133,19 @@ class Hazard(CompiledPolicy):
     default is 0, and -0.2 in a victim tier, where writes stay in the host.
 
     The unit of time is one block reference. Cost per block: three index probes, and for a victim a scan of
-    the classes that have blocks (at most 50 without labels). Memory: 56 bytes a slot, 72 bytes and the key
-    for each of 65,536 keys of history (or twice the capacity, if more), and 4 MB.
+    the classes that have blocks (at most 50 without labels). Memory: 56 bytes per slot; 72 bytes and the key
+    for each of 65,536 keys of history, or twice the capacity if that is more; and 4 MB.
 
-    Parameters are read by the constructor.
+    The constructor reads the parameters.
 
     Attributes:
         write_cost: see above.
         history_capacity: keys of history; at least twice the capacity is used.
         sample_capacity, half_life: as in `Lifetimes`.
         warm_up: duration of the first guard, as a multiple of the age at which LRU evicts.
-        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. It is a goal
-            that is mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.003, and 0.02
-            with a `write_cost` above 0, which accepts fewer hits for fewer writes.
+        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. A goal, which
+            is mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.003, or 0.02 with a
+            `write_cost` above 0, which accepts fewer hits for fewer writes.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -479,7 +480,6 @@ def _insert_all(own: State, new: Entering, count: int) -> None:
 
 @inline
 def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None:
-    """Replace the least recently used blocks."""
     order, sentinel = own.runs.order.links, own.runs.order.num_positions
     oldest = order[sentinel, PREV]
     for step in range(new.count - new.num_given):

@@ -1,6 +1,6 @@
-"""A simulated LRU cache of equal size, which measures how many blocks plain LRU would have served.
+"""A simulated LRU cache of the same size, which counts the blocks that LRU would have served.
 
-Owns one list over the positions of a history of keys. Does not know slots, or the use of the measurement.
+Owns one list over the positions of a history of keys. Does not know slots.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from kvoffload.structures.structs import Struct
 
 
 class ShadowLRU(Struct):
-    """An exact simulation of LRU beside a policy; the history knows every key that LRU could hold.
+    """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
 
-    It counts the blocks that each request is served: the leading run of its blocks after the device's blocks.
-    A request is observed by `compare` for each of its blocks, from last to first, then by `end_path`.
+    Counts the blocks served to each request: the leading run of its blocks after the device's blocks. For
+    each request call `compare` for each of its blocks, from last to first, then `end_path`.
 
     Args:
         num_keys: positions of the history.
@@ -23,10 +23,10 @@ class ShadowLRU(Struct):
     Attributes:
         blocks: the positions that LRU holds, most recent first.
         lead: blocks served by LRU minus blocks served by the policy. The policy may set it.
-        own_run, lru_run: length of the gapless run, from the last compared block on, that the policy and LRU
-            hold of the current request.
+        own_run, lru_run: length of the current request's run of blocks, from the last compared block on, that
+            the policy and LRU hold.
 
-    Memory: 12 bytes a position of the history. Cost: a move in a list for each block.
+    Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """
 
     blocks: Lists

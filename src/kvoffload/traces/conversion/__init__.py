@@ -1,4 +1,4 @@
-"""Conversion of recordings in other formats, conversations in text, and tables of lengths to traces.
+"""Conversion to traces: from recordings in other formats, conversations in text, and tables of lengths.
 
 Each kind of source is a file in `sources`. The contract is `source.Source`; `convert.convert` runs a source.
 """

@@ -28,7 +28,7 @@ class Converted:
 
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
-        early_requests: requests earlier than the first one of the file; they get its time.
+        early_requests: requests earlier than the first request in the file; they get its time.
         remarks: notes of the source for the user.
     """
 
@@ -54,16 +54,16 @@ def convert(
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Converted:
-    """Convert a recording to a trace. Times start at its first request.
+    """Convert a recording to a trace, whose times start at the first request.
 
     The output is written to ``OUT.part`` and renamed at the end.
 
     Args:
         place: a file, ``-``, or the address of a KV event publisher (``tcp://host:port``).
         source: name of a source with parameters; None detects it from the first record.
-        block_tokens: block size of the trace; None takes the file's, else the source's, else 512.
+        block_tokens: block size of the trace; None: from the file's header, else the source's default.
         tokenizer: a ``tokenizer.json``, for text.
-        salt: salt of the ids; equal salts give equal ids to equal prefixes. None takes a random salt.
+        salt: salt of the ids; equal salts give equal ids to equal prefixes. None: a random salt.
         keep_ids: keep the ids and names of the source.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
@@ -71,8 +71,8 @@ def convert(
     tokenizer.
 
     Raises:
-        ConfigError: the options contradict each other, or the name of the output lacks the assumption
-            that the source needs (`trace.continued-within-600s.jsonl`).
+        ConfigError: options contradict each other, or the output's name lacks the assumption of the source
+            (`trace.continued-within-600s.jsonl`).
         TraceError: the recording is unusable.
     """
     path = Path(place)
@@ -83,7 +83,7 @@ def convert(
     else:
         kind = SOURCES.find(source) if source is not None else kind_of(path)
     if keep_ids and not kind.has_ids:
-        raise ConfigError("keep-ids", True, f"{kind.name} has no ids of prefixes")
+        raise ConfigError("keep-ids", True, f"{kind.name} has no block ids to keep")
     stated = stated_header(Path(place)) if kind.has_ids else None
     tokens = _block_tokens(place, kind, block_tokens, stated)
     keys = KeptKeys(b"") if keep_ids else Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
@@ -150,7 +150,7 @@ def _write_lines(
         raise TraceError(f"{requests.place}: no requests in it{skipped}")
     _check_name(out, source.assumed)
     in_order = source.given.header.in_order
-    # Lines that a reader will sort by time keep their times, because the first is not the earliest.
+    # Lines out of order keep their times, because the first line is not the earliest.
     first_s = first.time_s if in_order else 0.0
     with partial.open("wb") as raw, compressing(raw, out.suffix) as file:
         file.write(Header(1, block_tokens, source.name, source.assumed, in_order).line())

@@ -1,4 +1,4 @@
-"""Iteration over the elements of a JSON array of any length, in constant memory."""
+"""Iteration over the elements of a JSON array, in memory independent of the array's length."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvoffload.traces.lines import numbered_lines
 
 _CHUNK_BYTES = 1 << 16
 LARGEST_ELEMENT = 1 << 28
-"""Largest element in characters; a longer one is taken for invalid JSON."""
+"""Longest element in characters; a longer element counts as invalid JSON."""
 _SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
 def is_array(path: Path) -> bool:
-    """Return True if a file is one JSON array of objects or over several lines, not an array per line."""
+    """Return True for one JSON array of objects or over several lines; False for an array per line."""
     first = next((text.strip() for _, text in numbered_lines(path)), b"")
     return first.startswith(b"[") and (first == b"[" or first[1:].lstrip().startswith(b"{"))
 
@@ -67,11 +67,14 @@ class _Buffer:
 
     @property
     def wanted_bytes(self) -> int:
-        """Bytes to read next: doubled for an incomplete element, which is parsed again from its start."""
+        """Number of bytes to read next. It doubles the buffer, because parsing restarts at the element."""
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:
-        """Append a chunk; False after the end of the array. Raises `json.JSONDecodeError` at end of file."""
+        """Append a chunk; returns False after the end of the array.
+
+        Raises `json.JSONDecodeError` for an incomplete element at the end of the file.
+        """
         if self._is_over:
             return False
         self._text += self._decode(chunk, not chunk)
@@ -82,7 +85,7 @@ class _Buffer:
         return True
 
     def elements(self) -> Iterator[tuple[int, bytes]]:
-        """Yield all complete elements. Raises `json.JSONDecodeError` if the next one is too large."""
+        """Yield all complete elements. Raises `json.JSONDecodeError` if the next element is too large."""
         text, start = self._text, _skip_separators(self._text, 0)
         while text[start : start + 1] != "]":
             try:

@@ -1,4 +1,4 @@
-"""Ids of blocks that hide the contents: salted, chained hashes."""
+"""Block ids that hide the contents of the blocks: salted, chained hashes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ _MAX_SALT_BYTES = 64
 
 
 class Keys:
-    """Ids of 64 bits: BLAKE2b, keyed with a salt, of the previous id and the block's content.
+    """64-bit ids: BLAKE2b, keyed with a salt, of the previous id and the block's content.
 
-    Equal prefixes have equal ids under one salt. Without the salt an id reveals no prompt and cannot be
-    guessed. Ids of a source are hashed with their predecessors too, so that a trace is chained even if the
+    Equal prefixes have equal ids with the same salt. Without the salt an id reveals no prompt and cannot be
+    guessed. Ids of a source are also hashed with their predecessors, so that a trace is chained even if the
     source's ids cover only a block's own content.
 
-    Collisions: one trace in 3,700 with 100 million different blocks; a reader then refuses the line.
+    Collisions: one in 3,700 traces of 100 million different blocks has one; a reader then rejects the line.
 
-    Cost: about 1 us a block. Thread: any.
+    Cost: about 1 us per block. Thread: any.
     """
 
     def __init__(self, salt: bytes) -> None:
         self._salt = blake2b(salt).digest()[:_MAX_SALT_BYTES]
 
     def after(self, ids: Sequence[BlockId], contents: Iterable[bytes]) -> list[BlockId]:
-        """Return `ids`, extended by ids for blocks with these contents."""
+        """Return `ids` followed by the ids of blocks with these contents."""
         chain, salt = list(ids), self._salt
         parent = _bytes_of(chain[-1]) if chain else b""
         for content in contents:
@@ -46,14 +46,12 @@ class Keys:
 
 
 class KeptKeys(Keys):
-    """Unchanged ids and names of the source."""
+    """Ids and names of the source, unchanged."""
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
-        """Return the ids unchanged."""
         return list(ids)
 
     def name(self, text: str) -> str:
-        """Return the name unchanged."""
         return text
 
 

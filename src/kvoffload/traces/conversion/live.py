@@ -16,7 +16,7 @@ _POLL_MS = 200
 
 
 def is_address(text: str) -> bool:
-    """Return True if a source is the address of a publisher."""
+    """Return True if a text is the address of a publisher."""
     return text.startswith(_SCHEMES)
 
 
@@ -24,9 +24,10 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
     Args:
-        lost: its first element counts batches that were lost, by the publisher's numbers.
+        lost: the first element counts lost batches, which show as gaps in the publisher's numbers.
 
-    Thread: on the main thread Ctrl-C ends the iteration between two batches; on others close the iterator.
+    Thread: any. On the main thread Ctrl-C ends the iteration between two batches; on another thread, close
+    the iterator.
     Raises: `ConfigError` for an unusable address, or if `zmq` is not installed.
     """
     try:
@@ -56,7 +57,7 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _until_interrupted() -> Iterator[Event]:
-    """Yield an event that Ctrl-C sets, so that no batch is interrupted."""
+    """Yield an event that Ctrl-C sets, so that Ctrl-C does not interrupt a batch."""
     over = Event()
     if current_thread() is not main_thread():
         yield over

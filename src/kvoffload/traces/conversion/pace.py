@@ -23,8 +23,8 @@ THINK_TIME_S = LogNormal(140, 1.0)
 class Pace:
     """Arrival times of conversations at a constant rate, in the order of the file.
 
-    A conversation begins at a random time in each interval of ``60 / per_minute`` seconds; the gaps between
-    its turns are drawn from `THINK_TIME_S`. Deterministic on every machine.
+    In each interval of ``60 / per_minute`` seconds, one conversation begins at a random time; the gaps
+    between its turns are drawn from `THINK_TIME_S`. Deterministic on every machine.
 
     Memory: the pending turns of open conversations.
     """
@@ -35,7 +35,7 @@ class Pace:
         self._pending: list[tuple[float, int, Request]] = []
 
     def begin(self, turns: Sequence[Request]) -> Iterator[Request]:
-        """Schedule a conversation; yields the turns that arrive before any later conversation."""
+        """Schedule a conversation; yields the turns that arrive before the next conversation's interval."""
         time_s = (self._num_begun + self._random()) * self._spacing_s
         self._num_begun += 1
         for turn in turns:
@@ -52,7 +52,7 @@ class Pace:
 
 
 class PacedSource(Source):
-    """A source whose records all have times, or all get times from a `Pace` at the user's rate."""
+    """A source whose records all have times, or all get times from a `Pace` with the rate `per_minute`."""
 
     per_minute: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
@@ -67,7 +67,7 @@ class PacedSource(Source):
         return f"paced-{self.per_minute:g}-per-minute" if self._pace else ""
 
     def arriving(self, time_s: float | None, turns: Sequence[Request]) -> Iterable[Request]:
-        """Return the requests that are due: `turns` if the record has a time, else turns of the pace."""
+        """Return `turns` if the record has a time, else schedule `turns` and return due turns."""
         if time_s is not None:
             if self._pace is not None:
                 raise BadLineError("field timestamp: earlier records have no time")
@@ -77,11 +77,10 @@ class PacedSource(Source):
             raise BadLineError("field timestamp: missing")
         if self._pace is None:
             if not self.per_minute:
-                allowed = f"give the conversations that begin in a minute; allowed: {self.name},per_minute=60"
-                raise ConfigError("from", self.name, f"the file has no arrival times: {allowed}")
+                allowed = f"give the number of conversations per minute: {self.name},per_minute=60"
+                raise ConfigError("from", self.name, f"the file has no arrival times; {allowed}")
             self._pace = Pace(self.per_minute)
         return self._pace.begin(turns)
 
     def rest(self) -> Iterable[Request]:
-        """Yield the pending turns."""
         return self._pace.rest() if self._pace else ()

@@ -1,4 +1,4 @@
-"""The contract of sources of recordings, and the detection of a file's source."""
+"""The contract of a source, which reads one kind of recordings, and the detection of a file's kind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Request:
     """A request of a trace.
 
     Attributes:
-        time_s: arrival; all requests of a source share one origin.
+        time_s: arrival time; all requests of a source have the same origin of time.
         ids: ids of the full blocks of the prompt.
     """
 
@@ -42,9 +42,9 @@ class Given:
     """Context of a source.
 
     Attributes:
-        keys: makes ids of blocks.
+        keys: computes the ids of blocks.
         block_size: block size of the trace.
-        tokens: the tokenizer; it raises `ConfigError` if the user gave none.
+        tokens: the tokenizer, which raises `ConfigError` on use if the user gave none.
         header: header of the recording, or the default.
     """
 
@@ -55,15 +55,15 @@ class Given:
 
 
 class Source(ABC):
-    """A kind of recordings, read a record at a time, in memory independent of their number.
+    """Reader of one recording, record by record, in memory independent of the number of records.
 
-    Each kind is a file in `sources` with a subclass. Public attributes with a default are its parameters:
-    ``kv_events,gap_s=5``. An object reads one recording.
+    Each kind of recordings is a file in `sources` with a subclass. Public attributes with a default are
+    parameters of the kind: ``kv_events,gap_s=5``.
 
     Attributes:
         name: name for users.
-        block_tokens: default block size of the trace; None means 512.
-        has_ids: records have ids of blocks, which determine the block size and can be kept.
+        block_tokens: default block size of the trace; None: 512.
+        has_ids: True if records have block ids, which determine the block size and can be kept.
     """
 
     name: ClassVar[str]
@@ -99,7 +99,7 @@ class Source(ABC):
 
     @property
     def assumed(self) -> str:
-        """The assumption behind missing data, for the output's file name; known after the first request."""
+        """The assumption that replaces missing data, for the output's name. Known after the first request."""
         return ""
 
     def remarks(self) -> list[str]:
@@ -114,14 +114,14 @@ def kind_of(path: Path) -> type[Source]:
     """Detect the kind of a recording by its first record. Raises `ConfigError`, `TraceError`."""
     allowed = f"allowed: {', '.join(SOURCES.names())}"
     if path == STDIN:
-        raise ConfigError("from", None, f"the source of standard input is not detected; {allowed}")
+        raise ConfigError("from", None, f"the format of standard input cannot be detected; {allowed}")
     fields = fields_of_first_record(path)
     for name in SOURCES.names():
         kind = SOURCES.find(name)
         if kind.recognises(fields):
             return kind
-    listed = f"its first record has {', '.join(sorted(fields)[:12]) or 'no fields'}"
-    raise ConfigError("from", None, f"the source of {path.name} is not recognised: {listed}; {allowed}")
+    listed = f"the first record has {', '.join(sorted(fields)[:12]) or 'no fields'}"
+    raise ConfigError("from", None, f"the format of {path.name} is not recognised: {listed}; {allowed}")
 
 
 def fields_of_first_record(path: Path) -> frozenset[str]:

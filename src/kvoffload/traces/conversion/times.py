@@ -10,13 +10,13 @@ from kvoffload.traces.lines import BadLineError
 
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*(Z|[+-]\d\d:?\d\d)?")
 _MS_FROM = 1e11
-"""Numbers from here on are milliseconds since 1970; as seconds they would be after the year 5138."""
+"""Smallest number that counts as milliseconds since 1970; as seconds it would be in the year 5138."""
 
 
 def seconds_of(field: str, value: object) -> float:
-    """Convert a time to seconds: a number of seconds, of milliseconds since 1970, or ISO 8601 text.
+    """Convert a time to seconds. The time is in seconds, in milliseconds since 1970, or in ISO 8601.
 
-    A time without a zone is UTC. Raises `BadLineError`.
+    ISO 8601 without a zone is UTC. Raises `BadLineError`.
     """
     if isinstance(value, str):
         if match := _CALENDAR.fullmatch(value.strip()):

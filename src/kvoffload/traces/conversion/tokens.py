@@ -19,9 +19,9 @@ class Tokens:
 
 
 class FileTokens(Tokens):
-    """A Hugging Face tokenizer, from a ``tokenizer.json`` or a directory with one. Raises `ConfigError`.
+    """A Hugging Face tokenizer, from a ``tokenizer.json`` or its directory. Raises `ConfigError`.
 
-    Thread: one at a time.
+    Thread: any, one call at a time.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,6 @@ class FileTokens(Tokens):
         self._tokenizer.no_padding()
 
     def of(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens around it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 

@@ -3,13 +3,13 @@
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
 "hash_ids": [id, ...]}``, with optional hints: `finish_reason`, `session_over`, `priority`, `time_to_live_s`,
 `tenant`. Other fields and null are ignored. Only full blocks count: the first
-``input_length // block_tokens`` ids. One id of a partial block may follow. An id identifies its prefix, so it
-always follows the same id. A line that breaks these rules is bad.
+``input_length // block_tokens`` ids. The id of a partial block may follow. An id identifies a prefix, so all
+occurrences of an id have the same predecessor. A line that breaks these rules is bad.
 
-The first line may be a `Header`, which may occur again in concatenated files.
+The first line may be a `Header`. Headers may also occur later, in concatenated files.
 
-Variants of other writers are accepted: ids of any text or width (ids that are not signed 64-bit numbers are
-renumbered), and times in seconds (all times are seconds if one has a fraction).
+Variants of other writers are accepted: ids that are texts or wider numbers (which are renumbered), and times
+in seconds (all times are in seconds if any time has a fraction).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header,
 from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.format import TraceFormat
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
-from kvoffload.traces.trace import Trace, TraceHints
+from kvoffload.traces.trace import Trace, TraceHints, codes_by_appearance
 
 _Int64s = npt.NDArray[np.int64]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -59,7 +59,7 @@ class Line(msgspec.Struct, omit_defaults=True):
     def of(
         cls, time_ms: int, input_tokens: int, output_tokens: int, ids: list[int | str], hints: Hints
     ) -> Line:
-        """Make the line of a request, without unknown hints."""
+        """Create the line of a request; hints that are not set are left out."""
         return cls(
             timestamp=time_ms,
             input_length=input_tokens,
@@ -74,7 +74,6 @@ class Line(msgspec.Struct, omit_defaults=True):
 
     @property
     def hints(self) -> Hints:
-        """Hints of the request."""
         return Hints(
             self.finish_reason or "",
             self.session_over or False,
@@ -111,7 +110,9 @@ class Mooncake(TraceFormat):
                     raise TraceError(f"{path}:{number}: {bad}") from None
                 requests.skipped_lines += 1
         if requests.has_unclear_ids:
-            raise TraceError(f"{path}: field hash_ids: negative ids beside ids that are not 64-bit numbers")
+            raise TraceError(
+                f"{path}: field hash_ids: negative ids mixed with ids that are not 64-bit numbers"
+            )
         requests = requests.in_order()
         try:
             block_ids, refs = requests.chained()
@@ -165,7 +166,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 class _Requests:
-    """The requests read so far: concatenated `ids`, and one entry per request in the other lists."""
+    """The requests read so far. `ids` concatenates all ids; the other lists have one entry per request."""
 
     def __init__(self, block_tokens: int | None) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
@@ -203,7 +204,7 @@ class _Requests:
         if given is not None and header.block_tokens != given:
             raise BadLineError(f"field block_tokens: {header.block_tokens}, but --block-tokens is {given}")
         if self.lengths and header.block_tokens != tokens:
-            raise BadLineError(f"field block_tokens: {header.block_tokens}, but {tokens} in the lines before")
+            raise BadLineError(f"field block_tokens: {header.block_tokens}, but {tokens} in earlier lines")
         if header.block_tokens != tokens:
             self.block_size = BlockSize(header.block_tokens)
         self._is_in_order &= header.in_order
@@ -217,7 +218,6 @@ class _Requests:
         return self._select(np.argsort(self.timestamps, kind="stable").tolist())
 
     def _select(self, requests: Iterable[int]) -> _Requests:
-        """Select requests, in this order."""
         kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
         kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
         kept._assumed = self._assumed
@@ -228,7 +228,7 @@ class _Requests:
         return kept
 
     def named(self, name: str) -> str:
-        """Return the name for reports, with the assumptions behind the requests."""
+        """Return the name for reports, with the assumptions of the headers."""
         return f"{name} (assumed: {', '.join(self._assumed)})" if self._assumed else name
 
     def _numbered(self, block_id: int | str) -> int:
@@ -240,11 +240,11 @@ class _Requests:
 
     @property
     def has_unclear_ids(self) -> bool:
-        """True if numbers of renumbered ids may collide with negative ids of the file."""
+        """True if renumbered ids may collide with negative ids of the file."""
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def in_ms(self) -> _Int64s:
-        """Return all times in ms. The file's times are seconds if any of them has a fraction, else ms."""
+        """Return all times in ms. The file's times are in seconds if any time has a fraction, else in ms."""
         times = np.array(self.timestamps, np.float64)
         return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
@@ -254,25 +254,20 @@ class _Requests:
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
         """Compute `Trace.block_ids` and `Trace.refs`; raises `BadLineError` if a chain is broken."""
-        ids, offsets = _int64s(self.ids), self.offsets()
-        sorted_ids, first_seen, sorted_refs = np.unique(ids, return_index=True, return_inverse=True)
-        by_appearance = np.argsort(first_seen)
-        code_of = np.empty(len(sorted_ids), np.int32)
-        code_of[by_appearance] = np.arange(len(sorted_ids), dtype=np.int32)
-        refs = code_of[sorted_refs]
-
+        offsets = self.offsets()
+        block_ids, refs, first_seen = codes_by_appearance(_int64s(self.ids))
         parents = np.empty(len(refs), np.int32)
         parents[1:] = refs[:-1]
         parents[offsets[:-1][offsets[:-1] < len(refs)]] = _NO_PARENT
-        # A repeated id within a request breaks its chain too.
-        broken = parents != parents[first_seen[by_appearance]][refs]
+        # An id that occurs twice in a request also breaks the chain.
+        broken = parents != parents[first_seen][refs]
         if broken.any():
             position = int(broken.argmax())
-            self._refuse(position, int(first_seen[by_appearance][refs[position]]))
-        return sorted_ids[by_appearance], refs
+            self._refuse(position, int(first_seen[refs[position]]))
+        return block_ids, refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise for the id at `position`, whose predecessor differs from the one at its `first` position."""
+        """Raise for the id at `position`, whose predecessor differs from its predecessor at `first`."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
@@ -285,7 +280,7 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """Drop requests whose chains contradict earlier kept requests; dropped requests define no chains."""
+        """Drop each request whose chain contradicts an earlier kept request."""
         kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]

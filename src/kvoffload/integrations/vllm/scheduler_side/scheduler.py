@@ -182,7 +182,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         """Adapt the window to the blocks that the GPU has dropped since the last step."""
         if not self._num_dropped:
             return
-        self.window.follow(self._num_dropped)
+        self.window.adapt(self._num_dropped)
         if self._dropped_unoffered:
             self.manager.keep_dropped(list(self._dropped_unoffered)[::-1])
         self._num_dropped = 0

@@ -1,4 +1,4 @@
-"""Qwen-Bailian's anonymised recordings, with blocks of 16 tokens and times in seconds."""
+"""Source: Qwen-Bailian's anonymised recordings, with blocks of 16 tokens and times in seconds."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ class Bailian(Source):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Look for `chat_id` and `hash_ids`."""
         return {"chat_id", "hash_ids"} <= names
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the request of a line."""
         line = decoded(_decode, record)
         blocks = self.given.block_size.full_blocks(line.input_length, len(line.hash_ids))
         ids = self.given.keys.of(line.hash_ids[:blocks])

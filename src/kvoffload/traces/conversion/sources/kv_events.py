@@ -1,4 +1,4 @@
-"""vLLM's KV events: blocks that its GPU cache stored and removed. Requests are inferred."""
+"""Source: vLLM's KV events, which report blocks that the GPU cache stored or removed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class _Open:
 
 
 class KVEvents(Source):
-    """Batches in vLLM's encoding, as JSON lines or live from its publisher (``tcp://host:port``).
+    """Batches in vLLM's encoding, as JSON lines or live from vLLM's publisher (``tcp://host:port``).
 
-    Successive blocks within `gap_s` form one request; blocks stored singly after its first batch were
-    generated. The ancestors of the blocks are the cached prefix of the prompt. A request that computed no
-    whole block leaves no event, so the trace has less reuse than the engine. Only events of the GPU's cache
-    and of the first KV group count.
+    Requests are inferred: blocks that follow one another within `gap_s` seconds form one request, and its
+    ancestor blocks are the cached prefix of the prompt. After the first batch, single blocks count as
+    generated. A request that computed no whole block leaves no event, so the trace has less reuse than the
+    engine. Only events of the GPU's cache and of the first KV group count.
 
-    Memory: the blocks that the GPU's cache holds.
+    Memory: proportional to the blocks in the GPU's cache.
     """
 
     name = "kv_events"
@@ -54,22 +54,19 @@ class KVEvents(Source):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Look for a batch's time and events."""
         return {"ts", "events"} <= names
 
     @property
     def assumed(self) -> str:
-        """The gap that separates requests."""
+        """The gap `gap_s` that separates requests."""
         return f"gap-{self.gap_s:g}s"
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines, or the batches of a publisher until Ctrl-C."""
         return batches(place, self._lost) if is_address(place) else super().records(place, progress)
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the requests that ended before this batch."""
         batch = decoded(_decode, record)
         if isinstance(batch, dict):
             batch = [batch.get("ts"), batch.get("events"), batch.get("data_parallel_rank")]
@@ -89,12 +86,11 @@ class KVEvents(Source):
         return self._ended()
 
     def rest(self) -> Iterable[Request]:
-        """Return the requests that were running at the end."""
         self._close_before(float("inf"))
         return self._ended()
 
     def remarks(self) -> list[str]:
-        """Describe the gaps of the recording."""
+        """Describe requests and batches that are missing in the recording."""
         remarks = ["requests that computed no whole block leave no KV events: the engine had more reuse"]
         if self._num_unknown:
             remarks.append(
@@ -150,7 +146,7 @@ class KVEvents(Source):
             del self._open[key]
 
     def _ended(self) -> list[Request]:
-        """Remove and return ended requests, in order of arrival, up to the first one that has not ended."""
+        """Remove and return ended requests, in order of arrival, up to the first request that still runs."""
         size, ended = self.given.block_size.tokens, []
         while self._in_order and self._in_order[0].is_over:
             request = self._in_order.popleft()

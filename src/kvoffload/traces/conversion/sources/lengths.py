@@ -1,4 +1,4 @@
-"""Tables of lengths, such as Azure's and BurstGPT's CSV. Shared prefixes must be assumed."""
+"""Source: tables of lengths, such as Azure's and BurstGPT's CSV. Shared prefixes must be assumed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _MOST_TOKENS = 2**31
 class Lengths(Source):
     """A table with columns for time, prompt tokens and generated tokens; `reuse` is the assumed sharing.
 
-    - `none`: prompts share nothing, the lower bound.
+    - `none`: prompts share nothing. This is the lower bound of reuse.
     - `continued`: a prompt continues the longest context (prompt and answer of an earlier request) that fits,
-      has been idle for less than `within_s`, and has not been continued. Nearly the upper bound.
-    - `sessions`: requests with one session id and gaps below `within_s` are one conversation. A prompt
-      shorter than the last context starts anew.
+      was last used within `within_s` seconds, and has not been continued. This is nearly the upper bound.
+    - `sessions`: requests with the same session id and gaps below `within_s` are one conversation. A prompt
+      shorter than the last context starts a new context.
     """
 
     name = "lengths"
@@ -39,19 +39,17 @@ class Lengths(Source):
         super().__init__(given)
         self._columns: dict[str, int] = {}
         self._num_contexts = 0
-        # Contexts that may be continued, by name; `continued` also needs them by length.
+        # Contexts that may be continued, by name and, for `continued`, by length.
         self._open: OrderedDict[object, tuple[float, int, int]] = OrderedDict()
         self._by_tokens: list[tuple[int, int]] = []
         self._ids: dict[int, list[int | str]] = {}
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Look for columns of prompt and output tokens."""
         return bool(names & set(_INPUT)) and bool(names & set(_OUTPUT)) and "hash_ids" not in names
 
     @property
     def assumed(self) -> str:
-        """The assumed sharing."""
         return {
             "none": "none-shared",
             "continued": f"continued-within-{self.within_s:g}s",
@@ -59,7 +57,6 @@ class Lengths(Source):
         }[self.reuse]
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """Read the head of the table, or return the request of a row."""
         try:
             row = next(csv.reader([record.decode()]))
         except (UnicodeDecodeError, csv.Error) as error:
@@ -108,7 +105,7 @@ class Lengths(Source):
         return count
 
     def _context(self, time_s: float, input_tokens: int, row: list[str]) -> int:
-        """Return the context that this request continues, or a new one."""
+        """Return the context that this request continues, or a new context."""
         self._close_before(time_s - self.within_s)
         name: object = None
         if self.reuse == "sessions":

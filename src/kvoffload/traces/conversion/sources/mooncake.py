@@ -1,4 +1,4 @@
-"""Mooncake's JSONL and our own traces, to hash their ids or to add a header."""
+"""Source: traces of Mooncake or kvoffload, to hash their ids or to add a header."""
 
 from __future__ import annotations
 
@@ -24,16 +24,13 @@ class Mooncake(Source):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Look for `hash_ids` or a header."""
         return "kvoffload_trace" in names or ("hash_ids" in names and "chat_id" not in names)
 
     @property
     def assumed(self) -> str:
-        """The assumption in the file's header."""
         return self.given.header.assumed
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the request of a line, or check a header."""
         if (header := header_in(record)) is not None:
             self._compare(header)
             return []
@@ -51,7 +48,7 @@ class Mooncake(Source):
         return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints)]
 
     def _compare(self, header: Header) -> None:
-        """Raise `BadLineError` if a header differs from the first one, which the trace has already."""
+        """Raise `BadLineError` if a header differs from the first header, which the trace already has."""
         for name in ("block_tokens", "assumed", "in_order"):
             value, first = getattr(header, name), getattr(self.given.header, name)
             if value != first:

@@ -1,4 +1,4 @@
-"""Prompts and conversations in text: ShareGPT, OpenAI's `messages`, batches, logs of request bodies."""
+"""Source: prompts and conversations in text, as in ShareGPT, OpenAI's `messages`, and request logs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROLES = {
     "bing": "assistant",
     "bard": "assistant",
 }
-"""ShareGPT's names of roles."""
+"""ShareGPT's role names -> OpenAI's."""
 _ANSWERS = ("completion", "response", "answer", "output")
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
@@ -39,28 +39,25 @@ class Text(PacedSource):
     Other records with messages are conversations, with a request for each answer.
 
     Each message is tokenized separately in the frame ``<|im_start|>role\\n...<|im_end|>\\n``, so that a turn
-    begins with all tokens of the turn before. The model's own template may differ by a few tokens a message.
-    A `prompt` has no frame.
+    begins with all tokens of the previous turn. The model's own template may differ by a few tokens per
+    message. A `prompt` has no frame.
     """
 
     name = "text"
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Look for the field of the text."""
         return bool(names & {*_CONVERSATION, "prompt", "body"}) and "hash_ids" not in names
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
     ) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines, or the elements of the array."""
         path = Path(place)
         return (
             elements(path, progress) if path != STDIN and is_array(path) else numbered_lines(path, progress)
         )
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the requests of a record."""
         fields = decoded(_decode, record)
         body = fields.get("body")
         if isinstance(body, str):
@@ -81,7 +78,7 @@ class Text(PacedSource):
         return self.arriving(time_s, stamped)
 
     def _request(self, tokens: list[int], fields: Mapping[str, Any], answer: int | None = None) -> Request:
-        """Make the request of a prompt; `answer` is the number of output tokens, if known."""
+        """Create the request of a prompt; `answer` is the number of output tokens, if known."""
         if answer is None:
             answer = self._answer_tokens(fields)
         ids = self.given.keys.after((), blocks_of(tokens, self.given.block_size.tokens))
@@ -89,7 +86,7 @@ class Text(PacedSource):
         return Request(0.0, len(tokens), answer, ids, Hints(reason if isinstance(reason, str) else ""))
 
     def _last(self, messages: list[tuple[str, str]], fields: Mapping[str, Any]) -> Request:
-        """Make one request of all messages; a last message of the assistant is its answer."""
+        """Create one request of all messages. If the last message is the assistant's, it is the answer."""
         answer = None
         if messages[-1][0] == "assistant":
             answer = len(self._closed(messages.pop()[1]))

@@ -1,4 +1,4 @@
-"""Prompts as token ids, one JSON object a line."""
+"""Source: prompts as token ids, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -40,11 +40,9 @@ class TokenIds(PacedSource):
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Look for the field of the prompt."""
         return bool(names & set(_PROMPTS))
 
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the request of a line."""
         line = decoded(_decode, record)
         prompt = next((ids for name in _PROMPTS if (ids := getattr(line, name)) is not None), None)
         if prompt is None:
