@@ -1,7 +1,7 @@
-"""A TCP proxy in front of a server that does to connections what networks and broken servers do.
+"""A TCP proxy in front of a server, with faults of networks and broken servers.
 
-For tests of what speaks to a server: each fault is an attribute, and may be set while connections are open.
-Knows the framing of RESP2 replies, so that it can exchange or repeat whole ones.
+Each fault is an attribute and may be set while connections are open. The proxy knows the framing of RESP2
+replies, so that it can exchange or repeat whole replies.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 _CHUNK_BYTES = 1 << 16
@@ -19,19 +19,18 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass
 class Faults:
-    """What is done to what the server says; all connections together.
+    """Faults of all connections together.
 
     Attributes:
         refuse: new connections are closed at once.
-        hang: nothing passes, in either direction; connections stay open.
-        delay_s: before each piece that is passed on.
-        bytes_per_s: passed on at most; None for any.
-        cut_after: connections are closed after so many bytes of replies, counted from when it is set.
-        flip_at: the lowest bit of that byte is flipped, counted in the same way.
-        replies: gets the replies to one or more commands that have arrived together, and returns what is
-            passed on instead. None for what the server says.
-        answer: said instead of asking the server, or a function from what has been asked to that, or to None
-            for the server's own answer; then the connection is closed.
+        hang: nothing passes in either direction; connections stay open.
+        delay_s: seconds before each piece of a reply.
+        bytes_per_s: bandwidth of replies; None for no limit.
+        cut_after: bytes of replies after which connections are closed, counted since `FaultProxy.set`.
+        flip_at: number of the reply byte whose lowest bit is flipped, counted in the same way.
+        replies: maps the RESP2 replies that have arrived together to the replies to send; None for no change.
+        answer: sent instead of asking the server, or a function from the request to the answer, or to None
+            for the server's own answer. The connection is closed after the answer.
     """
 
     refuse: bool = False
@@ -45,15 +44,16 @@ class Faults:
 
 
 class FaultProxy:
-    """Listens on a port of its own, and passes everything on to the server, except for its faults.
+    """A listener that forwards everything to the server, with faults.
 
     Args:
-        tls: files with a certificate and its key: clients speak TLS with it, and it does not with the server.
+        port, host: the server.
+        tls: files with a certificate and its key. Clients then use TLS; the server does not.
 
     Attributes:
-        port: where it listens. faults: what is wrong now. num_connections: how many were made.
+        port: port for clients. faults: the present faults. num_connections: connections made so far.
 
-    Thread: any. Close it at the end, or use it as a context.
+    Thread: any. Close the proxy at the end, or use it as a context.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1", *, tls: tuple[str, str] | None = None) -> None:
@@ -80,22 +80,22 @@ class FaultProxy:
         self.close()
 
     def set(self, **faults: object) -> None:
-        """These faults and no others, from now on; bytes count from here."""
+        """Replace all faults, and count bytes from 0."""
         with self._lock:
             self._passed = 0
             self.faults = Faults(**faults)  # type: ignore[arg-type]
 
     def drop_connections(self) -> None:
-        """Close all that are open."""
+        """Close all open connections."""
         with self._lock:
             sockets, self._sockets = self._sockets, set()
-        for one in sockets:
+        for opened in sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                opened.shutdown(socket.SHUT_RDWR)
+            opened.close()
 
     def close(self) -> None:
-        """Close everything, and wait for its threads."""
+        """Close everything, and wait for the threads."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
@@ -104,7 +104,7 @@ class FaultProxy:
         for thread in self._threads:
             thread.join()
 
-    # ---- its threads
+    # ---- threads of the proxy
 
     def _accept(self) -> None:
         while not self._closed:
@@ -143,8 +143,8 @@ class FaultProxy:
                     to.sendall(piece)
                     continue
                 if self.faults.replies is not None:
-                    found, held = split_replies(held + piece)
-                    piece = b"".join(self.faults.replies(found)) if found else b""
+                    replies, held = split_replies(held + piece)
+                    piece = b"".join(self.faults.replies(replies)) if replies else b""
                 for part in self._slowly(piece):
                     part, is_last = self._damaged(part)
                     to.sendall(part)
@@ -174,7 +174,7 @@ class FaultProxy:
             yield piece[start : start + step]
 
     def _damaged(self, part: bytes) -> tuple[bytes, bool]:
-        """What is passed on of a part, and whether the connection ends behind it."""
+        """Return the bytes to forward, and True if the connection ends after them."""
         with self._lock:
             start, faults = self._passed, self.faults
             self._passed += len(part)
@@ -188,21 +188,40 @@ class FaultProxy:
     def _hang_up(self, *sockets: socket.socket) -> None:
         with self._lock:
             self._sockets -= {*sockets}
-        for one in sockets:
+        for opened in sockets:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                opened.shutdown(socket.SHUT_RDWR)
+            opened.close()
+
+
+class FaultProxies:
+    """Proxies in front of all masters of a cluster, with the same faults. As `FaultProxy`."""
+
+    def __init__(self, proxies: Sequence[FaultProxy]) -> None:
+        self.proxies = proxies
+
+    @property
+    def ports(self) -> list[int]:
+        return [proxy.port for proxy in self.proxies]
+
+    def set(self, **faults: object) -> None:
+        for proxy in self.proxies:
+            proxy.set(**faults)
+
+    def drop_connections(self) -> None:
+        for proxy in self.proxies:
+            proxy.drop_connections()
 
 
 def split_replies(stream: bytes) -> tuple[list[bytes], bytes]:
-    """The whole RESP2 replies, none of them an array, that a stream begins with; and what is left of it."""
-    found, at = [], 0
+    """Return the complete RESP2 replies, without arrays, and the rest of the stream."""
+    replies, at = [], 0
     while (end := stream.find(b"\r\n", at)) >= 0:
         end += 2
         if stream[at : at + 1] == b"$" and (length := int(stream[at + 1 : end - 2])) >= 0:
             end += length + 2
         if end > len(stream):
             break
-        found.append(stream[at:end])
+        replies.append(stream[at:end])
         at = end
-    return found, stream[at:]
+    return replies, stream[at:]

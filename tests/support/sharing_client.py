@@ -1,10 +1,11 @@
-"""A machine that shares blocks, for tests: a tier, and RAM. Blocks have the bytes of their numbers."""
+"""A machine that shares blocks, for tests: a tier, and RAM. A block repeats its number."""
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from support.valkey_server import PATIENCE_S
 
 NUM_SLOTS = 64
 CANARY = 0xEE
+"""Byte in all rows before a read."""
 
 
 def some_keys(*numbers: int) -> Keys:
@@ -22,7 +24,7 @@ def some_keys(*numbers: int) -> Keys:
 
 
 class SharingClient(ABC):
-    """A machine: a tier, RAM, and the tier's record of its one request, if it has one."""
+    """A machine: a tier, RAM, and the tier's record of the only request, if the tier has records."""
 
     record: object | None = None
 
@@ -30,6 +32,18 @@ class SharingClient(ABC):
         self.tier, self.record = tier, record
         self.ram = MemoryTier(NUM_SLOTS, block_bytes)
         self.pool = self.ram.pool
+
+    # ---- names on the server
+
+    @abstractmethod
+    def names(self, number: int) -> list[Any]:
+        """Return the names of the values of a block, in the epoch that the tier knows."""
+
+    @abstractmethod
+    def epoch_key(self, number: int) -> Any:
+        """Return the name of the epoch of a block."""
+
+    # ---- jobs
 
     def wait(self, job: int) -> JobResult:
         until = time.monotonic() + PATIENCE_S
@@ -41,7 +55,7 @@ class SharingClient(ABC):
         raise AssertionError("the job does not end")
 
     def write(self, *numbers: int) -> list[int]:
-        """Numbers of the blocks that are there now."""
+        """Write blocks; returns the written or found ones."""
         for row, number in enumerate(numbers):
             self.pool[row].view(np.uint16)[:] = number
         keys, rows = some_keys(*numbers), np.arange(len(numbers))
@@ -55,26 +69,107 @@ class SharingClient(ABC):
         return self.tier.submit_read(some_keys(*numbers), self.pool, np.arange(len(numbers)))
 
     def read(self, *numbers: int) -> list[int]:
-        """Numbers of the blocks that may be used; each of them has its bytes, whatever happened."""
+        """Read blocks; returns the served ones, whose bytes are right."""
         return self.check(self.wait(self.begin_read(*numbers)), *numbers)
 
-    @abstractmethod
     def check(self, result: JobResult, *numbers: int) -> list[int]:
-        """Numbers of the blocks that may be used; each of them has its bytes."""
+        """Return the served blocks, after a check of their bytes and of the rows behind them."""
+        served = [row for row in range(len(numbers)) if result.ok[row]]
+        for row in served:
+            assert (self.pool[row].view(np.uint16) == numbers[row]).all(), "a wrong block was served"
+        assert (self.pool[len(numbers) :] == CANARY).all()
+        return [numbers[row] for row in served]
 
     def probe(self, *numbers: int) -> list[int]:
         job = self.tier.submit_probe(some_keys(*numbers))
         ok = self.wait(job).ok if job != NO_JOB else np.zeros(len(numbers), np.bool_)
         return [number for number, is_there in zip(numbers, ok, strict=True) if is_there]
 
+    # ---- state of the tier
+
+    @property
+    def parts(self) -> list[Any]:
+        """The tier, or the tiers of all nodes of a cluster."""
+        return [self.tier]
+
     def changes(self) -> list[tuple[set[int], bool]]:
-        """Numbers of the blocks that the tier has told of, and whether they are gone."""
-        told = self.tier.take_changes()
-        return [({int.from_bytes(key, "big") for key in keys}, removed) for keys, removed in told]
+        """Return the reported changes: numbers of blocks, and True if they are gone.
+
+        Successive changes of one kind are merged, because each node of a cluster reports its own.
+        """
+        merged: list[tuple[set[int], bool]] = []
+        for keys, are_gone in self.tier.take_changes():
+            numbers = {int.from_bytes(key, "big") for key in keys}
+            if merged and merged[-1][1] == are_gone:
+                assert not merged[-1][0] & numbers, "a change was reported twice"
+                merged[-1][0].update(numbers)
+            else:
+                merged.append((numbers, are_gone))
+        return merged
 
     def believes(self, *numbers: int) -> list[bool | None]:
-        """Of each block: there, not there, or None for what it would have to ask for."""
+        """Return for each block True if present, False if absent, None if a probe has to find out."""
         keys = some_keys(*numbers)
         present, unknown = self.tier.contains(keys), self.tier.unknown(keys)
         assert not (present & unknown).any()
         return [None if u else bool(p) for p, u in zip(present, unknown, strict=True)]
+
+    def forget(self, *numbers: int) -> None:
+        """Remove these blocks from the presence cache, or all blocks if none are named."""
+        for part in self.parts:
+            part.presence.forget(some_keys(*numbers).digests) if numbers else part.presence.clear()
+
+    def assume_present(self, *numbers: int) -> None:
+        """Enter blocks into the presence cache."""
+        for part in self.parts:
+            part.presence.learn(some_keys(*numbers).digests, np.ones(len(numbers), np.bool_))
+
+    def limit_in_flight(self, num_blocks: int) -> None:
+        """Set the number of blocks that may be in flight, in each direction and at each server."""
+        for part in self.parts:
+            part.jobs.in_flight_bytes = num_blocks * part.block_bytes
+
+    def is_open(self) -> bool:
+        """Return True if the circuit breaker of any server is closed."""
+        return any(part.is_open() for part in self.parts)
+
+    def is_well(self) -> bool:
+        """Return True if every server answers reads."""
+        are_open = [part.is_open("read") for part in self.parts]  # every part has to reconnect
+        return all(are_open)
+
+    def wait_until_open(self) -> None:
+        """Wait until every server answers reads, with all pauses of the circuit breakers."""
+        until = time.monotonic() + PATIENCE_S
+        while not self.is_well():
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def reconnect(self) -> None:
+        """Wait until every server answers reads, without the pauses of the circuit breakers."""
+        until = time.monotonic() + PATIENCE_S
+        while not self.is_well():
+            self.tier.end_pauses()
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    def reset(self) -> None:
+        """Reset the shared cache, and wait until the servers have confirmed the reset."""
+        self.tier.clear()
+        assert self.tier.drain(PATIENCE_S)
+
+
+C = TypeVar("C", bound=SharingClient)
+
+
+def closed_at_the_end(client_type: Callable[..., C]) -> Iterator[Callable[..., C]]:
+    """Yield a function that makes clients, and close their tiers afterwards. For fixtures."""
+    clients: list[C] = []
+
+    def make(*server: Any, **options: Any) -> C:
+        clients.append(client_type(*server, **options))
+        return clients[-1]
+
+    yield make
+    for client in clients:
+        client.tier.close()

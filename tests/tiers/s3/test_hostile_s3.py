@@ -1,6 +1,6 @@
-"""A server of S3 that misbehaves costs misses: no wrong byte, no exception, no aborted process, no memory.
+"""A hostile S3 server causes misses alone: no wrong byte, exception, aborted process or memory growth.
 
-Cases that once went wrong, each alone. `python tests/support/hostile_s3.py` runs all attacks in any order.
+Each test is a case that once failed. `python tests/support/hostile_s3.py` runs all attacks in any order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,10 +35,10 @@ from kvoffload.tiers.shared.addresses import Addresses, SocketAddress
 from kvoffload.tiers.spec import TierOwner
 from support.fault_proxy import FaultProxy
 from support.hostile_s3 import ATTACKS, BUCKET, KEY_ID, SECRET, HangupError, HostileS3, Request, soak
-from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client, digests
+from support.s3_client import BLOCK_BYTES, PACK, PATH, STRIDE, Client
 from support.s3_server import PATIENCE_S
 from support.sampling import sampled
-from support.sharing_client import some_keys
+from support.sharing_client import closed_at_the_end, some_keys
 from support.valkey_server import self_signed
 
 
@@ -57,15 +58,7 @@ def server() -> Iterator[HostileS3]:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
-
-    def one(port: int, **options: Any) -> Client:
-        made.append(Client(port, **({"most_at_once": 16} | options)))
-        return made[-1]
-
-    yield one
-    for client in made:
-        client.tier.close()
+    yield from closed_at_the_end(partial(Client, most_at_once=16))
 
 
 @pytest.fixture
@@ -93,15 +86,15 @@ ABORTING = [
 
 @pytest.mark.parametrize("attack", sampled(ABORTING, 6))
 @pytest.mark.slow
-def test_a_length_that_is_a_lie_neither_ends_the_process_nor_takes_memory(attack: str) -> None:
-    """In a process of its own: obstore aborted it, in answers that it collected and in errors."""
+def test_false_lengths_neither_abort_the_process_nor_take_memory(attack: str) -> None:
+    """Run in another process: obstore aborted its process for such lengths in bodies and in errors."""
     total, _ = soak(seed=1, rounds=1, names=[attack])
     assert (total.attacks, total.aborts, total.escapes, total.wrong, total.not_back) == (1, 0, 0, 0, 0), total
     assert total.growth_mb < 64
 
 
 @pytest.mark.slow
-def test_some_attacks_in_turn() -> None:
+def test_sequence_of_attacks() -> None:
     names = sorted({*ATTACKS} - {"hangs", "hangs in the body", "drips"})
     total, _ = soak(seed=int(os.environ.get("SOAK_SEED", "3")), rounds=8, names=names)
     assert total.attacks == 8
@@ -109,9 +102,7 @@ def test_some_attacks_in_turn() -> None:
     assert total.growth_mb < 64
 
 
-def test_a_large_object_in_a_block_s_place_is_damage_and_is_not_received(
-    client: Client, server: HostileS3
-) -> None:
+def test_too_large_object_is_damage_and_is_not_received(client: Client, server: HostileS3) -> None:
     client.write(*PATH[:8])
     name = client.object(1)
     server.objects[name] = bytes(64 << 20)
@@ -119,12 +110,12 @@ def test_a_large_object_in_a_block_s_place_is_damage_and_is_not_received(
     assert client.read(1, 2, 5, 6) == [5, 6]
     assert client.tier.stats().mismatches == 2
     assert client.tier.stats().failed == 0
-    assert name not in server.objects, "nobody else meets it"
+    assert name not in server.objects, "no other machine meets the damage"
     assert client.tier.dialect.ledger.bytes_received - before == 16 + 2 * STRIDE
 
 
 @pytest.mark.parametrize("change", ["longer", "shorter", "empty"])
-def test_a_probe_takes_an_object_of_another_size_for_a_miss_and_a_write_replaces_it(
+def test_object_of_another_size_is_absent_and_replaced(
     client: Client, make: Callable[..., Client], server: HostileS3, change: str
 ) -> None:
     client.write(*PATH[:8])
@@ -152,8 +143,7 @@ def test_every_read_asks_for_a_range(client: Client, server: HostileS3) -> None:
     client.write(*PATH[:4])
     assert client.read(*PATH[:4]) == [*PATH[:4]]
     assert client.read(2, 3) == [2, 3]
-    client.tier.clear()
-    assert client.tier.drain(PATIENCE_S)
+    client.reset()
     parts = {f"bytes=0-{PACK * STRIDE - 1}", f"bytes={STRIDE}-{3 * STRIDE - 1}"}
     assert {*asked} == parts | {"bytes=0-15"}
 
@@ -162,7 +152,7 @@ def test_every_read_asks_for_a_range(client: Client, server: HostileS3) -> None:
     "attack",
     sampled(["chunks", "ranges ignored", "longer than it says", "answers twice", "closes without a word"], 3),
 )
-def test_what_is_odd_and_whole_is_served(client: Client, server: HostileS3, attack: str) -> None:
+def test_unusual_complete_responses_are_served(client: Client, server: HostileS3, attack: str) -> None:
     client.write(*PATH[:8])
     server.attack = attack
     for _ in range(4):
@@ -174,7 +164,7 @@ def test_what_is_odd_and_whole_is_served(client: Client, server: HostileS3, atta
 def test_blocks_that_arrived_before_a_cut_are_served(
     client: Client, server: HostileS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object is verified piece by piece, not when all of it has come."""
+    """An object is verified piece by piece."""
 
     def cut(server: HostileS3, connection: socket.socket, request: Request) -> None:
         reply = server.honest(request)
@@ -194,7 +184,7 @@ def test_blocks_that_arrived_before_a_cut_are_served(
 # ---- epochs
 
 
-def test_a_damaged_epoch_is_named_with_what_to_do(client: Client, server: HostileS3) -> None:
+def test_damaged_epoch_is_named_with_the_remedy(client: Client, server: HostileS3) -> None:
     client.write(*PATH[:4])
     name = epoch_object(server)
     sound = server.objects[name]
@@ -203,49 +193,46 @@ def test_a_damaged_epoch_is_named_with_what_to_do(client: Client, server: Hostil
         assert client.read(1) == []
         until = time.monotonic() + PATIENCE_S
         while "reset the cache" not in str(client.tier.last_error):
-            client.try_again_now()
+            client.tier.end_pauses()
             assert not client.tier.is_open()
             assert time.monotonic() < until
             time.sleep(0.001)
         assert "16 hexadecimal digits" in str(client.tier.last_error)
         server.objects[name] = sound
-        client.come_back()
+        client.reconnect()
         client.tier.peer.last_error = TimeoutError()
-    client.tier.clear()
-    assert client.tier.drain(PATIENCE_S)
+    client.reset()
 
 
-def test_a_reset_that_was_acknowledged_and_not_stored_is_not_confirmed(
-    client: Client, server: HostileS3
-) -> None:
+def test_acknowledged_reset_that_was_not_stored_is_not_confirmed(client: Client, server: HostileS3) -> None:
     client.write(*PATH[:4])
     server.attack = "PUT of an epoch not stored"
     client.tier.clear()
     assert not client.tier.drain(0.3)
     assert client.read(1) == []
     server.attack = ""
-    client.try_again_now()
+    client.tier.end_pauses()
     assert client.tier.drain(PATIENCE_S)
     assert client.read(1) == []
 
 
-# ---- keys, and where requests go
+# ---- keys, and hosts of requests
 
 
 @pytest.mark.parametrize("attack", ["307", "307 to another host", "redirect loop"])
-def test_a_redirection_is_not_followed(client: Client, server: HostileS3, attack: str) -> None:
+def test_redirections_are_not_followed(client: Client, server: HostileS3, attack: str) -> None:
     client.write(*PATH[:4])
     before = sum(server.counts.values())
     server.attack = attack
     assert client.read(1, 2) == []
     assert client.write(*PATH[4:8]) == []
-    assert sum(server.counts.values()) - before < 60, "it does not go round"
+    assert sum(server.counts.values()) - before < 60, "no loop"
     assert server.counts["other host"] == server.counts["other host, with a login"] == 0
     server.attack = ""
-    client.come_back()
+    client.reconnect()
 
 
-def test_keys_in_a_file_are_read_again_when_they_change(
+def test_changed_credentials_file_is_read_again(
     make: Callable[..., Client], server: HostileS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -261,7 +248,7 @@ def test_keys_in_a_file_are_read_again_when_they_change(
     assert client.write(*PATH[:4]) == [*PATH[:4]]
     server.key_id = "AKIASECOND"
     keys("AKIASECOND")
-    assert client.read(*PATH[:4]) == [*PATH[:4]], "a new file costs nothing"
+    assert client.read(*PATH[:4]) == [*PATH[:4]], "a new file causes no failure"
     file.write_text("half a fi")
     assert client.read(*PATH[:4]) == [*PATH[:4]], "a file that is being written changes nothing"
     file.unlink()
@@ -269,7 +256,7 @@ def test_keys_in_a_file_are_read_again_when_they_change(
     assert client.tier.stats().failed == 0
 
 
-def test_keys_that_are_refused_are_read_again_though_the_file_looks_the_same(
+def test_refused_keys_are_read_again_from_an_unchanged_file(
     make: Callable[..., Client], server: HostileS3, tmp_path: Path
 ) -> None:
     file = tmp_path / "credentials"
@@ -287,12 +274,12 @@ def test_keys_that_are_refused_are_read_again_though_the_file_looks_the_same(
     server.key_id = "AKIATHIRD"
     assert client.read(*PATH[:4]) == []
     keys("AKIATHIRD")
-    client.come_back()
+    client.reconnect()
     assert client.read(*PATH[:4]) == [*PATH[:4]]
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """The service that gives a machine of Amazon's the keys of its role."""
+    """The metadata service of EC2, which gives a machine the keys of its role."""
 
     asked: ClassVar[list[str]] = []
 
@@ -312,7 +299,7 @@ class Metadata(BaseHTTPRequestHandler):
         pass
 
 
-def test_keys_of_a_role_are_found_once(
+def test_keys_of_a_role_are_asked_for_once(
     make: Callable[..., Client], server: HostileS3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -333,7 +320,7 @@ def test_keys_of_a_role_are_found_once(
 
 
 def test_obstore_makes_no_request_to_a_bucket() -> None:
-    """It would trust the lengths that a server says: it may sign, and make stores to sign with."""
+    """Obstore trusts lengths in replies, so it only signs, and makes stores to sign with."""
     package = Path(kvoffload.__file__).parent
     importing = {
         str(path.relative_to(package))
@@ -346,7 +333,7 @@ def test_obstore_makes_no_request_to_a_bucket() -> None:
     assert "from obstore.store import S3Store" in (package / "tiers/s3/credentials.py").read_text()
 
 
-def test_keys_that_are_refused_for_long_are_a_miss_and_said_by_code(
+def test_lasting_refusal_of_keys_is_a_miss_with_its_code(
     client: Client, server: HostileS3, caplog: pytest.LogCaptureFixture
 ) -> None:
     client.write(*PATH[:4])
@@ -359,13 +346,11 @@ def test_keys_that_are_refused_for_long_are_a_miss_and_said_by_code(
     for secret in (SECRET, KEY_ID, "X-Amz"):
         assert secret not in caplog.text + repr(client.tier.last_error)
     server.attack = ""
-    client.come_back()
+    client.reconnect()
     assert client.read(1) == [1]
 
 
-def test_a_bucket_that_is_deleted_while_it_is_used_is_a_miss_until_it_is_back(
-    client: Client, server: HostileS3
-) -> None:
+def test_deleted_bucket_is_a_miss_until_it_returns(client: Client, server: HostileS3) -> None:
     client.write(*PATH[:4])
     kept = dict(server.objects)
     server.objects.clear()
@@ -375,17 +360,17 @@ def test_a_bucket_that_is_deleted_while_it_is_used_is_a_miss_until_it_is_back(
     assert client.probe(9) == []
     assert "NoSuchBucket" in str(client.tier.last_error)
     server.attack = ""
-    client.come_back()
-    assert client.read(1) == [], "another bucket of that name, empty"
+    client.reconnect()
+    assert client.read(1) == [], "the new bucket is empty"
     server.objects |= {name: data for name, data in kept.items() if "/blocks/" in name}
-    client.tier.presence.learn(digests(1), np.ones(1, np.bool_))
+    client.assume_present(1)
     assert client.read(1) == [], "blocks of the lost epoch are not found again"
 
 
 # ---- TLS
 
 
-def test_blocks_come_back_over_tls_and_other_certificates_are_refused(
+def test_blocks_return_over_tls_with_the_right_certificate(
     server: HostileS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.tiers.s3.bucket.CONNECT_S", PATIENCE_S)
@@ -427,7 +412,7 @@ def result_of(tier: Any, job: int) -> JobResult:
 
 
 class Unsigned:
-    """A signer of one server's requests."""
+    """A signer of requests to a host."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -439,7 +424,7 @@ class Unsigned:
         return False
 
 
-def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(server: HostileS3) -> None:
+def test_slow_name_server_costs_no_more_than_the_deadline(server: HostileS3) -> None:
     may_answer, asked = threading.Event(), []
 
     def slow(host: str, port: int) -> list[SocketAddress]:
@@ -465,12 +450,12 @@ def test_a_name_that_is_not_resolved_in_time_costs_no_more_than_the_deadline(ser
     bucket.run([size()], time.monotonic() + PATIENCE_S)
     server.drop_connections()
     bucket.run([size()], time.monotonic() + PATIENCE_S)
-    assert (sizes, len(asked)) == ([5, 5], 1), "and what it found is kept"
+    assert (sizes, len(asked)) == ([5, 5], 1), "the address is kept"
     bucket.close()
     bucket.close()
 
 
-def test_an_address_that_refuses_is_passed_over(server: HostileS3) -> None:
+def test_address_that_refuses_is_skipped(server: HostileS3) -> None:
     def at(*hosts: str) -> Host:
         addresses = Addresses(lambda _, port: [(socket.AF_INET, (host, port)) for host in hosts])
         return Host("http", f"kv.test:{server.port}", addresses)
@@ -485,13 +470,14 @@ def test_an_address_that_refuses_is_passed_over(server: HostileS3) -> None:
         asyncio.run(connect(at("127.0.0.2", "127.0.0.3")))
 
 
-class Wire:
-    """A transport that keeps what is sent."""
+class Wire(asyncio.Transport):
+    """A transport that records the sent bytes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent, self.is_aborted = b"", False
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: Any) -> None:
         self.sent += bytes(data)
 
     def abort(self) -> None:
@@ -511,16 +497,16 @@ RESPONSES = {
 
 @pytest.mark.parametrize("kind", RESPONSES)
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 10_000])
-def test_a_response_in_any_pieces_is_the_same(kind: str, size: int) -> None:
+def test_response_may_arrive_in_any_pieces(kind: str, size: int) -> None:
     data = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nServer: x\r\n" + RESPONSES[kind]
 
     async def exchange() -> tuple[bytes, HttpConnection]:
         connection, wire, into = HttpConnection(), Wire(), Small(2000)
-        connection._transport = wire  # type: ignore[assignment]
+        connection.connection_made(wire)
         task = asyncio.ensure_future(connection.request(b"GET", (), lambda head: into))
         await asyncio.sleep(0)
         at = 0
-        while at < len(data) and not connection._done.done():  # type: ignore[union-attr]
+        while at < len(data):
             room = connection.get_buffer(-1)
             piece = data[at : at + min(size, len(room))]
             room[: len(piece)] = piece
@@ -531,18 +517,18 @@ def test_a_response_in_any_pieces_is_the_same(kind: str, size: int) -> None:
         await task
         return bytes(into.data), connection
 
-    found, connection = asyncio.run(exchange())
-    assert found == BODY
+    body, connection = asyncio.run(exchange())
+    assert body == BODY
     assert connection.is_usable == (kind != "the end")
 
 
 @pytest.mark.parametrize("at", [0, 10, 40, 60, 100, 800])
-def test_a_response_that_ends_early_is_an_error(at: int) -> None:
+def test_incomplete_response_is_an_error(at: int) -> None:
     data = b"HTTP/1.1 200 OK\r\nServer: x\r\n" + RESPONSES["a length"]
 
     async def exchange() -> None:
         connection, into = HttpConnection(), Small(2000)
-        connection._transport = Wire()  # type: ignore[assignment]
+        connection.connection_made(Wire())
         task = asyncio.ensure_future(connection.request(b"GET", (), lambda head: into))
         await asyncio.sleep(0)
         for number in data[:at]:

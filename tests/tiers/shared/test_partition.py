@@ -1,7 +1,7 @@
-"""A network that is cut in two: a server in a network namespace, reached over a pair of virtual links.
+"""A network partition: a server in a network namespace, behind a pair of virtual links.
 
-When its link is down packets vanish, and nobody says so: no connection is refused or reset, and what was on
-its way comes when the link is back. Needs root and `ip`; elsewhere these tests are skipped.
+While the link is down, packets are lost and no connection is refused or reset. Bytes in flight arrive when
+the link is up again. The tests need root and `ip`, and are skipped without.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 
 from support.network_namespaces import LATE, PROBE_S, TIMEOUT_S, ip, made, wait_until
-from support.sharing_client import CANARY, some_keys
+from support.sharing_client import CANARY, closed_at_the_end, some_keys
 from support.valkey_client import Client
 from support.valkey_server import PATIENCE_S, Server, running
 
 BLOCK_BYTES = 64 << 10
 RATE = "40mbit"
-"""60 blocks take 0.8 s: time to cut the link in the middle."""
+"""Bandwidth at which 60 blocks take 0.8 s."""
 NUMBERS = [*range(1, 61)]
 
 
 class Island:
-    """A network namespace of our own, and the only way to it.
+    """A network namespace, and the link to the namespace.
 
     Attributes:
-        host: the address there. inside: what a command begins with that is run there.
+        host: the address in the namespace. inside: begin of a command line that runs in the namespace.
     """
 
     def __init__(self) -> None:
@@ -52,11 +52,11 @@ class Island:
             raise
 
     def set_link(self, state: str) -> None:
-        """``up``, or ``down``: packets vanish, in both directions."""
+        """Set the link ``up`` or ``down``; while down, packets are lost in both directions."""
         ip("-n", self.name, "link", "set", self._there, state)
 
     def slow_down(self) -> None:
-        """So that there is a middle of things."""
+        """Limit the bandwidth, so that a test can cut the link during a job."""
         limit = ("root", "tbf", "rate", RATE, "burst", "64kb", "latency", "1s")
         for before, link in (((), self._here), (self.inside, self._there)):
             done = subprocess.run([*before, "tc", "qdisc", "add", "dev", link, *limit], capture_output=True)
@@ -88,28 +88,20 @@ def island(shared_island: Island) -> Iterator[Island]:
 
 @pytest.fixture
 def make(server: Server) -> Iterator[Callable[..., Client]]:
-    made: list[Client] = []
-
-    def one(**options: Any) -> Client:
-        made.append(Client(server, block_bytes=BLOCK_BYTES, **options))
-        return made[-1]
-
-    yield one
-    for client in made:
-        client.tier.close()
+    yield from closed_at_the_end(partial(Client, server, block_bytes=BLOCK_BYTES))
 
 
-def opens(client: Client) -> None:
-    """Nobody asks any more, and everything is a miss at once."""
+def wait_until_breaker_opens(client: Client) -> None:
+    """Read until the breaker opens; then everything is a miss at once."""
     while client.tier.is_open():
         assert client.read(1) == client.probe(1) == []
     assert client.tier.stats().circuit_open == 1
     assert client.believes(1, 2) == [False, False]
 
 
-def closes(client: Client, island: Island) -> None:
-    """A greeting that is not answered changes nothing; one that is opens the tier again."""
-    client.try_again_now()
+def wait_until_breaker_closes(client: Client, island: Island) -> None:
+    """Check that a lost handshake changes nothing, and that a handshake over the link closes the breaker."""
+    client.tier.end_pauses()
     client.believes(1)
     wait_until(lambda: bool(client.tier.jobs.ended))
     assert client.believes(1) == [False]
@@ -117,14 +109,14 @@ def closes(client: Client, island: Island) -> None:
     island.set_link("up")
     until = time.monotonic() + PATIENCE_S
     while not client.tier.is_open():
-        client.try_again_now()
+        client.tier.end_pauses()
         assert time.monotonic() < until
         time.sleep(0.01)
     assert client.tier.stats().circuit_open == 0
 
 
 @pytest.mark.slow
-def test_a_partition_while_reading(island: Island, make: Callable[..., Client]) -> None:
+def test_partition_during_a_read(island: Island, make: Callable[..., Client]) -> None:
     writer, client = make(), make(timeout=TIMEOUT_S, probe_timeout=PROBE_S)
     writer.write(*NUMBERS)
     job = client.begin_read(*NUMBERS)
@@ -133,23 +125,23 @@ def test_a_partition_while_reading(island: Island, make: Callable[..., Client]) 
     result = client.wait(job)
     assert result.seconds < LATE * TIMEOUT_S
     served = client.check(result, *NUMBERS)
-    assert served == NUMBERS[: len(served)], "what arrived before counts"
+    assert served == NUMBERS[: len(served)], "blocks that arrived before the cut are served"
     assert 5 <= len(served) < 60
     begun = time.monotonic()
     assert client.probe(99) == []
     assert time.monotonic() - begun < LATE * PROBE_S
-    opens(client)
-    # The rows are others' now: what was on its way, and comes when the link is back, is written nowhere.
+    wait_until_breaker_opens(client)
+    # The rows may have been reused: bytes that arrive when the link is up again are written nowhere.
     client.pool[:] = CANARY
-    closes(client, island)
-    assert writer.read(*NUMBERS) == NUMBERS, "the link is as it was"
+    wait_until_breaker_closes(client, island)
+    assert writer.read(*NUMBERS) == NUMBERS, "the link is up"
     assert (client.pool == CANARY).all()
     client.tier.options = writer.tier.options
-    client.tier.presence.clear()
+    client.forget()
     assert client.read(*NUMBERS) == NUMBERS
 
 
-def test_a_partition_while_writing(island: Island, make: Callable[..., Client], server: Server) -> None:
+def test_partition_during_a_write(island: Island, make: Callable[..., Client], server: Server) -> None:
     server.say("FLUSHALL")
     client, other = make(timeout=0.3, probe_timeout=PROBE_S), make()
     for row, number in enumerate(NUMBERS):
@@ -161,13 +153,15 @@ def test_a_partition_while_writing(island: Island, make: Callable[..., Client], 
     result = client.wait(job)
     assert result.seconds < LATE * 5 * 0.3
     assert not result.ok.all()
-    # The rows are others' now. What is in the sockets of the kernel is a copy of what they were.
+    # The rows may have been reused. The sockets of the kernel have a copy of the written bytes.
     client.pool[:] = CANARY
-    opens(client)
-    closes(client, island)
-    other.come_to_terms()
+    wait_until_breaker_opens(client)
+    wait_until_breaker_closes(client, island)
+    other.wait_until_open()
     there = other.probe(*NUMBERS)
-    assert other.read(*there) == there, "each has its own bytes"
+    assert other.read(*there) == there, "every block has its own bytes"
     assert other.tier.stats().mismatches == 0
-    assert set(client.tier._writing) == set()
     assert (client.pool == CANARY).all()
+    client.forget()
+    absent = [number for number in NUMBERS if number not in there][:5]
+    assert client.write(*absent) == absent, "no block counts as in flight any more"

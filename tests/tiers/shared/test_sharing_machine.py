@@ -1,13 +1,12 @@
-"""Machines that share a server, a cluster and a bucket, in any order: nothing lies (`sharing_machine.py`).
+"""State machines of a server, a cluster and a bucket that two machines share (`sharing_machine.py`).
 
-KVOFFLOAD_SHARINGS is how many sequences are played with each; `make soak` plays more.
+KVOFFLOAD_SHARINGS sets the number of sequences; `make soak` plays more.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,18 +32,18 @@ from support.valkey_server import PATIENCE_S, Cluster, Server, clustered, runnin
 
 PATIENT: dict[str, Any] = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
 QUICK: dict[str, Any] = {"timeout": 0.5, "probe_timeout": 0.5}
-"""Behind a proxy: when it flips the end of a line, the rest of the line never comes."""
+"""Deadlines behind a proxy: with a flipped end of line, the rest of the line never arrives."""
 SHARINGS = os.environ.get("KVOFFLOAD_SHARINGS")
 
 
 def sequences(steps: int, one_of: int = 1) -> settings:
-    """So many steps each, and of sequences one of so many that others play."""
+    """Return settings for sequences of `steps` steps; `one_of` divides the number of sequences."""
     count = max(1, int(SHARINGS or settings().max_examples) // one_of)
     return settings(stateful_step_count=steps, deadline=None, max_examples=count)
 
 
 class ServerMachine(BehindAProxy):
-    """With a server, and blocks of one value."""
+    """A server, and blocks of one value."""
 
     server: ClassVar[Server]
 
@@ -58,31 +57,29 @@ class ServerMachine(BehindAProxy):
         return self.server.names()
 
     def get(self, place: bytes) -> bytes:
-        return self.server.value(place)
+        return self.server.get(place)
 
     def put(self, place: bytes, value: bytes) -> None:
-        assert self.server.say("SET", place, value) == b"OK"
+        self.server.put(place, value)
 
     def remove(self, place: bytes) -> None:
-        self.server.say("DEL", place)
+        self.server.delete(place)
 
     def remove_epoch(self, place: bytes) -> None:
-        self.server.say("DEL", self.tiers[0].peer.keyspace.epoch_keys[0])
+        self.server.delete(self.tiers[0].peer.keyspace.epoch_keys[0])
 
     def snapshot(self) -> dict[bytes, bytes]:
-        return {name: self.get(name) for name in [*self.values(), *self.server.epoch_names()]}
+        return self.server.snapshot()
 
     def restore(self, snapshot: dict[bytes, bytes]) -> None:
-        self.server.say("FLUSHALL")
-        for name, value in snapshot.items():
-            self.put(name, value)
+        self.server.restore(snapshot)
 
     def is_epoch(self, place: bytes) -> bool:
         return b":epoch" in place
 
 
 class MachineOfTwoValues(ServerMachine):
-    """As above, and each block is two values."""
+    """A server, and blocks of two values."""
 
     block_bytes = 16 << 10
 
@@ -92,7 +89,7 @@ class MachineOfTwoValues(ServerMachine):
 
 
 class ClusterMachine(SharingMachine):
-    """With three masters: slots move, and maps are old. Blocks are one value."""
+    """A cluster of three masters whose slots move and whose maps are old, and blocks of one value."""
 
     cluster: ClassVar[Cluster]
 
@@ -107,34 +104,26 @@ class ClusterMachine(SharingMachine):
 
     def get(self, place: tuple[Server, bytes]) -> bytes:
         server, name = place
-        return server.value(name)
+        return server.get(name)
 
     def put(self, place: tuple[Server, bytes], value: bytes) -> None:
         server, name = place
-        assert server.say("SET", name, value) == b"OK"
+        server.put(name, value)
 
     def remove(self, place: tuple[Server, bytes]) -> None:
         server, name = place
-        server.say("DEL", name)
+        server.delete(name)
 
     def remove_epoch(self, place: tuple[Server, bytes]) -> None:
         server, name = place
         *begin, _, tag, _ = name.split(b":")
-        server.say("DEL", b":".join([*begin, b"epoch", tag]))
+        server.delete(b":".join([*begin, b"epoch", tag]))
 
     def snapshot(self) -> dict[bytes, bytes]:
-        return {
-            name: master.value(name)
-            for master in self.cluster.masters
-            for name in [*master.names(), *master.epoch_names()]
-        }
+        return self.cluster.snapshot()
 
     def restore(self, snapshot: dict[bytes, bytes]) -> None:
-        for master in self.cluster.masters:
-            assert master.say("FLUSHALL") == b"OK"
-        for name, value in snapshot.items():
-            said = [master.say("SET", name, value) for master in self.cluster.masters]
-            assert b"OK" in said, "slots may have moved: it is where they are now"
+        self.cluster.restore(snapshot)
 
     def is_epoch(self, place: bytes) -> bool:
         return b":epoch" in place
@@ -158,29 +147,29 @@ class ClusterMachine(SharingMachine):
 
     @rule(number=any_number, to=st.integers(1, 2))
     def a_slot_moves(self, number: int, to: int) -> None:
-        """With all that is in it, and before the machines hear of it."""
-        if (found := self.some_place(number)) is None:
+        """Move a slot with its contents, before the machines know of the move."""
+        if (place := self.some_place(number)) is None:
             return
-        source, name = found
+        source, name = place
         target = self.cluster.masters[(self.cluster.masters.index(source) + to) % 3]
         slot = str(slot_of(name))
         identity = self.cluster.identity(target)
         assert target.say("CLUSTER", "SETSLOT", slot, "IMPORTING", self.cluster.identity(source)) == b"OK"
         assert source.say("CLUSTER", "SETSLOT", slot, "MIGRATING", identity) == b"OK"
-        for one in source.ask("CLUSTER", "GETKEYSINSLOT", slot, "1000"):
-            assert source.say("MIGRATE", "127.0.0.1", str(target.port), one, "0", "60000") == b"OK"
+        for key in source.ask("CLUSTER", "GETKEYSINSLOT", slot, "1000"):
+            assert source.say("MIGRATE", "127.0.0.1", str(target.port), key, "0", "60000") == b"OK"
         for server in (target, source, *self.cluster.masters):
             assert server.say("CLUSTER", "SETSLOT", slot, "NODE", identity) == b"OK"
 
     @rule(machine=machines, number=st.integers(0, 2))
     def a_master_hangs(self, machine: int, number: int) -> None:
-        """And goes on: what was under way arrives when nobody waits for it any more."""
+        """Let a master hang for a moment: its replies arrive after the deadline."""
         with self.cluster.masters[number].stopped():
             self.read_in_vain(machine)
 
     @rule(machine=machines)
     def a_map_is_old(self, machine: int) -> None:
-        """All divisions are one node further."""
+        """Use a map with all divisions one node further."""
         tier = self.tiers[machine]
         known = [*tier.numbers.items()]
         wrong = MapQuestion(deadline=0.0)
@@ -192,7 +181,7 @@ class ClusterMachine(SharingMachine):
 
 
 class BucketMachine(BehindAProxy):
-    """With a bucket, and two blocks in an object."""
+    """A bucket with two blocks in an object."""
 
     rclone: ClassVar[Rclone]
 
@@ -231,29 +220,22 @@ class BucketMachine(BehindAProxy):
         self.rclone.delete(epoch_name("ns", self.tiers[0].peer.keyspace.producer).decode())
 
     def snapshot(self) -> dict[str, bytes]:
-        place = epoch_name("ns", self.tiers[0].peer.keyspace.producer).decode()
-        found = {}
-        for name in [*self.values(), place]:
-            with suppress(FileNotFoundError):  # it is being written
-                found[name] = self.get(name)
-        return found
+        return self.rclone.snapshot()
 
     def restore(self, snapshot: dict[str, bytes]) -> None:
-        self.rclone.empty()
-        for name, value in snapshot.items():
-            self.rclone.put(name, value)
+        self.rclone.restore(snapshot)
 
     def is_epoch(self, place: str) -> bool:
         return "/epochs/" in place
 
 
 def before(machine: Any, name: str, started: Callable[[Path], Any]) -> Any:
-    """A fixture: an engine of a test's own, as this attribute of the machine."""
+    """Return a fixture that starts a server and sets it as this attribute of the machine."""
 
     @pytest.fixture(name=name)
     def engine(tmp_path: Path) -> Iterator[None]:
-        with started(tmp_path) as found:
-            setattr(machine, name, found)
+        with started(tmp_path) as running_server:
+            setattr(machine, name, running_server)
             yield
             delattr(machine, name)
 

@@ -1,6 +1,6 @@
-"""Servers and clusters that misbehave: every attack of `hostile_resp`, a few steps each.
+"""Hostile servers and clusters: a few steps of every attack of `hostile_resp`.
 
-A soak run drives the same table for longer: ``python tests/support/hostile_resp.py --seed 1 --rounds 10``.
+A soak run takes more steps: ``python tests/support/hostile_resp.py --seed 1 --rounds 10``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiers.shared.errors import ProtocolError
+from kvoffload.tiers.shared.errors import ProtocolError, ServerError
 from kvoffload.tiers.shared.tier import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
@@ -32,27 +32,27 @@ def check(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize("name", sampled(REPLIES, 8))
-def test_a_server_that_misbehaves_costs_misses_and_nothing_else(name: str) -> None:
+def test_hostile_server_costs_only_misses(name: str) -> None:
     outcome = attack_replies(name, seed=1, steps=STEPS)
     check(outcome)
     assert outcome.attacks or isinstance(REPLIES[name], tuple), "the attack did not take place"
 
 
 @pytest.mark.parametrize("name", sampled(MAPS, 8))
-def test_a_cluster_whose_map_is_wrong_costs_misses_and_nothing_else(name: str) -> None:
+def test_cluster_with_a_wrong_map_costs_only_misses(name: str) -> None:
     check(attack_map(name, seed=1, steps=STEPS))
 
 
 # ---- maps
 
 
-class _Says:
-    """A connection to a node that answers with this map."""
+class MapConnection:
+    """A connection to a node that answers with this state and map."""
 
     host = "asked"
 
-    def __init__(self, slots: Any) -> None:
-        self._answers = [b"cluster_state:ok\r\n", slots]
+    def __init__(self, slots: Any, state: Any = b"cluster_state:ok\r\ncluster_size:3\r\n") -> None:
+        self._answers = [state, slots]
 
     def send(self, *_: Any) -> None: ...
 
@@ -60,14 +60,56 @@ class _Says:
         return self._answers.pop(0)
 
 
-def divisions_in(*ranges: Any) -> dict[Address, tuple[int, ...]]:
+def map_in(ranges: Any) -> MapQuestion:
     question = MapQuestion(deadline=0.0)
-    question.run(_Says([*ranges]))  # type: ignore[arg-type]
-    return question.divisions
+    question.run(MapConnection(ranges))  # type: ignore[arg-type]
+    return question
+
+
+def divisions_in(*ranges: Any) -> dict[Address, tuple[int, ...]]:
+    return map_in([*ranges]).divisions
 
 
 def node(host: Any = b"h", port: Any = 7) -> list[Any]:
     return [host, port, b"id"]
+
+
+def test_map_with_replicas_and_unknown_hosts_is_read() -> None:
+    replica = [b"1.2.3.4", 8, b"id", []]
+    question = map_in(
+        [
+            [0, 127, [*node(), [b"hostname", b"x"]], replica, replica],
+            [128, 128, node(None, 9), replica],
+            [129, 191, node(b"", 9)],
+            [192, 192, node(b"?", 9)],
+            [256, 256, node(), replica, replica],
+        ]
+    )
+    assert question.divisions == {("h", 7): (0, 1, 4), ("asked", 9): (2,)}
+    assert question.num_replicas["h", 7] == 2
+
+
+@pytest.mark.parametrize(
+    "ranges", [b"OK", None, [1], [[0, 1]], [[0, 1, [b"h"]]], [[0, b"x", [b"h", 1]]], [[0, 1, 5]]]
+)
+def test_reply_that_is_no_map_is_refused(ranges: Any) -> None:
+    with pytest.raises(ProtocolError):
+        map_in(ranges)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (b"cluster_state:fail\r\n", "CLUSTERDOWN"),
+        (ServerError("NOPERM"), "NOPERM"),
+        (None, "CLUSTER INFO"),
+    ],
+)
+def test_map_of_a_node_that_is_not_well_is_refused(state: Any, message: str) -> None:
+    question = MapQuestion(deadline=0.0)
+    with pytest.raises((ServerError, ProtocolError), match=message):
+        question.run(MapConnection([[0, 127, node()]], state))  # type: ignore[arg-type]
+    assert not question.divisions
 
 
 @pytest.mark.parametrize(
@@ -93,7 +135,7 @@ def node(host: Any = b"h", port: Any = 7) -> list[Any]:
         ([[n * 64, n * 64, node(port=n + 1)] for n in range(MOST_MASTERS + 1)], "more than 128 masters"),
     ],
 )
-def test_an_impossible_map_is_refused(ranges: list[Any], message: str) -> None:
+def test_impossible_map_is_refused(ranges: list[Any], message: str) -> None:
     with pytest.raises(ProtocolError, match=message):
         divisions_in(*ranges)
 
@@ -104,9 +146,9 @@ def test_names_and_addresses_are_hosts(host: bytes) -> None:
 
 
 def test_the_largest_map_is_read() -> None:
-    found = divisions_in(*[[slot, slot, node(port=1 + slot // 128)] for slot in range(16384)])
-    assert len(found) == MOST_MASTERS
-    assert found[("h", 1)] == (0, 1)
+    divisions = divisions_in(*[[slot, slot, node(port=1 + slot // 128)] for slot in range(16384)])
+    assert len(divisions) == MOST_MASTERS
+    assert divisions["h", 1] == (0, 1)
 
 
 # ---- the tier and its maps
@@ -143,16 +185,16 @@ def wait(tier: ClusterTier, until: Callable[[], bool]) -> None:
 
 
 def a_map(*addresses: Address) -> MapQuestion:
-    found = MapQuestion(deadline=0.0)
+    question = MapQuestion(deadline=0.0)
     size = 256 // len(addresses)
-    found.divisions = {
+    question.divisions = {
         address: tuple(range(number * size, (number + 1) * size)) for number, address in enumerate(addresses)
     }
-    found.num_replicas = dict.fromkeys(addresses, 0)
-    return found
+    question.num_replicas = dict.fromkeys(addresses, 0)
+    return question
 
 
-def test_a_map_whose_nodes_cannot_be_made_leaves_the_old_one(
+def test_map_whose_nodes_cannot_be_made_is_dropped(
     tier: ClusterTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait(tier, tier.is_whole)
@@ -177,10 +219,10 @@ def test_a_map_whose_nodes_cannot_be_made_leaves_the_old_one(
     monkeypatch.undo()
     tier.finished()
     assert tier.is_whole()
-    assert tier.unknown(some_keys(1, 2)).all(), "it is open"
+    assert tier.unknown(some_keys(1, 2)).all(), "the tier is open"
 
 
-def test_a_large_map_takes_effect_over_several_calls(tier: ClusterTier) -> None:
+def test_large_map_takes_effect_over_several_calls(tier: ClusterTier) -> None:
     wait(tier, tier.is_whole)
     old = {*tier.nodes}
     tier.use_map(a_map(*[("127.0.0.1", port) for port in range(1, 65)]))
@@ -193,7 +235,7 @@ def test_a_large_map_takes_effect_over_several_calls(tier: ClusterTier) -> None:
     assert sum(tier.nodes[number].peer.has_begun for number in tier.numbers.values()) <= 8
 
 
-def test_a_node_without_threads_is_absent_until_it_can_have_them(
+def test_node_without_threads_is_absent(
     tier: ClusterTier, server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wait(tier, tier.is_whole)
