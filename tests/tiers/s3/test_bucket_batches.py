@@ -31,7 +31,7 @@ class Objects:
         self.asked: list[str] = []
         self.before: Before | None = None
 
-    def one(self, part: str) -> list[str]:
+    def names(self, part: str) -> list[str]:
         return sorted(name for name in self.held if part in name)
 
     async def ask(self, method: str, name: str) -> None:
@@ -41,14 +41,14 @@ class Objects:
 
 
 class Unsigned:
-    """Signs nothing: no request leaves the process."""
+    """A signer that signs nothing, because no request leaves the process."""
 
     def refresh(self, refused: int | None = None) -> bool:
         return False
 
 
 class MemoryBucket(Bucket):
-    """Our client, whose requests go to `Objects`."""
+    """A bucket whose requests go to `Objects`."""
 
     def __init__(self, objects: Objects) -> None:
         super().__init__(Unsigned(), Ledger(FREE))  # type: ignore[arg-type]
@@ -107,9 +107,9 @@ def tier(objects: Objects) -> Iterator[RemoteTier]:
 def result(tier: RemoteTier, job: int) -> Any:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
-        for found in tier.finished():
-            if found.job == job:
-                return found
+        for result in tier.finished():
+            if result.job == job:
+                return result
         time.sleep(0.001)
     raise AssertionError("the job does not end")
 
@@ -122,14 +122,12 @@ def write(tier: RemoteTier) -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "500"])
-def test_a_part_of_a_read_that_a_reset_overtook_does_not_count(
-    objects: Objects, tier: RemoteTier, how: str
-) -> None:
+def test_read_overtaken_by_a_reset_serves_nothing(objects: Objects, tier: RemoteTier, how: str) -> None:
     """One object arrives, the other request fails: the first is still from before a confirmed reset."""
     write(tier)
-    (epoch,) = objects.one("/epochs/")
+    (epoch,) = objects.names("/epochs/")
     objects.held[epoch] = b"%016x" % 12345  # the reset of another machine
-    second = objects.one("/blocks/")[1]
+    second = objects.names("/blocks/")[1]
 
     async def fail(method: str, name: str) -> None:
         if name == second and method == "GET":
@@ -143,10 +141,10 @@ def test_a_part_of_a_read_that_a_reset_overtook_does_not_count(
     objects.before = None
     tier.wait_until_open(PATIENCE_S)
     assert tier.peer.epoch is not None
-    assert tier.peer.epoch.number == 12345, "and the tier has noticed the reset"
+    assert tier.peer.epoch.number == 12345, "the tier has noticed the reset"
 
 
-def test_a_failed_request_is_not_made_again(objects: Objects, tier: RemoteTier) -> None:
+def test_failed_request_is_not_repeated(objects: Objects, tier: RemoteTier) -> None:
     write(tier)
 
     async def fail(method: str, name: str) -> None:
@@ -156,11 +154,11 @@ def test_a_failed_request_is_not_made_again(objects: Objects, tier: RemoteTier) 
     objects.before = fail
     objects.asked.clear()
     assert not result(tier, tier.submit_probe(KEYS)).ok.any()
-    assert objects.asked.count("HEAD") <= 2, "one for each object"
+    assert objects.asked.count("HEAD") <= 2, "a HEAD for each object"
 
 
-def test_a_handshake_that_reads_the_new_epoch_does_not_end_it(objects: Objects) -> None:
-    """A slow handshake, a reset on another connection, and then the answer to the first."""
+def test_late_handshake_does_not_end_the_new_epoch(objects: Objects) -> None:
+    """A reset on another connection ends before the reply to a slow handshake."""
     may_go_on = False
     has_begun = False
 
@@ -202,7 +200,7 @@ def test_a_handshake_that_reads_the_new_epoch_does_not_end_it(objects: Objects) 
         tier.close()
 
 
-def test_a_request_that_swallows_a_cancellation_ends_all_the_same(objects: Objects) -> None:
+def test_request_that_swallows_cancellations_ends(objects: Objects) -> None:
     """Before Python 3.12 `asyncio.wait_for` does so when its task has just ended."""
     num_cancelled = 0
 
@@ -224,7 +222,7 @@ def test_a_request_that_swallows_a_cancellation_ends_all_the_same(objects: Objec
 
 
 @pytest.mark.parametrize("last", [0.0, PATIENCE_S], ids=["all fail", "one is late"])
-def test_every_failed_request_of_a_batch_is_accounted_for(
+def test_exceptions_of_all_requests_are_read(
     objects: Objects, caplog: pytest.LogCaptureFixture, last: float
 ) -> None:
     """asyncio logs a traceback for each exception that nobody has read."""

@@ -1,4 +1,4 @@
-"""Finding and reaching a host within one deadline, whatever name servers and addresses do."""
+"""Lookups of hosts and connections to their addresses, within one deadline."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def server() -> Iterator[FakeServer]:
 
 
 class NameServer:
-    """Answers when `answers` is set; counts questions."""
+    """A resolver that answers when `answers` is set, with `addresses`, and counts lookups."""
 
-    def __init__(self, *found: SocketAddress) -> None:
-        self.found: list[SocketAddress] = [*found]
+    def __init__(self, *addresses: SocketAddress) -> None:
+        self.addresses = [*addresses]
         self.answers = threading.Event()
         self.num_asked = 0
 
     def __call__(self, host: str, port: int) -> list[SocketAddress]:
         self.num_asked += 1
         assert self.answers.wait(60.0)
-        if not self.found:
+        if not self.addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-        return self.found
+        return self.addresses
 
 
 class Clock:
@@ -72,19 +72,19 @@ def there(port: int) -> SocketAddress:
 
 @pytest.fixture
 def silent() -> Iterator[SocketAddress]:
-    """An address that takes no more connections, and refuses none."""
+    """An address that neither accepts nor refuses connections."""
     with ExitStack() as stack:
         listening = stack.enter_context(socket.socket())
         listening.bind(("127.0.0.1", 0))
         listening.listen(0)
-        found = there(listening.getsockname()[1])
+        address = there(listening.getsockname()[1])
         for _ in range(64):
-            one = stack.enter_context(socket.socket())
-            one.settimeout(0.2)
+            client = stack.enter_context(socket.socket())
+            client.settimeout(0.2)
             try:
-                one.connect(found[1])
+                client.connect(address[1])
             except TimeoutError:
-                yield found
+                yield address
                 return
         pytest.skip("this system accepts connections for a program that does not")
 
@@ -92,14 +92,14 @@ def silent() -> Iterator[SocketAddress]:
 # ---- names
 
 
-def test_a_name_server_that_hangs_is_not_waited_for(server: FakeServer) -> None:
-    """A name server that took 8 s made a probe of 50 ms take 8 s."""
+def test_lookup_ends_at_the_deadline_of_a_connection(server: FakeServer) -> None:
+    """Once a name server that took 8 s delayed a probe with a deadline of 50 ms by 8 s."""
     names = NameServer(there(server.port))
     addresses = Addresses(names)
     for _ in range(3):
         with pytest.raises(TimeoutError, match="no answer from the name server"):
             Connection("cache", server.port, Login(), soon(), addresses)
-    assert names.num_asked == 1, "one thread, however often it is asked"
+    assert names.num_asked == 1, "one lookup at a time"
     names.answers.set()
     for _ in range(3):
         Connection("cache", server.port, Login(), later(), addresses).close()
@@ -116,10 +116,10 @@ def test_kept_addresses_are_used_while_they_are_renewed(server: FakeServer) -> N
     for _ in range(3):
         addresses.connected("cache", 1, later()).close()
     assert names.num_asked == 2
-    names.found = []
+    names.addresses = []
     names.answers.set()
     wait_for_lookups(addresses)
-    addresses.connected("cache", 1, later()).close(), "a failed lookup leaves what was known"
+    addresses.connected("cache", 1, later()).close()  # a failed lookup keeps the known addresses
 
 
 def wait_for_lookups(addresses: Addresses) -> None:
@@ -129,7 +129,7 @@ def wait_for_lookups(addresses: Addresses) -> None:
         time.sleep(0.001)
 
 
-def test_a_host_that_has_moved_is_looked_up_at_once(server: FakeServer) -> None:
+def test_moved_host_is_looked_up_at_once(server: FakeServer) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = there(free.getsockname()[1])
@@ -138,7 +138,7 @@ def test_a_host_that_has_moved_is_looked_up_at_once(server: FakeServer) -> None:
     addresses = Addresses(names)
     with pytest.raises(ConnectionRefusedError):
         addresses.connected("cache", 1, later())
-    names.found = [there(server.port)]
+    names.addresses = [there(server.port)]
     until = later()
     while True:
         try:
@@ -148,7 +148,7 @@ def test_a_host_that_has_moved_is_looked_up_at_once(server: FakeServer) -> None:
             assert time.monotonic() < until
 
 
-def test_a_name_that_nobody_knows_is_an_error_each_time() -> None:
+def test_unknown_name_is_an_error_each_time() -> None:
     names = NameServer()
     names.answers.set()
     addresses = Addresses(names)
@@ -166,7 +166,7 @@ def test_literal_addresses_are_not_looked_up(server: FakeServer) -> None:
     assert names.num_asked == 0
 
 
-def test_the_process_may_have_no_thread_for_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lookup_without_a_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -179,34 +179,32 @@ def test_the_process_may_have_no_thread_for_a_lookup(monkeypatch: pytest.MonkeyP
 
 
 def test_all_addresses_share_one_deadline(silent: SocketAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight addresses that did not answer took eight deadlines."""
+    """Once eight silent addresses took eight deadlines."""
     tried = []
     begin = room._begin
-    monkeypatch.setattr(room, "_begin", lambda found, *more: (tried.append(found), begin(found, *more)))
+    monkeypatch.setattr(room, "_begin", lambda address, *more: (tried.append(address), begin(address, *more)))
     deadline = time.monotonic() + 0.4
     with pytest.raises(TimeoutError):
         race(8 * [silent], deadline)
     assert time.monotonic() >= deadline
-    assert len(tried) == 8, "each had its turn before the deadline"
+    assert len(tried) == 8, "every address was tried before the deadline"
 
 
-def test_a_silent_address_does_not_keep_the_others_from_answering(
-    silent: SocketAddress, server: FakeServer
-) -> None:
+def test_other_addresses_answer_beside_a_silent_address(silent: SocketAddress, server: FakeServer) -> None:
     names = NameServer(silent, there(server.port))
     names.answers.set()
     addresses = Addresses(names)
     Connection("cache", 1, Login(), later(), addresses).close()
-    assert addresses._kept["cache", 1][0][0] == there(server.port), "what has answered is tried first"
+    assert addresses._kept["cache", 1][0][0] == there(server.port), "the address that answered is tried first"
 
 
-def test_an_address_that_refuses_is_followed_at_once(server: FakeServer) -> None:
+def test_next_address_is_tried_at_once_after_a_refusal(server: FakeServer) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = there(free.getsockname()[1])
-    found = race([nobody, nobody, there(server.port)], later())
-    assert found[1] == there(server.port)
-    found[0].close()
+    connected, address = race([nobody, nobody, there(server.port)], later())
+    assert address == there(server.port)
+    connected.close()
     with pytest.raises(ConnectionRefusedError):
         race([nobody, nobody], later())
 
@@ -214,8 +212,8 @@ def test_an_address_that_refuses_is_followed_at_once(server: FakeServer) -> None
 # ---- closing
 
 
-def test_closing_a_cluster_waits_once_for_all_its_threads() -> None:
-    """With ten nodes whose connections hang it took 30 s."""
+def test_close_of_a_cluster_waits_once_for_all_threads() -> None:
+    """Once the close took 30 s with ten nodes whose connections hung."""
     server, over, ports = FakeServer(1), threading.Event(), range(1, 11)
     server.slots = lambda: encoded(
         [[n * 1600, n * 1600 + 1599, [b"127.0.0.1", port, b"id"]] for n, port in enumerate(ports)]
@@ -245,8 +243,8 @@ def test_closing_a_cluster_waits_once_for_all_its_threads() -> None:
 # ---- passwords
 
 
-def test_a_changed_password_file_is_read_for_the_next_connection(server: FakeServer, tmp_path: Path) -> None:
-    """Until the engine was started anew the tier was away."""
+def test_changed_password_file_is_read_for_the_next_connection(server: FakeServer, tmp_path: Path) -> None:
+    """Once the tier was unavailable until the engine was restarted."""
     asked: list[bytes] = []
     right = [b"old"]
 
@@ -265,7 +263,7 @@ def test_a_changed_password_file_is_read_for_the_next_connection(server: FakeSer
     assert tier.submit_write(keys, pool, rows)[1].all()
     right[0] = b"new"
     server.disconnect()
-    path.write_text("")  # it is being replaced
+    path.write_text("")  # the file is being replaced
     until = later()
     while not isinstance(tier.peer.last_error, ServerError):
         step(tier, keys)
@@ -289,9 +287,7 @@ def step(tier: Any, keys: Any) -> None:
             return
 
 
-def test_a_connector_without_a_file_keeps_its_password(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_connector_without_a_file_keeps_the_password(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(PASSWORD, "from the environment")
     connector = ValkeyOptions(url="valkey://127.0.0.1:1/ns").connector()
     assert isinstance(connector, Connector)

@@ -40,15 +40,15 @@ def clock() -> Clock:
 
 @pytest.fixture
 def make(server: GatedServer, clock: Clock) -> Iterator[Callable[..., Any]]:
-    made: list[Any] = []
+    tiers: list[Any] = []
 
-    def one(**options: Any) -> Any:
-        made.append(server.tier(clock, **options))
-        return made[-1]
+    def make(**options: Any) -> Any:
+        tiers.append(server.tier(clock, **options))
+        return tiers[-1]
 
-    yield one
+    yield make
     server.gate.set()
-    for tier in made:
+    for tier in tiers:
         tier.close()
 
 
@@ -67,17 +67,17 @@ def read(tier: Any, number: int) -> int:
 
 def wait(tier: Any, *jobs: int) -> dict[int, JobResult]:
     """Wait until these jobs have ended."""
-    until, found = time.monotonic() + PATIENCE_S, dict[int, JobResult]()
-    while not found.keys() >= {*jobs}:
-        found |= {result.job: result for result in tier.finished()}
+    until, results = time.monotonic() + PATIENCE_S, dict[int, JobResult]()
+    while not results.keys() >= {*jobs}:
+        results |= {result.job: result for result in tier.finished()}
         assert time.monotonic() < until, "a job does not end"
         time.sleep(0.0002)
-    assert found.keys() == {*jobs}
-    return found
+    assert results.keys() == {*jobs}
+    return results
 
 
 def settle(tier: Any) -> None:
-    """Wait until nothing is under way that does not hang."""
+    """Wait until no job or handshake is in flight, and process the results."""
     until = time.monotonic() + PATIENCE_S
     while tier.jobs.in_flight or tier.peer.handshake is not None or tier.jobs.ended:
         tier.process_ended()
@@ -85,13 +85,13 @@ def settle(tier: Any) -> None:
         time.sleep(0.0002)
 
 
-# ---- jobs that have not begun
+# ---- queued jobs
 
 
-def test_jobs_that_have_not_begun_end_when_the_circuit_opens(
+def test_queued_jobs_end_when_the_breaker_opens(
     server: GatedServer, make: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """40 writes before a server that hangs: two have begun, 38 keep no RAM pinned."""
+    """Of 40 writes to a hanging server two have been sent; the others end and keep no RAM pinned."""
     tier = make(lines=2)
     server.modes = {"write": HANGS, "probe": FAILS}
     jobs = [write(tier, number) for number in range(40)]
@@ -106,16 +106,14 @@ def test_jobs_that_have_not_begun_end_when_the_circuit_opens(
     assert tier.stats().circuit_open == 1
     assert not any(result.ok.any() for result in ended.values())
     assert tier.stats().in_flight == 2
-    assert tier.stats().timeouts == 3, "what was not sent has not timed out"
+    assert tier.stats().timeouts == 3, "writes that were not sent have not timed out"
     server.gate.set()
     assert all(result.ok.all() for result in wait(tier, *jobs[:2]).values())
 
 
 @pytest.mark.parametrize("kind", ["read", "write", "probe"])
-def test_a_job_in_the_queue_ends_at_its_deadline(
-    server: GatedServer, make: Callable[..., Any], kind: str
-) -> None:
-    """Not when the one before it ends: the gate stays shut."""
+def test_queued_job_ends_at_its_deadline(server: GatedServer, make: Callable[..., Any], kind: str) -> None:
+    """The jobs before it hang, because the gate stays shut."""
     tier = make(timeout_s=0.01, probe_timeout_s=0.01, write_timeout_s=0.01)
     server.modes = {kind: HANGS}
     begin = {"read": read, "write": write, "probe": lambda tier, n: tier.submit_probe(some_keys(n))}[kind]
@@ -123,13 +121,13 @@ def test_a_job_in_the_queue_ends_at_its_deadline(
     until, ended = time.monotonic() + PATIENCE_S, set[int]()
     while len(ended) < 4:
         ended |= {result.job for result in tier.finished()}
-        assert time.monotonic() < until, "it waits for its turn"
+        assert time.monotonic() < until, "a queued job does not end"
         time.sleep(0.0002)
     server.gate.set()
     wait(tier, *({*jobs} - ended))
 
 
-def test_the_deadline_of_a_write_begins_when_it_is_submitted(make: Callable[..., Any]) -> None:
+def test_deadline_of_a_write_begins_at_its_submission(make: Callable[..., Any]) -> None:
     tier = make(timeout_s=2.0)
     before = time.monotonic()
     write(tier, 1)
@@ -140,10 +138,10 @@ def test_the_deadline_of_a_write_begins_when_it_is_submitted(make: Callable[...,
 # ---- a type of operation that fails
 
 
-def test_a_server_that_hangs_on_values_costs_three_requests_their_deadline(
+def test_server_that_hangs_on_values_costs_three_deadlines(
     server: GatedServer, make: Callable[..., Any], clock: Clock
 ) -> None:
-    """25 requests a second for 30 s, each with a probe, which is answered, and a read, which is not."""
+    """25 requests a second for 30 s, each with a probe, which is answered, and a read, which fails."""
     tier = make()
     wait(tier, write(tier, 1))
     server.modes = {"read": FAILS}
@@ -161,32 +159,34 @@ def test_a_server_that_hangs_on_values_costs_three_requests_their_deadline(
         clock.now += 0.04
     assert len(waited) == 3
     assert num_requests > 500
-    assert 3 < server.asked["read"] - 3 <= 8, "trials, after 1, 2, 4, 8 s, give or take half"
+    assert 3 < server.asked["read"] - 3 <= 8, "attempts after 1, 2, 4 and 8 s, with a jitter of half"
     server.modes = {}
     clock.now += 90.0
     tier.contains(some_keys(1))
     settle(tier)
-    assert tier.contains(some_keys(1)).all(), "the first trial that is answered closes the circuit"
+    assert tier.contains(some_keys(1)).all(), "the first successful attempt closes the breaker"
     assert wait(tier, read(tier, 1)).popitem()[1].ok.all()
 
 
-def test_a_trial_is_no_job_of_anybody(server: GatedServer, make: Callable[..., Any], clock: Clock) -> None:
+def test_attempt_has_no_result_for_a_caller(
+    server: GatedServer, make: Callable[..., Any], clock: Clock
+) -> None:
     tier = make()
     wait(tier, write(tier, 1))
     server.modes = {"read": FAILS}
     for _ in range(3):
         wait(tier, read(tier, 1))
     assert not tier.contains(some_keys(1)).any()
-    assert not tier.unknown(some_keys(2)).any(), "what cannot be read is not asked for"
+    assert not tier.unknown(some_keys(2)).any(), "no probe while reads fail"
     assert wait(tier, read(tier, 1)).popitem()[1].ok.tolist() == [False], "at once"
     assert server.asked["read"] == 3
     clock.now += 2.0
     server.modes = {"read": HANGS}
-    tier.contains(some_keys(1))  # three failures without a success have opened the server's circuit as well
+    tier.contains(some_keys(1))  # three failures without a success have opened the breaker of the server, too
     settle(tier)
     tier.contains(some_keys(1))
     assert tier.stats().in_flight == 0
-    assert tier.drain(0.0), "nobody waits for it"
+    assert tier.drain(0.0), "no caller waits for the attempt"
     assert tier.finished() == []
     tier.contains(some_keys(1))
     server.gate.set()
@@ -196,7 +196,7 @@ def test_a_trial_is_no_job_of_anybody(server: GatedServer, make: Callable[..., A
     assert tier.contains(some_keys(1)).all()
 
 
-def test_writes_go_on_while_reads_fail_and_the_other_way_round(
+def test_reads_and_writes_fail_independently(
     server: GatedServer, make: Callable[..., Any], clock: Clock
 ) -> None:
     tier = make()
@@ -217,11 +217,11 @@ def test_writes_go_on_while_reads_fail_and_the_other_way_round(
     assert write(tier, next(fresh)) == NO_JOB
     assert wait(tier, read(tier, 1)).popitem()[1].ok.all()
     clock.now += 2.0
-    trial = write(tier, next(fresh))
-    assert trial != NO_JOB, "one write is the trial"
+    attempt = write(tier, next(fresh))
+    assert attempt != NO_JOB
     assert write(tier, next(fresh)) == NO_JOB
-    wait(tier, trial)
-    assert write(tier, next(fresh)) == NO_JOB, "and it has failed"
+    wait(tier, attempt)
+    assert write(tier, next(fresh)) == NO_JOB, "the attempt has failed"
     server.modes = {}
     clock.now += 4.0
     assert wait(tier, write(tier, next(fresh))).popitem()[1].ok.all()
@@ -231,33 +231,32 @@ def test_writes_go_on_while_reads_fail_and_the_other_way_round(
 fresh = itertools.count(5000)
 
 
-def test_an_answer_without_a_block_closes_the_circuit_but_not_for_long(clock: Clock) -> None:
-    circuit = CircuitBreaker(clock, chance=lambda: 0.5)
+def test_reply_without_a_block_closes_the_breaker_briefly(clock: Clock) -> None:
+    breaker = CircuitBreaker(clock, chance=lambda: 0.5)
     for _ in range(3):
-        circuit.failed()
+        breaker.failed()
     clock.now += 1.1
-    circuit.answered()
-    assert not circuit.is_open
-    circuit.failed()
-    assert circuit.is_open, "the next failure opens it"
+    breaker.answered()
+    assert not breaker.is_open
+    breaker.failed()
+    assert breaker.is_open, "the next failure opens the breaker"
     clock.now += 1.9
-    assert not circuit.may_attempt, "for longer"
+    assert not breaker.may_attempt, "the pause is longer"
     clock.now += 0.2
-    assert circuit.may_attempt
-    circuit.succeeded()
-    circuit.answered()
-    circuit.failed()
-    assert not circuit.is_open
+    assert breaker.may_attempt
+    breaker.succeeded()
+    breaker.answered()
+    breaker.failed()
+    assert not breaker.is_open
 
 
 # ---- recovery
 
 
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.999])
-def test_a_server_that_is_back_is_found_within_five_seconds(
+def test_restored_server_is_found_within_five_seconds(
     server: GatedServer, make: Callable[..., Any], clock: Clock, chance: float
 ) -> None:
-    """However long it was away."""
     tier = make(chance=lambda: chance)
     wait(tier, write(tier, 1))
     server.modes = dict.fromkeys(("handshake", "probe", "read", "write"), FAILS)
@@ -268,7 +267,7 @@ def test_a_server_that_is_back_is_found_within_five_seconds(
         assert not tier.contains(some_keys(1)).any()
         settle(tier)
         clock.now += 0.1
-    assert 120 / 4.6 <= server.asked["handshake"] - 1 <= 120, "one small exchange every few seconds"
+    assert 120 / 4.6 <= server.asked["handshake"] - 1 <= 120, "a handshake every few seconds"
     server.modes = dict.fromkeys(("handshake", "probe", "read", "write"), ANSWERS)
     back = clock.now
     while not tier.is_open(READ):
@@ -296,7 +295,7 @@ def test_outages_are_counted_with_their_seconds(clock: Clock) -> None:
     assert (breakers.num_outages, breakers.outage_s, breakers.open_kinds()) == (2, 18.0, {READ})
 
 
-def test_a_replay_gives_up_at_the_first_silence(
+def test_breaker_of_a_replay_opens_at_the_first_timeout(
     server: GatedServer, make: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = make(gives_up_at_once=True)
@@ -313,14 +312,14 @@ def test_a_replay_gives_up_at_the_first_silence(
 
 @pytest.fixture
 def mute() -> Iterator[int]:
-    """The port of a server that takes connections, and neither reads nor answers."""
+    """The port of a server that accepts connections, and neither reads nor answers."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
 
 @pytest.mark.parametrize("num_bytes", [10, 64 << 20])
-def test_a_silent_server_ends_an_exchange_long_before_its_deadline(mute: int, num_bytes: int) -> None:
-    """Also in the middle of a write that it does not take."""
+def test_silence_ends_an_exchange_long_before_its_deadline(mute: int, num_bytes: int) -> None:
+    """With 64 MiB the server does not receive the request."""
     until = time.monotonic() + PATIENCE_S
     connection = ImpatientConnection("127.0.0.1", mute, Login(), until, silence_s=0.02)
 
@@ -333,9 +332,9 @@ def test_a_silent_server_ends_an_exchange_long_before_its_deadline(mute: int, nu
     connection.close()
 
 
-def test_a_deadline_that_comes_before_the_silence_is_over_is_one(mute: int) -> None:
+def test_deadline_before_the_longest_silence_counts(mute: int) -> None:
     connection = ImpatientConnection("127.0.0.1", mute, Login(), time.monotonic() + 60.0, silence_s=60.0)
-    with pytest.raises(TimeoutError) as found:
+    with pytest.raises(TimeoutError) as raised:
         connection.reply(time.monotonic() + 0.01)
-    assert not isinstance(found.value, SilentError)
+    assert not isinstance(raised.value, SilentError)
     connection.close()

@@ -1,4 +1,4 @@
-"""Text of hostile servers: in no log, error, report or table as it is, and never with the password."""
+"""Text of hostile servers is escaped, and has no password, in logs, errors, reports and tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OWNER = TierOwner(4096, 36, "model")
 )
 def test_text_is_one_line_of_printable_ascii(text: str | bytes, shown: str) -> None:
     assert printable(text) == shown
-    assert printable(printable(text)) == shown, "layers need not know of each other"
+    assert printable(printable(text)) == shown, "escaping twice changes nothing"
 
 
 def test_text_is_short() -> None:
@@ -56,7 +56,7 @@ def test_secrets_are_masked_before_the_text_is_cut() -> None:
     assert printable("abc", "") == "abc"
 
 
-def test_an_error_has_a_code_that_decides_and_a_text_that_is_safe() -> None:
+def test_error_has_a_code_and_a_safe_text() -> None:
     error = ServerError(f"ERR {ESCAPES} {PASSWORD}", PASSWORD)
     assert error.code == "ERR"
     assert not has_leaked(f"{error} {error!r} {vars(error)}")
@@ -80,35 +80,35 @@ def url(server: FakeServer) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in REPLIES if "password" in name or name.startswith("error")])
-def test_what_a_server_says_is_in_no_output_as_it_is(
+def test_text_of_a_server_is_escaped_in_every_output(
     name: str, server: FakeServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both at the start of a command, which fails, and of an engine, which goes on without the tier."""
-    found = REPLIES[name]
-    server.attack = found[0] if isinstance(found, tuple) else found
-    said = []
+    """A command fails at its start; an engine goes on without the tier."""
+    attack = REPLIES[name]
+    server.attack = attack[0] if isinstance(attack, tuple) else attack
+    texts = []
     with caplog.at_level(logging.DEBUG):
         for owner in (OWNER, TierOwner(4096, 36, "model", go_on_without=lambda error: None)):
             try:
                 tier = ValkeyOptions(url=url(server)).open(owner)
             except ConfigError as error:
-                said.append(f"{error} {error!r}")
+                texts.append(f"{error} {error!r}")
             else:
-                said.append(f"{tier.last_error} {tier.last_error!r} {tier.stats()}")
+                texts.append(f"{tier.last_error} {tier.last_error!r} {tier.stats()}")
                 tier.close()
     for command in ("ping", "inspect", "bench"):
         for form in ("terminal", "json"):
             done = kvoffload("tier", command, url(server), "--format", form)
             assert "Traceback" not in done.stderr
-            said += (done.stdout + done.stderr).splitlines()
-    for text in [*said, *(record.getMessage() for record in caplog.records)]:
+            texts += (done.stdout + done.stderr).splitlines()
+    for text in [*texts, *(record.getMessage() for record in caplog.records)]:
         assert "hunter2" not in text
         assert text.isascii() or "─" in text, "a rule of a table"
         assert "\x1b" not in text
         assert "\n2026" not in text
 
 
-def test_an_error_to_a_login_is_its_code_and_what_it_means(server: FakeServer) -> None:
+def test_login_error_is_a_code_with_its_meaning(server: FakeServer) -> None:
     server.attack = REPLIES["echo of the password"]  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="ERR in reply to AUTH: it has no password, or no AUTH command"):
         ValkeyOptions(url=url(server)).open(OWNER)
@@ -170,7 +170,7 @@ def test_names_of_a_namespace_are_printed_as_text(server: FakeServer) -> None:
     "value",
     [b"-00000000000001f", b"0x00000000000001", b"0000_0000_0000_1", b"00000000000000AF", b"", b"\xff" * 16],
 )
-def test_a_damaged_epoch_is_refused_with_what_to_do(server: FakeServer, value: bytes) -> None:
+def test_damaged_epoch_is_refused_with_the_remedy(server: FakeServer, value: bytes) -> None:
     assert epoch_number(value) is None
     tier = ValkeyOptions(url=url(server)).open(OWNER)
     server.values[tier.peer.keyspace.epoch_keys[0]] = value
@@ -183,7 +183,7 @@ def test_a_damaged_epoch_is_refused_with_what_to_do(server: FakeServer, value: b
 
 
 @pytest.mark.parametrize("verb", [b"SET", b"GET", b"EXISTS", b"DEL"])
-def test_a_tier_without_a_right_is_refused_as_ping_says(server: FakeServer, verb: bytes) -> None:
+def test_missing_right_is_refused_as_ping_says(server: FakeServer, verb: bytes) -> None:
     server.attack = on(verb, b"-NOPERM User a has no permissions to run the '%b' command\r\n" % verb.lower())
     with pytest.raises(ConfigError, match=f"NOPERM .* '{verb.decode().lower()}' command"):
         ValkeyOptions(url=url(server)).open(OWNER)
@@ -196,7 +196,7 @@ def test_a_tier_without_a_right_is_refused_as_ping_says(server: FakeServer, verb
 # ---- bounds
 
 
-def test_short_lines_count_against_the_bound_of_an_answer(server: FakeServer) -> None:
+def test_short_lines_count_towards_the_bound_of_a_reply(server: FakeServer) -> None:
     for lines in (b"+\r\n", b"-\r\n", b":1\r\n", b"$0\r\n\r\n", b"*0\r\n"):
         server.attack = on(b"SCAN", b"*200000\r\n" + lines * 200_000)
         done = kvoffload("tier", "inspect", url(server))
@@ -205,10 +205,10 @@ def test_short_lines_count_against_the_bound_of_an_answer(server: FakeServer) ->
 
 
 @pytest.mark.parametrize("verb", [b"SCAN", b"GET", b"STRLEN"])
-def test_inspecting_a_server_that_hangs_ends(
+def test_inspection_of_a_hanging_server_ends(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch, verb: bytes
 ) -> None:
-    """5 s after the last reply, by default; it was a minute."""
+    """The default is 5 s after the last reply; once it was a minute."""
     waited: list[float] = []
     original = Connection.answer
 

@@ -1,6 +1,4 @@
-"""What tiers that machines share are made of: names and seals, hints, circuit, connections. No server is
-needed.
-"""
+"""Parts of shared tiers, without a server: names, headers, presence cache, circuit breaker, connections."""
 
 from __future__ import annotations
 
@@ -62,11 +60,11 @@ class Clock:
         return self.now
 
 
-# ---- names and seals
+# ---- names and headers
 
 
-def test_names_and_headers_are_as_docs_formats_says() -> None:
-    """Written down, so that machines with other versions of this code find and verify the same blocks."""
+def test_names_and_headers_agree_with_docs_formats() -> None:
+    """Machines with other versions of this code find and verify the same blocks."""
     producer = "9372c470eeadd5ecd9c3c74c2b3cb633"
     assert EPOCH.producer.hex() == producer
     assert epoch_name("ns", EPOCH.producer) == f"kvo1:ns:{producer}:epoch".encode()
@@ -81,13 +79,13 @@ def test_names_and_headers_are_as_docs_formats_says() -> None:
         "4b564f424c4f434b" "01000000" "40000000" "0002000000000000" + producer + "0700000000000000"
         "03397dc5519ef54bf6192f66b3a4fe6b"
     )  # fmt: skip
-    # The same by the library: seeded with what the key, and what the place of the block say.
+    # The same by the library, with a seed from the key and the epoch.
     place = xxhash.xxh3_64_intdigest(b"kvo1\0ns\0" + EPOCH.producer, 7)
     seed = int(header["key"]) ^ place
     assert int(header["checksum"]) == xxhash.xxh3_64_intdigest(block.tobytes(), seed)
 
 
-def test_names_in_a_cluster_are_as_docs_formats_says() -> None:
+def test_names_in_a_cluster_agree_with_docs_formats() -> None:
     producer = "9372c470eeadd5ecd9c3c74c2b3cb633"
     assert (tags()[0], tags()[1], tags()[255]) == ("0083c", "00462", "02c13")
     keys = some_keys(258)  # its digest begins with 0x4b
@@ -97,18 +95,20 @@ def test_names_in_a_cluster_are_as_docs_formats_says() -> None:
     assert name == f"kvo1:ns:{producer}:0000000000000007:{{4054c}}:{'00' * 34}0102".encode()
     block = np.arange(BLOCK_BYTES, dtype=np.uint8).reshape(1, -1)
     at = np.array([address_of(block)])
-    assert epoch.headers(keys, at, BLOCK_BYTES) == EPOCH.headers(keys, at, BLOCK_BYTES), "sealed as elsewhere"
+    assert epoch.headers(keys, at, BLOCK_BYTES) == EPOCH.headers(keys, at, BLOCK_BYTES), (
+        "as with a single epoch"
+    )
     assert epoch.sound(keys, epoch.headers(keys, at, BLOCK_BYTES), at, BLOCK_BYTES).all()
 
 
 def jemalloc_class(num_bytes: int) -> int:
-    """The smallest of (4 + k) * 2^m that has room."""
+    """Return the smallest size class (4 + k) * 2^m with room."""
     return next(size for m in range(2, 60) for size in ((4 + k) << m for k in range(4)) if size >= num_bytes)
 
 
-def test_blocks_are_cut_where_it_saves_memory() -> None:
-    """As docs/formats.md says: machines with other versions of this code cut at the same place."""
-    written_down = {
+def test_blocks_are_split_where_that_saves_memory() -> None:
+    """As docs/formats.md says, because other versions of this code have to split at the same place."""
+    documented = {
         512: 512,
         24 << 10: 64,
         64 << 10: 64,
@@ -116,13 +116,13 @@ def test_blocks_are_cut_where_it_saves_memory() -> None:
         2 << 20: 64,
         640 * 1024 - 128: 655232,
     }
-    assert {size: head_bytes(size) for size in written_down} == written_down
-    assert head_bytes(9 << 18) == (1 << 18) + 64, "36 layers: the rest is one of 2 MiB"
+    assert {size: head_bytes(size) for size in documented} == documented
+    assert head_bytes(9 << 18) == (1 << 18) + 64, "36 layers: the second value has 2 MiB"
 
 
 @given(st.integers(1, 64 << 20))
 def test_no_block_takes_much_more_than_its_bytes(block_bytes: int) -> None:
-    """In a server that adds 10 to 60 bytes to a value."""
+    """The server adds 10 to 60 bytes to a value."""
     head = head_bytes(block_bytes)
     assert 0 < head <= block_bytes
     if block_bytes >= 16 << 10:
@@ -138,11 +138,11 @@ def test_each_division_has_a_slot_of_its_own() -> None:
     assert [*divisions_between(1, 128)] == [1, 2]
     bounds = [0, 1, 64, 5461, 5462, 10923, 16383, 16384]
     shared = [d for a, b in pairwise(bounds) for d in divisions_between(a, b - 1)]
-    assert shared == [*range(256)], "whoever has the slots, each division is in one place"
+    assert shared == [*range(256)], "every division is in one range, wherever the ranges end"
 
 
-def test_what_is_asked_of_an_epoch_in_parts() -> None:
-    """Of 200 blocks in any division only those in the two that are known can be confirmed."""
+def test_epoch_keys_of_a_divided_epoch() -> None:
+    """The epoch knows two divisions; 200 blocks are in many."""
     keys = some_keys(*range(200))
     divisions = keys.digests >> np.uint64(56)
     epoch = DividedEpoch("ns", EPOCH.producer, (int(divisions[0]), int(divisions[1])), (5, None))
@@ -164,7 +164,7 @@ def is_sound(
     return bool(epoch.sound(some_keys(key), headers, np.array([address_of(block)]), block_bytes)[0])
 
 
-def test_a_block_is_sound_only_under_its_own_name() -> None:
+def test_block_is_sound_only_under_its_own_name() -> None:
     headers, block = sealed()
     assert is_sound(headers, block)
     others = [
@@ -174,7 +174,7 @@ def test_a_block_is_sound_only_under_its_own_name() -> None:
     ]
     for other in others:
         assert not is_sound(headers, block, other)
-        # Not even if who copies it there corrects the header's fields, but for the checksum.
+        # Nor with correct fields of the header, except for the checksum.
         forged, _ = sealed(other)
         forged["checksum"] = headers["checksum"]
         assert not is_sound(forged, block, other)
@@ -194,105 +194,105 @@ def test_zeros_are_not_sound() -> None:
     assert not is_sound(np.zeros(1, HEADER), np.zeros((1, BLOCK_BYTES), np.uint8))
 
 
-# ---- hints
+# ---- presence cache
 
 
-def test_hints_hold_for_a_while() -> None:
+def test_presence_cache_entries_expire() -> None:
     clock = Clock()
-    hints = PresenceCache(clock, 1 << 10, present_s=60.0, absent_s=5.0)
+    cache = PresenceCache(clock, 1 << 10, present_s=60.0, absent_s=5.0)
     digests = some_keys(1, 2, 3).digests
-    assert not hints.known(digests).any()
-    hints.learn(digests[:2], np.array([True, False]))
-    assert hints.present(digests).tolist() == [True, False, False]
-    assert hints.known(digests).tolist() == [True, True, False]
+    assert not cache.known(digests).any()
+    cache.learn(digests[:2], np.array([True, False]))
+    assert cache.present(digests).tolist() == [True, False, False]
+    assert cache.known(digests).tolist() == [True, True, False]
     clock.now += 6.0
-    assert hints.known(digests).tolist() == [True, False, False]
-    hints.forget(digests[:1])
-    assert not hints.known(digests).any()
-    hints.learn(digests, np.ones(3, np.bool_))
+    assert cache.known(digests).tolist() == [True, False, False]
+    cache.forget(digests[:1])
+    assert not cache.known(digests).any()
+    cache.learn(digests, np.ones(3, np.bool_))
     clock.now += 59.0
-    assert hints.present(digests).all()
+    assert cache.present(digests).all()
     clock.now += 2.0
-    assert not hints.known(digests).any()
-    hints.learn(digests, np.ones(3, np.bool_))
-    hints.clear()
-    assert not hints.known(digests).any()
+    assert not cache.known(digests).any()
+    cache.learn(digests, np.ones(3, np.bool_))
+    cache.clear()
+    assert not cache.known(digests).any()
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60))
-def test_hints_are_bounded_and_never_of_another_block(learnt: list[tuple[int, bool]]) -> None:
-    """Against a dictionary: what is known of a block is what was last learnt of it."""
-    hints, oracle = PresenceCache(Clock(), 8), dict[int, bool]()
+def test_presence_cache_is_bounded_and_exact(learnt: list[tuple[int, bool]]) -> None:
+    """Compared with a dictionary: known blocks have the state that was learnt last."""
+    cache, oracle = PresenceCache(Clock(), 8), dict[int, bool]()
     for number, present in learnt:
-        hints.learn(some_keys(number).digests, np.array([present]))
+        cache.learn(some_keys(number).digests, np.array([present]))
         oracle[number] = present
-        known = {n for n in range(41) if hints.known(some_keys(n).digests)[0]}
+        known = {n for n in range(41) if cache.known(some_keys(n).digests)[0]}
         assert number in known
         assert len(known) <= 8
         assert known <= set(oracle)
-        assert all(hints.present(some_keys(n).digests)[0] == oracle[n] for n in known)
+        assert all(cache.present(some_keys(n).digests)[0] == oracle[n] for n in known)
 
 
 @given(st.lists(st.one_of(st.integers(0, 40), st.none()), max_size=60))
-def test_after_all_was_forgotten_nothing_of_before_is_known(learnt: list[int | None]) -> None:
-    """None forgets all. Against a set, in a table where places are shared."""
-    hints, oracle = PresenceCache(Clock(), 8), set[int]()
+def test_cleared_presence_cache_knows_nothing(learnt: list[int | None]) -> None:
+    """None clears the cache. Compared with a set, in a table whose entries share places."""
+    cache, oracle = PresenceCache(Clock(), 8), set[int]()
     for number in learnt:
         if number is None:
-            hints.clear()
+            cache.clear()
             oracle.clear()
         else:
-            hints.learn(some_keys(number).digests, np.ones(1, np.bool_))
+            cache.learn(some_keys(number).digests, np.ones(1, np.bool_))
             oracle.add(number)
-        assert {n for n in range(41) if hints.known(some_keys(n).digests)[0]} <= oracle
+        assert {n for n in range(41) if cache.known(some_keys(n).digests)[0]} <= oracle
 
 
-def test_what_is_forgotten_is_not_its_neighbours() -> None:
-    hints = PresenceCache(Clock(), 1)
+def test_forget_keeps_other_blocks() -> None:
+    cache = PresenceCache(Clock(), 1)
     first, second = some_keys(1).digests, some_keys(2).digests
-    hints.learn(first, np.ones(1, np.bool_))
-    hints.forget(second)
-    assert hints.present(first)[0]
+    cache.learn(first, np.ones(1, np.bool_))
+    cache.forget(second)
+    assert cache.present(first)[0]
 
 
-# ---- circuit
+# ---- circuit breaker
 
 
-def test_a_circuit_opens_after_three_failures_and_closes_after_one_answer() -> None:
+def test_breaker_opens_after_three_failures_and_closes_after_one_reply() -> None:
     clock = Clock()
-    circuit = CircuitBreaker(clock, chance=lambda: 0.5, longest_pause_s=30.0)
+    breaker = CircuitBreaker(clock, chance=lambda: 0.5, longest_pause_s=30.0)
     for _ in range(2):
-        circuit.failed()
-        circuit.failed()
-        assert not circuit.is_open
-        circuit.succeeded()
+        breaker.failed()
+        breaker.failed()
+        assert not breaker.is_open
+        breaker.succeeded()
     for _ in range(3):
-        circuit.failed()
+        breaker.failed()
     for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
-        assert circuit.is_open
-        assert not circuit.may_attempt
-        circuit.failed()  # begun before it opened
+        assert breaker.is_open
+        assert not breaker.may_attempt
+        breaker.failed()  # of an exchange from before the breaker opened
         clock.now += pause_s - 0.01
-        assert not circuit.may_attempt
+        assert not breaker.may_attempt
         clock.now += 0.02
-        assert circuit.may_attempt
-        circuit.failed()
-    circuit.succeeded()
-    assert not circuit.is_open
+        assert breaker.may_attempt
+        breaker.failed()
+    breaker.succeeded()
+    assert not breaker.is_open
     for _ in range(3):
-        circuit.failed()
+        breaker.failed()
     clock.now += 1.01
-    assert circuit.may_attempt, "pauses begin anew"
+    assert breaker.may_attempt, "the first pause is short again"
 
 
-def test_a_hundred_machines_do_not_come_back_at_once() -> None:
+def test_a_hundred_machines_reconnect_at_different_times() -> None:
     clock = Clock()
     tries = []
     for chance in (0.0, 0.25, 0.5, 0.99):
-        circuit = CircuitBreaker(clock, chance=lambda chance=chance: chance)  # type: ignore[misc]
+        breaker = CircuitBreaker(clock, chance=lambda chance=chance: chance)  # type: ignore[misc]
         for _ in range(3):
-            circuit.failed()
-        tries.append(circuit.next_attempt)
+            breaker.failed()
+        tries.append(breaker.next_attempt)
     assert tries == pytest.approx([clock.now + s for s in (0.5, 0.75, 1.0, 1.49)])
 
 
@@ -300,15 +300,17 @@ def test_a_hundred_machines_do_not_come_back_at_once() -> None:
 
 
 @contextmanager
-def saying(stream: bytes, *, step: int = 1 << 20, then_hangs: bool = False) -> Iterator[Connection]:
-    """A connection to a server that says this to everybody, in pieces of so many bytes."""
+def server_that_sends(
+    stream: bytes, *, step: int = 1 << 20, then_hangs: bool = False
+) -> Iterator[Connection]:
+    """Yield a connection to a server that sends these bytes, in pieces of `step` bytes."""
     listening = socket.create_server(("127.0.0.1", 0))
     over = threading.Event()
 
     def serve() -> None:
         client, _ = listening.accept()
         client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(ConnectionError):  # it has heard enough, and closed
+        with suppress(ConnectionError):  # the client has closed the connection
             for start in range(0, len(stream), step):
                 client.sendall(stream[start : start + step])
         if then_hangs:
@@ -336,43 +338,43 @@ def value(text: bytes) -> bytes:
 
 
 def wait_for_bytes(connection: Connection) -> None:
-    """Until something has come, or the end."""
+    """Wait for bytes or the end of the stream."""
     assert select.select([connection._socket], [], [], 60.0)[0]
 
 
 def take(connection: Connection, block_bytes: int = BLOCK_BYTES) -> tuple[Any, bytes, bytes]:
     header, row = bytearray(64), bytearray(block_bytes)
     parts = [memoryview(header), memoryview(row)]
-    found = connection.value_into(parts, 2 * (len(header) + len(row)) - 1, patience())
-    return found, bytes(header), bytes(row)
+    length = connection.value_into(parts, 2 * (len(header) + len(row)) - 1, patience())
+    return length, bytes(header), bytes(row)
 
 
-def test_what_nobody_asked_for_is_noticed() -> None:
-    with saying(b"+OK\r\n", then_hangs=True) as connection:
+def test_unrequested_bytes_are_noticed() -> None:
+    with server_that_sends(b"+OK\r\n", then_hangs=True) as connection:
         wait_for_bytes(connection)
         assert not connection.is_in_step, "in the kernel"
         assert connection.reply(patience()) == b"OK"
         assert connection.is_in_step
-    with saying(b"+OK\r\n+OK\r\n", then_hangs=True) as connection:
+    with server_that_sends(b"+OK\r\n+OK\r\n", then_hangs=True) as connection:
         assert connection.reply(patience()) == b"OK"
         until = patience()
-        while connection.is_in_step:  # it may come in two pieces
+        while connection.is_in_step:  # the bytes may arrive in two pieces
             assert time.monotonic() < until
         connection.reply(patience())
-        assert connection.is_in_step, "nothing was taken away"
-    with saying(b"") as connection:
+        assert connection.is_in_step, "no reply was lost"
+    with server_that_sends(b"") as connection:
         wait_for_bytes(connection)
-        assert not connection.is_in_step, "the server has hung up"
+        assert not connection.is_in_step, "the server has closed the connection"
 
 
 @dataclass(eq=False, kw_only=True)
 class Visit(Exchange):
-    """Remembers through what it spoke."""
+    """An exchange that remembers its connection."""
 
     through: Any = None
 
 
-def test_a_line_whose_connection_is_out_of_step_takes_another() -> None:
+def test_connection_with_unrequested_bytes_is_replaced() -> None:
     ended: queue.SimpleQueue[Exchange] = queue.SimpleQueue()
 
     def connect(_: float) -> Any:
@@ -384,10 +386,10 @@ def test_a_line_whose_connection_is_out_of_step_takes_another() -> None:
 
     def visit(**options: Any) -> Any:
         line.submit(Visit(deadline=patience(), **options))
-        found = ended.get(timeout=60.0)
-        assert isinstance(found, Visit)
-        assert found.error is None
-        return found.through
+        exchange = ended.get(timeout=60.0)
+        assert isinstance(exchange, Visit)
+        assert exchange.error is None
+        return exchange.through
 
     line = ConnectionThread("visited", connect, perform, ended.put)
     try:
@@ -403,10 +405,10 @@ def test_a_line_whose_connection_is_out_of_step_takes_another() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
-def test_answers_of_any_kind_are_read_however_they_are_cut(step: int) -> None:
+def test_replies_of_any_type_are_read_in_any_pieces(step: int) -> None:
     big = b"x" * 10_000
     stream = b"*3\r\n:1\r\n*2\r\n$-1\r\n*0\r\n" + value(b"a\r\nb") + value(big) + b"*-1\r\n-NO way\r\n+OK\r\n"
-    with saying(stream, step=step) as connection:
+    with server_that_sends(stream, step=step) as connection:
         assert connection.answer(patience()) == [1, [None, []], b"a\r\nb"]
         assert connection.answer(patience()) == big
         assert connection.answer(patience()) is None
@@ -419,21 +421,21 @@ def test_answers_of_any_kind_are_read_however_they_are_cut(step: int) -> None:
 @pytest.mark.parametrize(
     "said", [b"$2000000\r\n", b"*-2\r\n", b"*9999999\r\n", b"%1\r\n", b"*1\r\nx\r\n", b"*1\r\n" * 200_000]
 )
-def test_an_answer_is_bounded(said: bytes) -> None:
-    with saying(said) as connection, pytest.raises(ProtocolError):
+def test_reply_is_bounded(said: bytes) -> None:
+    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
         connection.answer(patience())
 
 
-def test_commands_are_encoded_as_the_protocol_says() -> None:
+def test_commands_are_encoded() -> None:
     assert command(b"SET", b"a\r\n", b"") == b"*3\r\n$3\r\nSET\r\n$3\r\na\r\n\r\n$0\r\n\r\n"
 
 
 @given(st.integers(1, 700))
-def test_replies_are_read_however_they_are_cut(step: int) -> None:
+def test_values_are_read_in_any_pieces(step: int) -> None:
     body = bytes(range(64)) + b"\r\n$-1\r\n" * (BLOCK_BYTES // 8) + b"z" * (BLOCK_BYTES % 7)
     body = body.ljust(64 + BLOCK_BYTES, b"-")[: 64 + BLOCK_BYTES]
     said = b"+OK\r\n:1\r\n" + value(body) + b"$-1\r\n" + value(b"") + value(body[::-1]) + b"-ERR no\r\n:0\r\n"
-    with saying(said, step=step) as connection:
+    with server_that_sends(said, step=step) as connection:
         assert connection.reply(patience()) == b"OK"
         assert connection.reply(patience()) == 1
         assert take(connection) == (len(body), body[:64], body[64:])
@@ -450,52 +452,54 @@ def test_replies_are_read_however_they_are_cut(step: int) -> None:
 
 @given(st.integers(1, 60), st.integers(0, 900))
 @example(3, 5)
-def test_many_lines_are_read_however_they_are_cut(step: int, count: int) -> None:
+def test_many_lines_are_read_in_any_pieces(step: int, count: int) -> None:
     said = [b":%d" % (n % 2) if n % 7 else b"-ERR %d" % n for n in range(count)]
     stream = b"".join(b"%b\r\n" % line for line in said)
-    with saying(b"+first\r\n" + stream + b"+last\r\n", step=max(step, len(stream) // 200)) as connection:
+    with server_that_sends(
+        b"+first\r\n" + stream + b"+last\r\n", step=max(step, len(stream) // 200)
+    ) as connection:
         assert connection.reply(patience()) == b"first"
         assert connection.lines(count, patience()) == said
         assert connection.reply(patience()) == b"last"
 
 
-def test_a_thread_is_woken_once_for_the_replies_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for each of them, as a server sends them: that cost as much as sending the blocks."""
+def test_thread_is_woken_once_for_the_replies_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wake-up for each reply cost as much as sending the blocks."""
     monkeypatch.setattr(resp, "_SHORT_WAIT_S", 60.0)
-    with saying(b"+OK\r\n" * 200, step=5, then_hangs=True) as connection:
+    with server_that_sends(b"+OK\r\n" * 200, step=5, then_hangs=True) as connection:
         calls, receive = [], connection._receive
-        monkeypatch.setattr(connection, "_receive", lambda *given: (calls.append(given), receive(*given))[1])
+        monkeypatch.setattr(connection, "_receive", lambda *args: (calls.append(args), receive(*args))[1])
         assert connection.lines(200, patience(), 5) == [b"+OK"] * 200
         assert len(calls) == 1
 
 
-def test_replies_that_are_shorter_than_usual_are_read_after_a_short_wait() -> None:
-    with saying(b":1\r\n" * 50, then_hangs=True) as connection:
+def test_shorter_replies_are_read_after_a_short_wait() -> None:
+    with server_that_sends(b":1\r\n" * 50, then_hangs=True) as connection:
         assert connection.lines(50, patience(), 5000) == [b":1"] * 50
-    with saying(b":1\r\n" * 49, then_hangs=True) as connection, pytest.raises(TimeoutError):
+    with server_that_sends(b":1\r\n" * 49, then_hangs=True) as connection, pytest.raises(TimeoutError):
         connection.lines(50, time.monotonic() + 0.2, 5)
 
 
 @pytest.mark.parametrize("step", [1, 7, 1 << 20])
-def test_short_replies_are_read_however_they_are_cut(step: int) -> None:
+def test_short_replies_are_read_in_any_pieces(step: int) -> None:
     stream = value(b"0123") + b"$-1\r\n-NO way\r\n" + value(b"") + value(b"9") + b":7\r\n"
-    with saying(stream, step=step) as connection:
+    with server_that_sends(stream, step=step) as connection:
         first, second, error, *others = connection.short_replies(5, patience())
         assert (first, second, *others) == (b"0123", None, b"", b"9")
         assert isinstance(error, ServerError)
-        assert connection.reply(patience()) == 7, "and nothing of what comes behind them"
+        assert connection.reply(patience()) == 7, "the next reply is left"
 
 
 @pytest.mark.parametrize("said", [b":1\r\n", b"$3\r\nab\r\n", b"$2\r\nabc\r\n", b"$x\r\n", b"\r\n"])
-def test_what_is_no_short_reply_ends_the_connection(said: bytes) -> None:
-    with saying(said) as connection, pytest.raises(ProtocolError):
+def test_other_reply_than_a_short_one_ends_the_connection(said: bytes) -> None:
+    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
         connection.short_replies(1, patience())
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 575, 577, 1100])
-def test_a_value_of_another_length_is_thrown_away_and_the_next_one_right(length: int) -> None:
+def test_value_of_another_length_is_skipped(length: int) -> None:
     body = bytes(64) + b"x" * BLOCK_BYTES
-    with saying(value(b"y" * length) + value(body)) as connection:
+    with server_that_sends(value(b"y" * length) + value(body)) as connection:
         assert take(connection)[0] == length
         assert take(connection) == (len(body), body[:64], body[64:])
 
@@ -503,7 +507,7 @@ def test_a_value_of_another_length_is_thrown_away_and_the_next_one_right(length:
 @pytest.mark.parametrize(
     "said",
     [
-        b"$1152\r\n",  # twice as long: it would have to be received
+        b"$1152\r\n",  # twice as long as allowed
         b"$99999999999\r\n",
         b"$-2\r\n",
         b"$\r\n",
@@ -518,38 +522,38 @@ def test_a_value_of_another_length_is_thrown_away_and_the_next_one_right(length:
         b"-" + b"x" * 5000,
     ],
 )
-def test_what_no_server_says_ends_the_connection(said: bytes) -> None:
-    with saying(said) as connection, pytest.raises(ProtocolError):
+def test_invalid_reply_ends_the_connection(said: bytes) -> None:
+    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
         take(connection)
 
 
 @pytest.mark.parametrize("said", [b"*1\r\n:1\r\n", b"$5000\r\n", b":x\r\n", b"%1\r\n", b"$3\r\nabcde"])
-def test_nor_is_it_believed_as_a_small_reply(said: bytes) -> None:
-    with saying(said) as connection, pytest.raises(ProtocolError):
+def test_invalid_small_reply_ends_the_connection(said: bytes) -> None:
+    with server_that_sends(said) as connection, pytest.raises(ProtocolError):
         connection.reply(patience())
 
 
-def test_a_line_without_an_end_is_no_line() -> None:
-    with saying(b"-" + b"x" * 5000) as connection, pytest.raises(ProtocolError):
+def test_endless_line_is_refused() -> None:
+    with server_that_sends(b"-" + b"x" * 5000) as connection, pytest.raises(ProtocolError):
         connection.lines(1, patience())
 
 
 @pytest.mark.parametrize("said", [b"", b"$5", b"$576\r\n", b"$576\r\nsome of it", b"$576\r\n" + b"x" * 576])
-def test_nothing_takes_longer_than_it_may(said: bytes) -> None:
+def test_calls_end_by_their_deadlines(said: bytes) -> None:
     parts = [memoryview(bytearray(64)), memoryview(bytearray(BLOCK_BYTES))]
-    with saying(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
+    with server_that_sends(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
         connection.value_into(parts, 1 << 20, time.monotonic() + 0.2)
-    with saying(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
+    with server_that_sends(said, then_hangs=True) as connection, pytest.raises(TimeoutError):
         connection.reply(time.monotonic() - 1.0)
 
 
-# A block: a value of 9 bytes, and one of 40.
 HEAD, REST = 9, 40
+"""Bytes of the two values of a block."""
 _VALUES = st.sampled_from(["there", "absent", "short", "long", "error", "there", "there"])
 
 
-def said_of(kind: str, length: int, number: int) -> bytes:
-    """A reply, and as bytes something that looks like replies."""
+def reply_of(kind: str, length: int, number: int) -> bytes:
+    """Return a reply whose bytes look like replies."""
     body = (b"%03d\r\n$-1\r\n$40\r\n" % number * 9)[:length]
     others = {
         "absent": b"$-1\r\n",
@@ -579,40 +583,40 @@ def alone(connection: Connection, block: list[list[memoryview]], deadline: float
 def test_blocks_arrive_together_or_alone(
     blocks: list[tuple[str, str]], step: int, at_once: int, is_one_value: bool
 ) -> None:
-    """As many at a time as are there; from the first that is not as it should be each is read alone."""
+    """Complete blocks are read together; from the first unexpected reply on, values are read alone."""
     lengths = (HEAD,) if is_one_value else (HEAD, REST)
     replies = [
-        [said_of(kind, length, number) for kind, length in zip(kinds, lengths, strict=False)]
+        [reply_of(kind, length, number) for kind, length in zip(kinds, lengths, strict=False)]
         for number, kinds in enumerate(blocks)
     ]
     stream = b"+first\r\n" + b"".join(map(b"".join, replies)) + b"+last\r\n"
-    found: list[list[object]] = []
-    with saying(stream, step=max(step, len(stream) // 20), then_hangs=True) as connection:
+    blocks_read: list[list[object]] = []
+    with server_that_sends(stream, step=max(step, len(stream) // 20), then_hangs=True) as connection:
         assert connection.reply(patience()) == b"first"
-        while len(found) < len(blocks):
-            rows = spaces(min(at_once, len(blocks) - len(found)), *lengths)
+        while len(blocks_read) < len(blocks):
+            rows = spaces(min(at_once, len(blocks) - len(blocks_read)), *lengths)
             came = connection.blocks_into(rows, patience())
-            found += [[bytes(part[0]) for part in row] for row in rows[:came]]
+            blocks_read += [[bytes(part[0]) for part in row] for row in rows[:came]]
             if came < len(rows):
-                kinds = blocks[len(found)][: len(lengths)]
+                kinds = blocks[len(blocks_read)][: len(lengths)]
                 assert kinds != ("there",) * len(lengths)
                 read = alone(connection, rows[came], patience())
-                found.append([bytes(part[0]) if one == len(part[0]) else None
-                              for one, part in zip(read, rows[came], strict=True)])  # fmt: skip
+                blocks_read.append([bytes(part[0]) if length == len(part[0]) else None
+                              for length, part in zip(read, rows[came], strict=True)])  # fmt: skip
         assert connection.reply(patience()) == b"last"
-    for number, (kinds, row) in enumerate(zip(blocks, found, strict=True)):
-        for kind, length, its in zip(kinds, lengths, row, strict=False):
-            body = said_of("there", length, number).partition(b"\r\n")[2][:-2]
-            assert its == (body if kind == "there" else None)
+    for number, (kinds, row) in enumerate(zip(blocks, blocks_read, strict=True)):
+        for kind, length, value_read in zip(kinds, lengths, row, strict=False):
+            body = reply_of("there", length, number).partition(b"\r\n")[2][:-2]
+            assert value_read == (body if kind == "there" else None)
 
 
 @pytest.mark.parametrize("then_hangs", [True, False])
 @pytest.mark.parametrize("cut", [0, 1, 30, 61, 62, 123, 124, 150, 185])
-def test_blocks_that_came_before_the_end_count(cut: int, then_hangs: bool) -> None:
-    blocks = b"".join(said_of("there", length, n) for n in range(3) for length in (HEAD, REST))
+def test_blocks_that_arrived_before_the_end_are_served(cut: int, then_hangs: bool) -> None:
+    blocks = b"".join(reply_of("there", length, n) for n in range(3) for length in (HEAD, REST))
     each, rows = len(blocks) // 3, spaces(3, HEAD, REST)
     assert each == 62, "as in the parameters"
-    with saying(blocks[:cut], then_hangs=then_hangs) as connection:
+    with server_that_sends(blocks[:cut], then_hangs=then_hangs) as connection:
         error = TimeoutError if then_hangs else ConnectionResetError
         deadline = time.monotonic() + (0.2 if then_hangs else 60.0)
         if cut < each:
@@ -628,17 +632,17 @@ def test_blocks_that_came_before_the_end_count(cut: int, then_hangs: bool) -> No
 
 
 @pytest.mark.parametrize("said", [b"$9\r\n123456789zz", b"$x\r\n", b"$99999999\r\n", b"HTTP/1.1 400 Bad\r\n"])
-def test_what_no_server_says_ends_the_connection_before_its_block(said: bytes) -> None:
-    good = said_of("there", HEAD, 7)
+def test_invalid_reply_ends_the_connection_before_its_block(said: bytes) -> None:
+    good = reply_of("there", HEAD, 7)
     rows = spaces(3, HEAD)
-    with saying(good + said + b"\r\n" * 40) as connection:
+    with server_that_sends(good + said + b"\r\n" * 40) as connection:
         assert connection.blocks_into(rows, patience()) == 1
         with pytest.raises(ProtocolError):
             connection.value_into(rows[1][0], 1 << 10, patience())
 
 
-def test_a_send_over_tls_ends_at_its_deadline(tmp_path: Path) -> None:
-    """Also to a server that reads a little at a time."""
+def test_send_over_tls_ends_at_its_deadline(tmp_path: Path) -> None:
+    """The server reads slowly."""
     pem, key = self_signed(tmp_path)
     theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     theirs.load_cert_chain(pem, key)
@@ -664,12 +668,12 @@ def test_a_send_over_tls_ends_at_its_deadline(tmp_path: Path) -> None:
     listening.close()
 
 
-def test_a_login_has_no_password_as_text() -> None:
+def test_text_of_a_login_has_no_password() -> None:
     login = Login("user", "hunter2")
     assert "hunter2" not in f"{login} {login!r} {[login]}"
 
 
-def test_the_proxy_knows_where_replies_end() -> None:
+def test_proxy_splits_replies() -> None:
     said = [b"+OK\r\n", b"$-1\r\n", b"$4\r\na\r\nb\r\n", b":12\r\n", b"-ERR x\r\n"]
     stream = b"".join(said)
     for cut in range(len(stream) + 1):
