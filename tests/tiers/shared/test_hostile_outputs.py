@@ -190,7 +190,7 @@ def test_missing_right_is_refused_as_ping_says(server: FakeServer, verb: bytes) 
     done = kvoffload("tier", "ping", url(server))
     assert done.returncode == 1
     assert f"REFUSED  {verb.decode()}: NOPERM" in done.stdout
-    assert "It cannot be a tier." in done.stdout
+    assert "The server cannot be a tier." in done.stdout
 
 
 # ---- bounds
