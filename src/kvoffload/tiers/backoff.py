@@ -1,4 +1,4 @@
-"""Pauses between attempts, which grow while attempts fail."""
+"""Exponential back-off between attempts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ class Backoff:
     """Pauses that double from `first_s` up to `longest_s`.
 
     Args:
-        jitter: each pause is randomly longer or shorter by up to this share, so that many machines do not try
-            again at the same instant.
+        jitter: each pause is randomly longer or shorter by up to this share, so that machines do not retry at
+            the same instant.
         chance: random numbers in [0, 1).
     """
 
@@ -26,7 +26,7 @@ class Backoff:
         self._pause_s = first_s
 
     def next_s(self) -> float:
-        """Return the next pause in seconds, and double the one after it."""
+        """Return the next pause in seconds; the pause after it is twice as long."""
         pause_s, self._pause_s = self._pause_s, min(2.0 * self._pause_s, self._longest_s)
         return pause_s * (1.0 + self._jitter * (2.0 * self._chance() - 1.0)) if self._jitter else pause_s
 

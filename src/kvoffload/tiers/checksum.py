@@ -1,8 +1,8 @@
 """xxh3_64 of many blocks in one call, without the GIL.
 
-Bit-identical to the `xxhash` library, which is the oracle of the tests and hashes blocks of less than 241
-bytes. A tier of small blocks needs half a million checksums a second, on several threads: a call of the
-library for each costs more than the checksum, and makes the threads wait for each other.
+Bit-identical to the `xxhash` library, which hashes blocks of less than 241 bytes and is the oracle of the
+tests. A tier of small blocks needs half a million checksums a second, on several threads. A library call for
+each block would cost more than its checksum, and the threads would wait for the GIL.
 
 Written from the specification (Collet, xxHash fast digest algorithm, doc/xxhash_spec.md, "XXH3 Algorithm
 Overview"), for seeds and inputs of more than 240 bytes.
@@ -50,7 +50,7 @@ _LOW = np.uint64(0xFFFFFFFF)
 
 
 def checksums(addresses: I64Array, num_bytes: int, seeds: U64Array) -> U64Array:
-    """xxh3_64 of the `num_bytes` at each of these addresses, each with its own seed.
+    """Compute the xxh3_64 of `num_bytes` bytes at each address, with a seed for each address.
 
     The caller keeps the memory alive. Cost: 3 µs a call, then memory speed. Thread: any, several at a time.
     """

@@ -37,24 +37,24 @@ class Memory(Protocol):
 class SecondaryTier(ABC):
     """A store for blocks behind RAM: finds blocks by key, works in the background, and may forget them.
 
-    Every method is abstract, so a tier or wrapper that misses a method cannot be constructed. `SharedTier` is
+    Every method is abstract, so a tier or wrapper that lacks a method cannot be constructed. `SharedTier` is
     the contract of a store that several machines share, `GroupedTier` of a store that keeps consecutive
     blocks together. `StripedTier` combines several tiers.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
-    work, and `finished` returns the results. A job owns its rows of the pool from submission to end. A
-    failure of the medium is no exception: a block that cannot be written or read, or whose bytes are not the
-    bytes stored under its key, is False in the result of the job, and `contains` is False for it afterwards.
-    If `submit_read` or `submit_write` raises all the same, no job has begun.
+    work, and `finished` returns the results. A job owns its rows of the pool from submission to end. Failures
+    of the medium raise nothing: if a block cannot be written or read, or its bytes do not match its checksum,
+    it is False in the job's result, and `contains` is False for it afterwards. If `submit_read` or
+    `submit_write` raises nevertheless, no job has begun.
 
     Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
-    not see the effect of another job that had not ended when it was submitted.
+    not see the effects of jobs that are still running when it is submitted.
 
     Attributes:
         name: name in reports and metrics: ``disk``.
-        identity: 64 bits that identify this tier in every life; `StripedTier` distributes keys by it.
+        identity: 64 bits that identify this tier across restarts; `StripedTier` distributes keys by it.
         block_bytes: bytes of a block.
-        stored_bytes: bytes that a block takes on the medium, padding included.
+        stored_bytes: bytes that a block takes on the medium, with padding.
     """
 
     name: str
@@ -64,15 +64,15 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def begin_request(self, request_id: str) -> object:
-        """Open the tier's record of a request; repeated lookups of a block count as one use."""
+        """Open the tier's record of a request, in which repeated lookups of a block count as one use."""
 
     @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
-        """Close the record: the request used these blocks, from RAM or from any tier."""
+        """Close the record of a request that has used these blocks, from RAM or from any tier."""
 
     @abstractmethod
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        """Return the blocks that can be read now, as a mask. No I/O; cost: one index probe a key."""
+        """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
 
     @abstractmethod
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
@@ -87,18 +87,16 @@ class SecondaryTier(ABC):
     ) -> tuple[int, Mask]:
         """Begin to write blocks from ``pool[rows[i]]``; returns the job's number and the accepted blocks.
 
-        The tier leaves out blocks that it has, blocks that its admission rule or policy refuses, and all
-        blocks while its queue is full: it drops rather than delays. If it accepts none, there is no job, and
-        the number is `NO_JOB`. The result has one row for each accepted block.
+        Not accepted are blocks that the tier has, blocks that its admission rule or policy refuses, and all
+        blocks while its queue is full. If no block is accepted, there is no job, and the number is `NO_JOB`.
+        The job's result has one row for each accepted block.
         """
 
     @property
     @abstractmethod
     def queue_room(self) -> int:
-        """Blocks that the write queue can still take; a tier without a bound returns ``sys.maxsize``.
-
-        While it is 0, a job is in flight.
-        """
+        """Room in the write queue, in blocks; ``sys.maxsize`` without a limit. 0 only while a job is in
+        flight."""
 
     @abstractmethod
     def finished(self) -> list[JobResult]:
@@ -106,19 +104,19 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def delete(self, keys: Keys) -> int:
-        """Forget blocks that are not trusted or not wanted; returns the number that were present."""
+        """Forget blocks; returns the number of blocks that were present."""
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block for good: a later life of the tier must not serve it either.
+        """Forget every block. The tier must not serve it after a restart either.
 
-        A shared tier forgets for all machines, as soon as they learn of the reset. Until its server confirms
-        the reset, the tier has no blocks for this process.
+        A shared tier forgets for all machines, each from the moment when it notices the reset. Until the
+        server confirms the reset, this process finds no blocks.
         """
 
     @abstractmethod
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has ended and its blocks would survive a crash; False on time-out."""
+        """Wait until every job has ended and its blocks are durable; False on time-out."""
 
     @abstractmethod
     def stats(self) -> TierStats:
@@ -126,16 +124,17 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End the jobs in flight, make blocks durable if the tier does so, release the medium. Idempotent."""
+        """End the jobs in flight, make blocks durable if the tier is persistent, and release the medium.
+        Idempotent."""
 
 
 class SharedTier(SecondaryTier):
-    """A tier that several machines share. Others write to it and its server evicts, so it cannot know its
-    contents.
+    """A tier that several machines share. Its contents are not known, because other machines write and the
+    server evicts.
 
-    `contains` answers from a presence cache. A block that the cache lists and the server has lost is a miss
+    `contains` uses a presence cache. A block that the cache lists and the server has lost is a miss
     (`JobResult.stale`). `unknown` returns the blocks that the cache does not cover, and `submit_probe` asks
-    the server for them. Whatever the network does, every job ends in bounded time, and nothing writes to its
+    the server for them. Every job ends in bounded time, however the network fails, and nothing writes to its
     rows afterwards.
 
     Attributes:
@@ -146,50 +145,48 @@ class SharedTier(SecondaryTier):
 
     @abstractmethod
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
-        """Return the blocks whose presence only a probe can tell. No I/O; cost: one index probe a key."""
+        """Return a mask of the blocks whose presence needs a probe. No I/O; cost: one index probe a key."""
 
     @abstractmethod
     def submit_probe(self, keys: Keys) -> int:
-        """Begin to ask the server for blocks; returns the number of the job, or `NO_JOB` if it cannot ask.
+        """Begin to probe the server for blocks; returns the job's number, or `NO_JOB` if no probe is sent.
 
-        The result lists the present blocks. After the job, answered or not, the blocks are not `unknown` for
-        a while.
+        Present blocks are True in the result. For a while after the job, even a failed job, the blocks are
+        not `unknown`.
         """
 
     @abstractmethod
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         """Return the changes since the last call, in order, as (keys, removed).
 
-        ``removed`` is False for blocks that this process wrote and the server confirmed. It is True for such
-        blocks when they are found gone, or when their presence is no longer certain. Blocks of other writers,
-        and changes before the first call, are not reported.
+        ``removed`` is False for blocks that this process has written, once the server confirms the write. It
+        is True for such blocks once they are found missing, or their presence is no longer certain. Not
+        reported: blocks of other writers, and changes before the first call.
         """
 
 
 class GroupedTier(SecondaryTier):
-    """A tier that keeps consecutive blocks of a path together, and therefore must know paths.
+    """A tier that keeps consecutive blocks of a path together, and so must know paths.
 
     Attributes:
-        group_blocks: blocks in a group, counted from the beginning of a path; a group is written as a whole
-            or not at all. 1 for no groups.
+        group_blocks: blocks in a group, counted from the beginning of a path; 1 for no groups. Only whole
+            groups are written.
     """
 
     group_blocks: int
 
     @abstractmethod
     def follow(self, request: object, path: Keys) -> None:
-        """Learn the path of a request from its beginning, as far as it is known.
+        """Record the path of a request, from its beginning as far as known.
 
-        Called before any lookup or write of blocks of the path, and again when the path has grown. `path` is
-        a view that the tier must not keep. Cost: O(new blocks).
+        Called before lookups and writes of blocks of the path, and again when the path has grown. `path` is a
+        view that the tier must not keep. Cost: O(new blocks).
         """
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer where `room` blocks fit, at most `room`.
-
-        The cut is at the end of a group. Cost: as `contains`.
-        """
+        """Return the number of leading `keys` to offer: at most `room`, and if possible up to the end of a
+        group. Cost: as `contains`."""
 
 
 NO_JOB = -1
@@ -200,10 +197,11 @@ class JobResult(NamedTuple):
 
     Attributes:
         job: number of the job.
-        ok: shape ``(n,)``; blocks that were read and are sound, were written durably, or are present.
+        ok: shape ``(n,)``; True for blocks that were read and are sound, were written durably, or are
+            present.
         seconds: from submission to end, including time in queues.
-        stale: shape ``(n,)``; blocks that the presence cache of a shared tier listed and the server has lost.
-            They count neither as failed nor as damaged. None for none.
+        stale: shape ``(n,)``; True for blocks that the presence cache of a shared tier listed and the server
+            has lost, which count neither as failed nor as damaged. None for none.
     """
 
     job: int
@@ -228,7 +226,7 @@ class TierStats:
     failed: int = 0
     """Not written or read because the medium failed."""
     mismatches: int = 0
-    """Read with other bytes than were stored under the key; served as misses and forgotten."""
+    """Read with a wrong checksum; treated as misses and forgotten."""
     restored: int = 0
     """Found when the tier was opened."""
     journal_damage: int = 0
@@ -242,7 +240,7 @@ class TierStats:
     write_budget_bytes: int | None = None
     """Bytes that may still be written in the current 24 hours; None without a limit."""
     probes: int = 0
-    """Blocks that probes asked a shared tier for."""
+    """Blocks probed for in a shared tier."""
     probe_hits: int = 0
     """Probed blocks that were present."""
     stale: int = 0
@@ -256,15 +254,15 @@ class TierStats:
     outages: int = 0
     """Times that the circuit breaker of a node has opened."""
     outage_s: float = 0.0
-    """Seconds with an open circuit breaker, and of the waits before; summed over nodes."""
+    """Seconds with an open circuit breaker, and of the waits that opened it; summed over nodes."""
     puts: int = 0
-    """Storing requests to a bucket."""
+    """Write requests to a bucket."""
     gets: int = 0
-    """Reading and listing requests to a bucket."""
+    """Read and probe requests to a bucket."""
     errors: int = 0
     """Calls of the tier that raised an exception."""
     cost: float = 0.0
-    """Price of these requests and of the received bytes, at the configured prices."""
+    """Cost of a bucket's requests and received bytes, at the configured prices."""
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:

@@ -48,7 +48,7 @@ class _DividedRequest:
 
 @dataclass(eq=False)
 class _DividedJob:
-    """A job that members work on; ``remaining`` counts the unfinished jobs of members."""
+    """A job that is divided among members; `remaining` counts the members' unfinished jobs."""
 
     number: int
     ok: Mask
@@ -70,16 +70,16 @@ class _Refusals:
 
 
 class DividedTier(SecondaryTier, Generic[Member]):
-    """A tier whose keys each belong to one member, or for now to none: then the block is absent.
+    """A tier that assigns each key to one member, or for now to none: then the block is absent.
 
-    A member that fails or hangs costs only its own blocks, even if it raises an exception instead of
-    beginning its part of a job. If no member begins, the first exception is passed on.
+    A member that fails, hangs or raises costs only its own blocks. If no member begins its part of a job, the
+    first exception is raised.
 
     Thread: one, as for its members.
     """
 
     def __init__(self) -> None:
-        # (member, its job) -> the whole job, and the rows of the whole job that the member has.
+        # (member, its job) -> the divided job, and the member's rows of that job.
         self._parts: dict[tuple[int, int], tuple[_DividedJob, npt.NDArray[np.int64]]] = {}
         self._results: list[JobResult] = []
         self._next_job = self._num_refused = 0
@@ -87,11 +87,11 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     @abstractmethod
     def _members(self) -> Mapping[int, Member]:
-        """Return every member that may have a job in flight. A number is never given to another member."""
+        """Return every member that may have a job in flight, by number. Numbers are never reused."""
 
     @abstractmethod
     def _shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
-        """Return the members that have some of these keys: number, member, rows of the batch."""
+        """Divide keys among members: number, member and rows of the batch, for each member with keys."""
 
     # ---- requests
 
@@ -215,7 +215,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         """Begin a job of `count` rows from jobs of members (member, its job, rows); returns its number."""
         job = _DividedJob(self._next_job, np.zeros(count, np.bool_), len(parts))
         self._next_job += 1
-        self._parts.update({(number, part): (job, rows) for number, part, rows in parts})
+        self._parts.update({(number, member_job): (job, rows) for number, member_job, rows in parts})
         if not parts:
             self._results.append(JobResult(job.number, job.ok, 0.0))
         return job.number
@@ -241,5 +241,5 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
 
 
 def _take(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:
-    """Return these rows, in order; copied only if some are left out."""
+    """Return these rows of the keys, in order, without a copy if they are all rows."""
     return keys if len(rows) == len(keys) else keys.take(rows)

@@ -47,10 +47,10 @@ class _Failures:
 class GuardedTier(SharedTier, GroupedTier):
     """A tier whose methods raise no `Exception`; otherwise it behaves as the wrapped tier.
 
-    It has the methods of every kind of tier. Around a tier that is not shared it answers as a tier that knows
-    all its blocks, and around a tier without groups as a tier with groups of one block.
+    It has the methods of every kind of tier. If the wrapped tier is not shared, no block is `unknown`; if it
+    has no groups, a group is one block.
 
-    - A call that raises answers as an empty, full tier: blocks are misses, and no job begins (`NO_JOB`).
+    - If a call raises, blocks are misses, and no job begins (`NO_JOB`).
     - After three failures of one method in a row the tier pauses for 1 s, then 2 s, up to 60 s, until the
       method succeeds. A paused tier is not called; jobs in flight are still collected.
     - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight; then it closes
@@ -144,7 +144,7 @@ class GuardedTier(SharedTier, GroupedTier):
 
     @property
     def queue_room(self) -> int:
-        """Room in the write queue; unbounded while the tier is paused, because the guard drops all offers."""
+        """Room in the write queue; unlimited while the tier is paused, because the guard drops all offers."""
         return self._call_unless_paused("queue_room", sys.maxsize, lambda: self.inner.queue_room)
 
     def finished(self) -> list[JobResult]:
@@ -178,7 +178,8 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("drain", False, self.inner.drain, timeout_s)
 
     def stats(self) -> TierStats:
-        """Return the tier's counters, plus the blocks of calls that raised; the last known if it raises."""
+        """Return the tier's counters plus the blocks of calls that raised. If `stats` raises, use its last
+        result."""
         if not self._is_closed:
             self._last_stats = self._call("stats", self._last_stats, self.inner.stats)
         stats = self._last_stats
@@ -197,21 +198,21 @@ class GuardedTier(SharedTier, GroupedTier):
     # ---- calls
 
     def _call_unless_paused(
-        self, method: str, otherwise: T, call: Callable[..., T], *arguments: object, num_blocks: int = 0
+        self, method: str, default: T, call: Callable[..., T], *arguments: object, num_blocks: int = 0
     ) -> T:
         if self._is_paused():
-            return otherwise
-        return self._call(method, otherwise, call, *arguments, num_blocks=num_blocks)
+            return default
+        return self._call(method, default, call, *arguments, num_blocks=num_blocks)
 
     def _call(
-        self, method: str, otherwise: T, call: Callable[..., T], *arguments: object, num_blocks: int = 0
+        self, method: str, default: T, call: Callable[..., T], *arguments: object, num_blocks: int = 0
     ) -> T:
-        """Call a method of the tier; returns `otherwise` if it raises."""
+        """Call a method of the tier; returns `default` if it raises."""
         try:
             answer = call(*arguments)
         except Exception as error:
             self._note_failure(method, num_blocks, error)
-            return otherwise
+            return default
         if self._failing:
             self._failing.pop(method, None)
         return answer
@@ -259,7 +260,7 @@ class GuardedTier(SharedTier, GroupedTier):
             self._log.warn(f"pause {id(self)}", text, self.name, pause_s, method, failures.count)
 
     def _end(self, result: JobResult) -> None:
-        """Keep a result, if it fits a job in flight."""
+        """Keep a result if it matches a job in flight."""
         num_rows = self._num_rows.pop(result.job, None)
         self._doubtful.discard(result.job)
         if num_rows is None:

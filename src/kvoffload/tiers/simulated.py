@@ -55,7 +55,7 @@ class SimulatedTier(SecondaryTier):
 
     def finish_request(self, request: object, path: Keys) -> None:
         assert isinstance(request, RequestContext)
-        # Lookups ask first for the blocks that RAM lacks, so their order is not prefix order.
+        # Lookups begin with the blocks that RAM lacks, so their order is not the prefix order.
         self._manager.finish_request(request, path)
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
@@ -71,12 +71,12 @@ class SimulatedTier(SecondaryTier):
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
         assert request is None or isinstance(request, RequestContext)
-        taken = np.zeros(len(keys), np.bool_)
+        accepted = np.zeros(len(keys), np.bool_)
         plan = self._manager.prepare_store(keys, request)
         if plan is None or len(plan.keys) == 0:
-            return NO_JOB, taken
-        taken[plan.rows] = True
-        return self._write(plan), taken
+            return NO_JOB, accepted
+        accepted[plan.rows] = True
+        return self._write(plan), accepted
 
     @property
     def queue_room(self) -> int:
@@ -124,7 +124,7 @@ class SimulatedTier(SecondaryTier):
 
 
 class NoMemory:
-    """The RAM of a replay without bytes: slots without memory."""
+    """The RAM of a replay without data: slots without memory."""
 
     def __init__(self, num_slots: int) -> None:
         self.pool: Blocks = np.empty((num_slots, 0), np.uint8)

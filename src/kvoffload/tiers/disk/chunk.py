@@ -19,13 +19,13 @@ NO_STAMPS: Stamps = np.empty(0, np.uint64)
 
 @dataclass(eq=False)
 class Chunk:
-    """Blocks that one thread reads or writes in one go, in ascending order of slots.
+    """Blocks that one thread reads or writes together, in ascending order of slots.
 
     Attributes:
         owner: the job of these blocks; the pipeline does not use it.
         index: rows of these blocks in the owner's arrays.
         outcomes: outcome of each block; set before the chunk is delivered.
-        checksums: the expected checksums of a read. A write sets the real ones before it is delivered.
+        checksums: expected checksums of a read; checksums of a write, set before the chunk is delivered.
         stamps: access stamps of written blocks.
         gate: number of removals that must be durable before a write starts.
     """

@@ -6,8 +6,8 @@ Owns the order of operations that the crash contract requires:
 2. A block's entry is appended to the journal only after its data are durable.
 3. A write is reported only after its entry is durable.
 
-One sync makes the data of a batch durable and the entries of the batch before. Does not move blocks, and does
-not know keys.
+One sync makes durable the data of a batch and the entries of the previous batch. Does not move blocks, and
+does not know keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 COMMIT_INTERVAL_S = 0.002
 """Shortest pause between two commits while writes run, because a commit takes at least a page of the log."""
 COMMIT_PACE = 32
-"""Pause between two commits, as a multiple of the last commit's duration: a sync delays concurrent writes."""
+"""Pause between two commits, in durations of the last commit, because a sync delays concurrent writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks."""
@@ -42,7 +42,7 @@ _NO_SLOTS = np.empty(0, np.uint32)
 
 
 class Movers(Protocol):
-    """The committer's view of the threads that move blocks. All methods except `end` need its lock."""
+    """The committer's interface to the threads that move blocks. All methods except `end` need its lock."""
 
     num_threads: int
     """Number of threads."""
@@ -113,7 +113,7 @@ class Committer:
     # ---- the scheduler's side
 
     def remove(self, slots: SlabSlots) -> int:
-        """Record emptied slots; returns the gate of the next write into these slots."""
+        """Record emptied slots; returns the gate of the next writes into these slots."""
         with self.lock:
             if not self.broken:
                 self._pending.removed.append(slots)
@@ -122,16 +122,16 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Make blocks of lower generations void, including blocks in flight; durable when `is_settled`.
+        """Make blocks of lower generations void, including blocks in flight; durable once `is_settled`.
 
-        Afterwards call `remove` for blocks that have an entry, which frees their slots.
+        Then call `remove` for blocks that have an entry, to free their slots.
         """
         with self.lock:
             self._void_before = np.uint64(generation)
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Record uses of slots, with the flag `REUSE` for counted uses, in the next commit."""
+        """Record accesses to slots in the next commit; a slot number with `REUSE` counts as a use."""
         with self.lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
                 return
@@ -157,7 +157,7 @@ class Committer:
             self._wake.notify()
 
     def note_written(self, chunk: Chunk) -> bool:
-        """Take a chunk that a mover has written; False if no block needs a commit."""
+        """Queue a written chunk for a commit; False if no block needs a commit."""
         self._wake.notify()
         if self.broken:
             chunk.outcomes[:] = UNREADABLE
@@ -173,13 +173,13 @@ class Committer:
 
     @property
     def is_settled(self) -> bool:
-        """True if all recorded changes are durable; with a broken journal, if `void` is."""
+        """True if all recorded changes are durable; with a broken journal, if the last `void` is durable."""
         if self._void_before > self._void_durable:
             return False
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Set whether a caller waits for `is_settled`; pending accesses are then committed at once."""
+        """Commit pending accesses at once while `flushing` is True: a caller waits for `is_settled`."""
         self._flushing = flushing
         self._wake.notify()
 
@@ -210,7 +210,7 @@ class Committer:
                 self._wake.wait_for(self._writes_need_a_commit, pause)
 
     def _take_batch(self) -> bool:
-        """Wait for a batch and take it; False if the thread shall end."""
+        """Wait for a batch and take it; False if the thread must end."""
         with self.lock:
             while not self._has_work():
                 # Writes in flight must still be made durable.
@@ -224,7 +224,7 @@ class Committer:
             return True
 
     def _commit(self) -> None:
-        """Append the newest batch after its data are durable; a waiting batch will sync for both."""
+        """Append the newest batch after its data are durable. If another batch waits, both share its sync."""
         *earlier, batch = self._in_flight
         if batch.chunks or earlier:
             self._journal.sync()
@@ -292,7 +292,7 @@ class Committer:
         self._journal.append(removed, entries, accessed, first_stamp)
 
     def _entries_of(self, chunk: Chunk) -> Records:
-        # Reads `_void_before` after the batch was taken: a batch that empties a slot must not refill it.
+        # Read `_void_before` after taking the batch: a batch must not fill a slot that it empties.
         written = (chunk.outcomes == SOUND) & (chunk.generations >= self._void_before)
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]

@@ -1,7 +1,7 @@
-"""A directory of slabs, one per producer, and its opening for one owner.
+"""A directory of slabs, one for each producer, that one owner opens at a time.
 
-Owns the names of slabs and decides which slab shrinks for another. A producer finds its slab again when it
-returns. All slabs together take at most the capacity.
+Owns the names of slabs and decides which slab shrinks for another. A slab is kept for the next start of its
+producer. All slabs together take at most the capacity.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""A slab that shrinks gives up a sixteenth of its slots more than needed; a smaller slab is deleted."""
+"""A slab that shrinks gives up a sixteenth of its slots in addition; a slab below that size is deleted."""
 
 
 class Geometry(NamedTuple):
@@ -111,7 +111,7 @@ def open_directory(
 
 
 class _Opening:
-    """Opens the slab of a locked directory. `shrink_other` also runs later, when the slab grows.
+    """Opens the producer's slab in a locked directory. `shrink_other` also runs later, when the slab grows.
 
     Methods raise `OSError` if the medium fails or is full.
     """
@@ -123,7 +123,7 @@ class _Opening:
         self._files, self._log, self._lock = files, log, lock
 
     def slab(self, progress: Progress | None) -> tuple[Slab, Recovered]:
-        """Open the producer's slab, created if absent; returns it with its recovered journal."""
+        """Open the producer's slab, or create it; returns the slab and its recovered journal."""
         for unfinished in self._directory.glob(SLABS + UNFINISHED):
             _check_is_file(unfinished)
             unfinished.unlink()
@@ -144,7 +144,7 @@ class _Opening:
     def shrink_other(self, path: Path, num_bytes: int) -> int:
         """Shrink another slab by at least `num_bytes`, coldest blocks first, or delete it; returns its size.
 
-        Cost: 160 bytes a block to read and write its journal; at most as many copied blocks as leave.
+        Cost: reads and writes its journal, 160 bytes a block, and copies at most as many blocks as are lost.
         """
         if not path.exists():
             return 0
@@ -194,8 +194,8 @@ class _Opening:
         with contextlib.ExitStack() as undo:
             undo.callback(slab.close)
             recovered = recover(slab, progress)
-            # Before any write: an older superblock may name a journal where blocks will be. The newer copy is
-            # synced first, since a killed process may have left it in the page cache.
+            # Before any write: a stale superblock may name a journal where blocks will be. The newer copy is
+            # synced first, because a killed process may have left it in the page cache.
             slab.sync()
             slab.repair_superblocks()
             if self._forget_cut_blocks(slab, recovered):
@@ -214,10 +214,10 @@ class _Opening:
         return recovered
 
     def _resize(self, slab: Slab, recovered: Recovered) -> Recovered | None:
-        """Give a slab the capacity, or the nearest possible one; None if the capacity is too small."""
+        """Resize a slab to the capacity, or as near as possible; None if the capacity is too small."""
         before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
         if slab.layout.is_moving and before < wanted:
-            # The space before the moved journal ends with the slots of the interrupted change.
+            # The slots of the interrupted change end where the moved journal begins.
             target = slab.layout.with_capacity(before)
             recovered = (resize(slab, recovered, target, before) if target is not None else None) or recovered
         target, num_blocks = slab.layout.with_capacity(wanted), len(recovered.contents)
@@ -261,12 +261,12 @@ class _Opening:
         return len(missing) > 0
 
     def _fit_into_room(self, slab: Slab, recovered: Recovered) -> None:
-        """Fit the slab into the space that the other slabs leave; they shrink only for blocks."""
+        """Fit the slab into the space beside the other slabs, which shrink only if its blocks do not fit."""
         slab.trim(slab.num_reserved)
         room = slab.room
         assert room is not None
         if slab.file_bytes > room.own_bytes:
-            # First drop own space without blocks, then blocks of other producers.
+            # First release space without blocks, then drop blocks of other producers.
             slab.trim(_end_of_blocks(slab, recovered))
         while (lacking := slab.file_bytes - room.own_bytes) > 0 and room.make(lacking):
             pass
@@ -347,7 +347,7 @@ def _check_is_file(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise `ConfigError` for a directory or file that other users could change; its text has the remedy.
+    """Raise `ConfigError` for a directory or file that other users could change; the text says what to do.
 
     Raises `OSError` if the status cannot be read.
     """

@@ -1,4 +1,4 @@
-"""System calls of the disk tier: every read, write and sync of a slab, and every clock, belongs to a `Files`.
+"""System calls of the disk tier: every read, write and sync of a slab, and every clock.
 
 Tests substitute a `Files` that records, tears, delays or refuses calls, or has its own clocks.
 """
@@ -31,11 +31,11 @@ class Files:
         return time.time()
 
     def monotonic_s(self) -> float:
-        """Return seconds of a clock that never goes back."""
+        """Return seconds of a monotonic clock."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Block the calling thread, while another process holds a lock."""
+        """Sleep, while another process holds a lock."""
         time.sleep(seconds)
 
     def open(self, path: Path, flags: int) -> int:

@@ -32,7 +32,7 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Flag in the slot number of an access: it counts as a use. Without the flag it only changes the order."""
+"""Flag in the slot number of an access that counts as a use. Other accesses only change the order."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -119,7 +119,7 @@ def revision_of(superblock: Bytes) -> int:
 
 
 def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
-    """Decode layout, identity and capacity in bytes; or return the reason why the superblock is unusable."""
+    """Decode layout, identity and capacity in bytes; returns a reason if the superblock is unusable."""
     fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
     if fields["magic"] != SLAB_MAGIC:
         return "it is not a slab"

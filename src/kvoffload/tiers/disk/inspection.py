@@ -29,7 +29,7 @@ class SlabReport:
 
     Attributes:
         problem: reason why the slab is unusable; then only `name` and `file_bytes` are set.
-        owner: pid of the process that has the directory open, which may make the report slightly stale.
+        owner: pid of a process that has the directory open; the report may then be slightly stale.
         written_at_s: write times of the first, median and last block; empty without blocks.
         journal_damage: number of unreadable parts of the journal.
     """
@@ -49,9 +49,6 @@ class SlabReport:
     log_used: float = 0.0
     epoch: int = 0
     journal_damage: int = 0
-
-
-_PIECE_BYTES = 1024 * 1024
 
 
 class Problem(NamedTuple):
@@ -126,8 +123,8 @@ def opened(
 
     Args:
         path: a slab, or a directory with one slab.
-        wait_s: longest wait for another owner. 0 by default: a user who types a command while a server runs
-            wants the error at once.
+        wait_s: longest wait for another owner. 0 by default, because a command should fail at once while an
+            engine runs.
     """
     slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
     if len(slabs) > 1:
@@ -204,8 +201,6 @@ def verify(
 def compact(slab: Slab, recovered: Recovered) -> None:
     """Write a new checkpoint of the readable blocks, and an empty log over the old one. Raises `OSError`."""
     Journal(slab, recovered).checkpoint(recovered.contents)
-    # The checkpoint replaces the log; zeros give unreadable pages of the log new contents.
-    layout, empty = slab.layout, aligned(_PIECE_BYTES)
-    for start in range(layout.log_offset, layout.slots_offset, _PIECE_BYTES):
-        slab.write_pages(start, empty[: min(_PIECE_BYTES, layout.slots_offset - start)])
+    # The checkpoint replaces the log; writing zeros makes unreadable pages of the log readable.
+    slab.write_zeros(slab.layout.log_offset, slab.layout.slots_offset)
     slab.sync()

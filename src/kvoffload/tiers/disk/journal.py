@@ -1,8 +1,8 @@
 """The journal of a slab: a crash-safe record of the block in each slot.
 
 Owns the end of the log and its epochs. Each *group* of records is appended in whole pages, and a durable page
-is not rewritten before a checkpoint replaces it. A full log causes a checkpoint of all blocks, written to the
-older of two places; then the log restarts, empty, in the next epoch.
+is not rewritten before a checkpoint replaces it. When the log is full, a checkpoint of all blocks overwrites
+the older of two checkpoints, and the log restarts, empty, in the next epoch.
 
 The committer decides the order of groups, syncs and data.
 """
@@ -84,7 +84,8 @@ class Journal:
     def _split(
         self, removed: SlabSlots, entries: Records, accessed: Records
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
-        """Yield the records of each group: all records if they fit, else pieces of one kind, in order."""
+        """Yield the records of each group: all records if they fit into one, else pieces of one kind, in
+        order."""
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
             return

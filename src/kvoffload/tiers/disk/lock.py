@@ -3,8 +3,8 @@
 Uses `flock`, which the system releases when the process ends for any reason; the pid in the file is only
 information. Does not know slabs.
 
-A forked process inherits its parent's locks. It closes its copies at once, so that a lock ends when the
-parent releases it or dies.
+A forked process closes its copies of its parent's locks at once, so that a lock ends when the parent releases
+it or dies.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ seconds for hundreds of pinned GiB; its successor often starts at once."""
 
 _RETRY_S = 0.25
 
-# The locks of this process, by device and inode. The pid in the file cannot tell, because a restarted
-# container reuses pids.
+# The locks of this process, by device and inode. The pid in the file does not identify this process, because
+# a restarted container reuses pids.
 _held: dict[tuple[int, int], DirectoryLock] = {}
-# Includes locks that a thread waits for: a forked process closes its copies of all.
+# Includes locks that a thread waits for: a forked process closes its copies of them, too.
 _open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
@@ -41,7 +41,7 @@ class DirectoryLock:
     """A lock held from construction to `release`.
 
     Waits while another process holds the lock, and logs one line. Does not wait for a lock of this process,
-    because the waiting thread may be the one that must release it.
+    because the waiting thread may be the thread that must release it.
 
     Args:
         wait_s: longest wait in seconds; 0 tries once.

@@ -1,7 +1,7 @@
 """The threads that move the blocks of a slab, and their queues of reads and writes.
 
-Receives chunks and delivers them. Knows neither policies nor keys; the committer decides when a write is
-durable and when a slot may be written again.
+Knows neither policies nor keys; the committer decides when a write is durable and when a slot may be written
+again.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Pipeline:
             try:
                 self._move(chunk, scratch)
             except Exception as error:
-                # A failed medium is an outcome. This is a closed pool, a lack of memory, or a bug.
+                # Not a failure of the medium, which is an outcome: a closed pool, a lack of memory, or a bug.
                 fail([chunk])
                 self._log.warn("chunk", "disk tier: blocks could not be moved: %r", error)
             has_ended = not chunk.writes

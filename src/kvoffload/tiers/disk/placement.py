@@ -1,6 +1,6 @@
 """The mapping from the manager's slots to the slab's slots, called *places*.
 
-Owns the metadata of each block, and the *reserve*: the slab has more slots than the manager. Empty places
+Owns the metadata of each block, and the *reserve*: slots that the slab has beyond the manager's. Empty places
 queue for reuse, so that a write need not wait until the removal of another block is durable. Does no I/O.
 """
 
@@ -24,7 +24,7 @@ _RESTORED_REQUEST = 1024
 
 
 class Placement:
-    """Place and metadata of the block in each of the manager's slots.
+    """Place and metadata of the block in each slot of the manager.
 
     The *gate* of a place is the number of removals that must be durable before the place is written again.
 
@@ -87,10 +87,10 @@ class Placement:
         return len(self._withheld)
 
     def confine(self, end: int, manager: OffloadingManager) -> None:
-        """Use only places before `end`, because the file is not long enough for later places.
+        """Use only places before `end`, because the file is too short for later places.
 
-        Withholds free slots of the manager, which then evicts within the others. Blocks and writes in flight
-        keep their places. Cost: O(slots).
+        Withholds free slots from the manager, which then evicts from the other slots. Blocks and writes in
+        flight keep their places. Cost: O(slots).
         """
         slots = manager.slots
         slots.release(self._withheld)
@@ -131,11 +131,11 @@ class Placement:
         self._place[slots], self._reserve = queue[: len(slots)], queue[len(slots) :]
 
     def set_gate(self, places: SlabSlots, gate: int) -> None:
-        """Record how many removals must be durable before these emptied places may be written again."""
+        """Set the gate of emptied places: the number of removals that must be durable before a write."""
         self._gate[places] = gate
 
     def gate(self, slots: SlotArray) -> int:
-        """Return the number of removals that must be durable before all of these slots may be written."""
+        """Return the largest gate of these slots."""
         return int(self._gate[self._place[slots]].max())
 
 

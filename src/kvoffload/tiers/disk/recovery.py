@@ -1,8 +1,8 @@
 """Recovery of a journal: reads the newest complete checkpoint and the log after it. Writes nothing.
 
-Groups record facts about slots (emptied, written, used), and later groups overwrite earlier ones. A lost
-group therefore loses its facts and revives older ones. A revived entry is harmless: the checksum differs when
-its slot is read.
+Groups record facts about slots (emptied, written, used), and later groups overwrite earlier groups. If a
+group is lost, older facts about its slots count again. An outdated entry is harmless, because its checksum
+does not match when the slot is read.
 
 A page that the medium fails to read is not damage, because a later attempt may succeed.
 """
@@ -216,7 +216,7 @@ def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = Fal
 def _correct_hours(contents: Contents, now_s: int) -> bool:
     """Move write counts of future hours to the present hour; returns True if there were any.
 
-    The clock was wrong. Future hours would count against write budgets until the clock reaches them.
+    Future hours come from a wrong clock, and would count against write budgets until the clock reaches them.
     """
     now = now_s // HOUR_S
     ahead = [hour for hour in contents.written if hour > now]

@@ -1,4 +1,4 @@
-"""Changes of a slab's size: blocks move inside the file, and the coldest leave if there is too little space.
+"""Changes of a slab's size: moves blocks inside the file, and drops the coldest if there is too little space.
 
 Owns the order of writes: a crash at any write or sync leaves a sound slab, and the next opening resumes.
 """
@@ -16,13 +16,11 @@ from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
 from kvoffload.tiers.disk.slab import REFUSED, SOUND, Positions, Scratch, Slab
 
-_PIECE_BYTES = 1024 * 1024
-
 
 def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> Recovered | None:
-    """Give a slab another layout with unchanged slot offsets; returns its new contents.
+    """Change the layout of a slab without changing slot offsets; returns its new contents.
 
-    The coldest blocks leave if there is too little space. Returns None, with an unchanged slab, if the
+    Drops the coldest blocks if there is too little space. Returns None, with an unchanged slab, if the
     journal must grow and there is no space for it now.
 
     Args:
@@ -39,7 +37,7 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
                 return None
             recovered = recover(slab)
         recovered = rearrange(slab, recovered, target.first_slot, target.num_slots, target.num_blocks)
-        _write_zeros(slab, target)
+        slab.write_zeros(target.journal_offset, target.journal_end)
         write_checkpoint(slab, target, recovered.epoch + 1, recovered.contents)
     else:
         recovered = rearrange(slab, recovered, target.first_slot, target.num_slots, target.num_blocks)
@@ -51,7 +49,8 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks: int) -> Recovered:
     """Keep the hottest `num_blocks` blocks, all in slots from `first` to before `end`; returns the contents.
 
-    Copies kept blocks from other slots to free slots. Durable on return. A block on a bad sector is lost.
+    Copies kept blocks from outside into free slots of this range. Durable on return. A block on a bad sector
+    is lost.
 
     Raises:
         OSError: the journal cannot be written, or the system refuses a read (ENOMEM, ESTALE). The slab is
@@ -104,10 +103,9 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
 
 
 def _move_journal_behind(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> bool:
-    """Write the journal behind the slots, so that a longer journal can replace the old one.
+    """Write the journal behind the slots, so that a longer journal can replace the old journal.
 
-    The superblock then names the new capacity, because the space before the moved journal ends there. Returns
-    False, with an unchanged slab, if there is no space.
+    The superblock then has the new capacity. Returns False, with an unchanged slab, if there is no space.
     """
     layout = slab.layout
     num_slots = max(slab.num_reserved, target.first_slot + min(len(recovered.contents), target.num_blocks))
@@ -118,14 +116,7 @@ def _move_journal_behind(slab: Slab, recovered: Recovered, target: Layout, capac
             return False
     if num_slots > target.num_slots or not slab.lengthen_to(moved.journal_end):
         return False
-    _write_zeros(slab, moved)
+    slab.write_zeros(moved.journal_offset, moved.journal_end)
     write_checkpoint(slab, moved, recovered.epoch + 1, recovered.contents)
     slab.adopt(moved, capacity_bytes)
     return True
-
-
-def _write_zeros(slab: Slab, layout: Layout) -> None:
-    """Overwrite the place of a new journal with zeros, since it holds blocks or old groups."""
-    empty = aligned(_PIECE_BYTES)
-    for start in range(layout.journal_offset, layout.journal_end, _PIECE_BYTES):
-        slab.write_pages(start, empty[: min(_PIECE_BYTES, layout.journal_end - start)])

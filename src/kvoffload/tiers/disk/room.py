@@ -1,4 +1,4 @@
-"""Disk space of a directory: one slab grows, and slabs of other producers shrink for it.
+"""The disk space of a directory. One slab grows, and slabs of other producers shrink for it.
 
 Knows other slabs only by path and size. Opens no file.
 """
@@ -15,13 +15,13 @@ from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES
 class Room:
     """Space for one slab in a directory that holds other slabs too.
 
-    All files together take at most the capacity. The slab that was opened least recently shrinks first: it
-    loses its coldest blocks, and is deleted when little is left.
+    All files together take at most the capacity. The least recently opened slab shrinks first: it loses its
+    coldest blocks, and is deleted when few remain.
 
     Args:
         capacity_bytes: capacity of the directory.
         others: files of other slabs, in the order in which they shrink.
-        shrink: shortens a file by at least so many bytes, or deletes it; returns its new size. It may raise
+        shrink: shortens a file by at least this many bytes, or deletes it; returns its new size. May raise
             `OSError`.
 
     Thread: one at a time.

@@ -1,7 +1,7 @@
 """A slab: a file of slots of one size, read and written in runs of consecutive slots.
 
-Owns the file and the verification of blocks. The journal and the tier know which slots hold blocks, their
-checksums, and when a slot may be overwritten.
+Owns the file and verifies blocks. The journal and the tier own the slots' contents: which slots hold blocks,
+their checksums, and when a slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from kvoffload.transfer.copies import address_of
 UNFINISHED = ".new"
 """Suffix of the file name of an incomplete slab."""
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Bytes per system call. Longer calls are not faster and occupy a thread for longer."""
+"""Limit of bytes per system call. Longer calls are not faster and occupy a thread for longer."""
 MAX_RUN_BLOCKS = 1000
-"""Blocks per system call, which takes at most 1024 buffers."""
+"""Limit of blocks per system call, which takes at most 1024 buffers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-"""Back-off after failed writes: each write evicts a block, and a failing disk must not lose all."""
+"""Back-off after failed writes: each write evicts a block, and a failing disk must not lose all blocks."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
 """Outcomes of moving a block. `SOUND`: moved, and verified if read. `UNREADABLE`: the medium failed (EIO).
@@ -75,8 +75,8 @@ class Scratch:
 class Slab:
     """An open slab.
 
-    The file may be shorter than its layout if other slabs share the directory. Its length is the reserved
-    space; it grows when a slot beyond its end is written.
+    The file may be shorter than its layout if other slabs share the directory. It grows when a slot beyond
+    its end is written.
 
     Failed reads and writes of blocks are outcomes. Writes of journal pages and `sync` raise `OSError`.
 
@@ -149,8 +149,8 @@ class Slab:
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
         """Open a slab, or return the reason why this version cannot use it.
 
-        Raises `OSError`, also if a superblock cannot be read and the other is unreadable or damaged: a later
-        attempt may succeed.
+        Raises `OSError`. If the medium fails to read a superblock and the other copy is unusable, this is an
+        error and not a reason: a later attempt may succeed.
         """
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound, unreadable = "it is too short to be a slab", list[Bytes](), None
@@ -183,7 +183,7 @@ class Slab:
     # ---- room
 
     def touch(self) -> None:
-        """Set the mtime: slabs of the directory shrink in the order of their mtimes."""
+        """Set the mtime, which orders the slabs of a directory: the oldest slab shrinks first."""
         os.utime(self._fd)
 
     @property
@@ -193,18 +193,18 @@ class Slab:
 
     @property
     def num_reserved(self) -> int:
-        """End of the reserved slots: the file is long enough for all slots before this number."""
+        """Number of slots in the file, from slot 0; later slots need a longer file."""
         return self._num_reserved
 
     @property
     def may_grow(self) -> bool:
-        """False for a while after a failed growth; the capacity is then the reserved slots."""
+        """False for a while after the file could not grow; then only `num_reserved` slots are usable."""
         return self._files.monotonic_s() >= self._may_grow_at_s
 
     def reserve_all(self) -> None:
-        """Extend the file to its full length or, if less, to its share of the directory.
+        """Extend the file to its full length or, if that is less, to its share of the directory.
 
-        While the disk is too full, other slabs of the directory shrink.
+        Shrinks other slabs of the directory while the disk is too full.
 
         Raises `OSError`.
         """
@@ -214,7 +214,7 @@ class Slab:
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Extend the file to `num_slots` slots at least, and further if other slabs need not shrink for it.
+        """Extend the file to at least `num_slots` slots, and further if no other slab must shrink for it.
 
         Raises `OSError`. `may_grow` is false for a while after a failure, or if the disk has too little space
         for the full length.
@@ -229,7 +229,7 @@ class Slab:
                 self._may_grow_at_s = self._files.monotonic_s() + self._growth_backoff.next_s()
 
     def _reserve(self, num_slots: int) -> bool:
-        """Do the work of `reserve`; returns False if the disk has too little space for the full length."""
+        """Extend the file as `reserve` does; returns False if the disk is too full for the full length."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes
@@ -352,8 +352,8 @@ class Slab:
     ) -> Outcomes:
         """Move ``memory[at[i]]`` to or from ``slots[i]``, one call per run; returns the outcomes.
 
-        A run that fails to be read is read again block by block, since one bad sector or a passing error must
-        not cost other blocks. Writes are repeated only after a bad sector.
+        A run that cannot be read is read again block by block, because a bad sector or a transient error must
+        not cost other blocks. A write is repeated only after a bad sector.
         """
         outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):
@@ -408,20 +408,27 @@ class Slab:
         """Write whole pages of aligned memory. Raises `OSError`."""
         transfer(self._files.write, self._fd, [memory], offset)
 
+    def write_zeros(self, start: int, end: int) -> None:
+        """Overwrite whole pages from offset `start` to before `end` with zeros. Raises `OSError`."""
+        zeros = aligned(_PIECE_BYTES)
+        for offset in range(start, end, _PIECE_BYTES):
+            self.write_pages(offset, zeros[: min(_PIECE_BYTES, end - offset)])
+
     def sync(self) -> None:
         """Make all earlier writes durable. Raises `OSError`."""
         self._files.sync(self._fd)
 
     @property
     def void_before(self) -> int:
-        """Generation below which blocks are void, even if the journal has entries."""
+        """Blocks of generations below this number are void, even if the journal has entries for them."""
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make lower generations void and delete slabs of other producers, which may hold the same data.
+        """Make blocks of lower generations void and delete slabs of other producers, which may have the same
+        data.
 
-        Durable on return. Damage to a single superblock does not revive void blocks. Raises `OSError` if
-        neither superblock could be written.
+        Durable on return, even if one superblock is damaged later. Raises `OSError` if neither superblock
+        could be written.
         """
         if self.room is not None:
             with self._growing:
@@ -429,7 +436,7 @@ class Slab:
         self._replace_superblock(self.layout, self.capacity_bytes, generation)
 
     def adopt(self, layout: Layout, capacity_bytes: int) -> None:
-        """Switch to another layout and capacity, durably. The journal must be in its new place already.
+        """Switch to another layout and capacity, durably. The journal must already be in its new place.
 
         Raises `OSError` if neither superblock could be written.
         """
@@ -457,7 +464,7 @@ class Slab:
         return None
 
     def repair_superblocks(self) -> None:
-        """Rewrite a superblock that differs from the valid one, if possible; later writes begin with it."""
+        """Rewrite a superblock that differs from the valid copy, if possible; later writes begin with it."""
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
                 self._write_superblock(at)

@@ -1,7 +1,7 @@
 """The disk tier's interface on the scheduler's thread: decisions and jobs.
 
-Owns a manager, which decides the blocks of the directory, and the jobs. Never waits: other threads move
-blocks and commit, and `finished` collects their chunks.
+Owns the jobs, and a manager that decides which blocks the slab keeps. Never waits: other threads move blocks
+and commit, and `finished` collects their chunks.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 READ_CHUNK_BYTES = 512 * 1024
-"""Smallest piece when a read is split among threads: passing a chunk to a thread costs as much as reading
+"""Smallest chunk of a read that is split among threads. Passing a chunk to a thread costs as much as reading
 and verifying 128 KiB."""
 
 REFUSED_READS_S = 60.0
-"""Seconds for which a block is kept after the system first refuses to read it (ENOMEM, ESTALE), since such
-errors pass."""
+"""Seconds for which a block is kept after the system first refuses to read it (ENOMEM, ESTALE): such errors
+are often transient."""
 _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
@@ -106,27 +106,26 @@ class DiskTier(SecondaryTier):
 
     Beyond the contract of `SecondaryTier`:
 
-    - A write is reported only when its blocks would survive a power loss.
-    - After a crash at any instant the tier opens with every block that was reported and not evicted since, in
-      the order of its policy.
+    - A write is reported as finished only when its blocks survive a power loss.
+    - After a crash at any instant the tier opens with every block whose write was reported and that was not
+      evicted since, in the order of its policy.
     - A block is served only if key, producer, length, generation and checksum match its write. Any other
       block is forgotten and counted.
 
-    docs/formats.md states the guarantees; they hold on every file system that keeps synced data.
-
-    For several disks use a `StripedTier` of disk tiers.
+    The guarantees hold on every file system that keeps synced data; see docs/formats.md. For several disks
+    use a `StripedTier` of disk tiers.
 
     Args:
         path: the directory, created if absent, with one owner at a time.
-        capacity_bytes: limit for all files in the directory; reserved at opening.
+        capacity_bytes: limit of all files in the directory; reserved at opening.
         block_bytes: bytes of a block. Blocks of whole pages in an aligned pool are moved without a copy.
         key_bytes: length of every key.
         fingerprint: identifies the producer: model, dtype, layout, parallel shape. Each producer has its own
-            slab and never gets blocks of another. The slab stays until its space is needed.
+            slab, which is kept until its space is needed, and never gets blocks of another producer.
         policy, admission: eviction policy and admission rule, as for `OffloadingManager`.
         num_threads: threads that move blocks. If there are two or more, one thread only reads.
-        queue_bytes: limit for queued writes; further writes are dropped.
-        write_budget: bound on the bytes written in a day, which limits the wear of the disk.
+        queue_bytes: limit of queued writes; further writes are dropped.
+        write_budget: limit of the bytes written in a day, against wear of the disk.
         progress: called while the metadata are read.
         files: system calls and clocks, for tests.
 
@@ -170,7 +169,7 @@ class DiskTier(SecondaryTier):
             )
 
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
-        # First, because its options may be refused before anything is open.
+        # First, because its options may be invalid, and nothing is open yet.
         self._manager = manager_of(layout)
         self._directory, self._log = Path(path), RateLimitedLog("kvoffload.disk")
         self._files = files or Files()
@@ -186,14 +185,14 @@ class DiskTier(SecondaryTier):
             undo.callback(self._lock.release)
             undo.callback(self._slab.close)
             if self._slab.layout.num_blocks != layout.num_blocks:
-                # After changes of the capacity its journal may be longer than the journal of a new slab.
+                # After changes of the capacity the journal may be longer than a new slab's.
                 self._manager = manager_of(self._slab.layout)
             # Also above generations that a crashed process may have written without an entry.
             next_generation = max(
                 contents.last_generation + 1, self._slab.void_before, int(self._files.time_s() * 1e9)
             )
             self._placement = Placement(self._slab.layout, next_generation)
-            leftover = self._placement.restore(contents, self._manager)
+            unrestored = self._placement.restore(contents, self._manager)
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
             self.identity, self.written_before = self._slab.identity.slab_id, contents.written
             self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
@@ -202,7 +201,7 @@ class DiskTier(SecondaryTier):
                 write_budget.add_tier(self.stored_bytes, self.written_before)
             self._counts = TierStats(restored=self._manager.stats().ready)
             self._write_backoff, self._may_write_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
-            self._use_before = self._reserved_then = self._slab.layout.num_slots
+            self._usable_end = self._last_reserved = self._slab.layout.num_slots
             if not self._slab.may_grow:
                 self._confine()
             self._refused = dict[int, float]()
@@ -210,8 +209,8 @@ class DiskTier(SecondaryTier):
             self._next_job, self._results = 0, list[JobResult]()
             self._closed, self._ending = False, threading.Lock()
             self._start_threads(num_threads)
-            if len(leftover):
-                self._placement.set_gate(leftover, self._committer.remove(leftover))
+            if len(unrestored):
+                self._placement.set_gate(unrestored, self._committer.remove(unrestored))
             undo.pop_all()
 
     def _start_threads(self, num_threads: int) -> None:
@@ -265,12 +264,12 @@ class DiskTier(SecondaryTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Queue a write, as `SecondaryTier.submit_write`; of a batch that exceeds the queue or the write
-        budget, only the head."""
+        """Queue a write, as `SecondaryTier.submit_write`; accepts only the head of a batch that exceeds the
+        queue or the write budget."""
         checked = self._checked(keys, pool, rows)
         record = self._request_of(request) if request is not None else None
         self._follow_file_growth(len(keys))
-        taken = np.zeros(len(keys), np.bool_)
+        accepted = np.zeros(len(keys), np.bool_)
         missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
         room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
         if self._write_budget is not None:
@@ -279,25 +278,25 @@ class DiskTier(SecondaryTier):
             self._counts.dropped += len(missing) - room
             keys = keys[: missing[room]]
         if min(len(missing), room) == 0:
-            return NO_JOB, taken
+            return NO_JOB, accepted
         plan = self._manager.prepare_store(keys, record.context if record is not None else None)
         if plan is None or len(plan.slots) == 0:
-            return NO_JOB, taken
+            return NO_JOB, accepted
         if len(plan.evicted):
-            # New blocks get places whose removals are older, and so probably durable.
+            # New blocks get the places that were emptied first: their removals are probably durable.
             evicted = plan.slots[-len(plan.evicted) :]
             self._forget(evicted)
             self._placement.rotate(evicted)
         self._placement.renew(plan.slots)
         if record is not None:
             record.written.append(self._placement.generation[plan.slots])
-        taken[plan.rows] = True
+        accepted[plan.rows] = True
         count = len(plan.slots)
         self._num_queued += count
         if self._write_budget is not None:
             self._write_budget.spend(count * self.stored_bytes)
         job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[plan.rows])
-        return job, taken
+        return job, accepted
 
     @property
     def queue_room(self) -> int:
@@ -335,7 +334,7 @@ class DiskTier(SecondaryTier):
             self._forget(occupied)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for all jobs, as `SecondaryTier.drain`; deletions, accesses and `clear` are then durable too.
+        """Wait for all jobs, as `SecondaryTier.drain`, and make deletions, accesses and `clear` durable.
 
         After a failure of the journal only `clear` is durable.
         """
@@ -367,7 +366,7 @@ class DiskTier(SecondaryTier):
     def close(self) -> None:
         """Close the tier, as `SecondaryTier.close`; returns after `close_timeout_s` even if the disk hangs.
 
-        File and lock then stay open until the disk answers, or the process ends.
+        Then file and lock stay open until the disk responds or the process ends.
         """
         hung, self._closed = self._closed, True
         if not self._lock.held:
@@ -488,21 +487,21 @@ class DiskTier(SecondaryTier):
             self._confine()
 
     def _confine(self) -> None:
-        """Limit the capacity to the reserved slots, since the file cannot grow now."""
-        self._use_before = self._reserved_then = self._slab.num_reserved
-        self._placement.confine(self._use_before, self._manager)
+        """Limit the capacity to the slots in the file, because the file cannot grow now."""
+        self._usable_end = self._last_reserved = self._slab.num_reserved
+        self._placement.confine(self._usable_end, self._manager)
 
     def _follow_file_growth(self, num_blocks: int) -> None:
         """Raise the capacity if the file has grown, or by `num_blocks` if it may grow again."""
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
-        if self._use_before == end:
+        if self._usable_end == end:
             return
         if not self._slab.may_grow:
             end = reserved
-        elif reserved == self._reserved_then:
+        elif reserved == self._last_reserved:
             end = min(end, reserved + num_blocks)
-        if end > self._use_before:
-            self._use_before = end
+        if end > self._usable_end:
+            self._usable_end = end
             self._placement.confine(end, self._manager)
 
     def _end_read(self, job: Job, plan: LoadPlan, sound: Mask) -> None:
@@ -529,7 +528,7 @@ class DiskTier(SecondaryTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refused to read a block, and first did so at most a minute ago."""
+        """Return True if the system refused to read a block, for the first time at most a minute ago."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)
