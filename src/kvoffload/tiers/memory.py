@@ -33,10 +33,10 @@ class MemoryTier:
     The checksum of a slot is the xxh3_64 of its bytes, seeded with the digest of its key. So `read` and
     `verify_slots` detect
 
-    - damaged, zeroed or torn blocks, all but one in 2^64. The checksum is not stored with the bytes: damage
-      to a checksum makes a sound block count as damaged, never the reverse;
+    - damaged, zeroed or torn blocks; a check misses one in 2^64. The checksum is not stored with the bytes:
+      damage to a checksum makes a sound block count as damaged, never the reverse;
     - the bytes of another block, even if its checksum was moved with them (swapped slots, a stale slot
-      number). Only keys with equal digests are confused: 2^-64 a pair;
+      number), unless both keys have the same digest (2^-64 a pair);
     - a slot that was never written or was erased, always.
 
     Not detected: bytes that were wrong before `write` computed the checksum; damage between verification and
@@ -93,29 +93,29 @@ class MemoryTier:
         transfers = []
         # The stack waits for the copies in flight even if a later chunk fails, so that nothing writes to the
         # slots after the error.
-        with contextlib.ExitStack() as under_way:
+        with contextlib.ExitStack() as in_flight:
             for batch in self._chunks(slots):
                 transfer = engine.store(source_rows[batch], pool, slots[batch])
-                under_way.callback(transfer.wait)
+                in_flight.callback(transfer.wait)
                 transfers.append((batch, transfer))
             for batch, transfer in transfers:
                 transfer.wait()
                 self.seal(keys[batch], slots[batch])
 
     def read(self, keys: Keys, slots: Rows, dest: DeviceArray | CopyEngine, dest_rows: Rows) -> Mask:
-        """Verify blocks and copy out the sound blocks; returns which are sound, ``(n,)`` bool."""
+        """Verify blocks and copy the sound blocks out; returns a mask of sound blocks, ``(n,)`` bool."""
         engine = self._engine_for(dest)
         slots = self._checked(keys, slots)
         dest_rows = self._checked_rows("dest_rows", dest_rows, engine, len(slots))
         pool = self.pool
         sound = np.empty(len(slots), np.bool_)
-        # In chunks: a block is still in the CPU's cache when it is copied, and a device copies a chunk while
-        # the next is verified.
-        with contextlib.ExitStack() as under_way:
+        # In chunks, so that a block is still in the CPU's cache when it is copied, and a device copies a
+        # chunk while the next chunk is verified.
+        with contextlib.ExitStack() as in_flight:
             for batch in self._chunks(slots):
                 sound[batch] = good = self.verify_slots(keys[batch], slots[batch])
                 transfer = engine.load(pool, slots[batch][good], dest_rows[batch][good])
-                under_way.callback(transfer.wait)
+                in_flight.callback(transfer.wait)
         return sound
 
     def seal(self, keys: Keys, slots: Rows) -> None:
@@ -125,7 +125,7 @@ class MemoryTier:
             self.checksums[slots] = self._compute(keys, slots)
 
     def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
-        """Return which slots hold the bytes written under these keys: ``(n,)`` bool. Copies nothing."""
+        """Return a mask of slots whose bytes match their keys, ``(n,)`` bool. Copies nothing."""
         slots = self._checked(keys, slots)
         if self.checksums is None:
             return np.ones(len(slots), np.bool_)

@@ -1,7 +1,8 @@
 """The text that describes a producer: packed into a bounded number of bytes, unpacked, and compared.
 
-Tiers identify a producer by a hash of its whole text. They store the packed text beside the hash, so that
-``inspect`` can show how two producers differ. The text is untrusted, and no block is served by it.
+Tiers identify a producer by a hash of its whole text, and store the packed text beside the hash, so that
+``inspect`` can show how two producers differ. The stored text is untrusted: only the hash decides whether a
+block is served.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 MAX_BYTES = 3072
-"""Bytes of a packed text."""
+"""Limit of a packed text."""
 _COMPRESSED = b"\0"
 """First byte of a compressed text; no plain text begins with it."""
 _MAX_UNPACKED_BYTES = 1 << 18
@@ -21,7 +22,7 @@ _LONG_VALUE = 160
 _MORE = "(not stored)"
 _IN_SUMMARY = ("model", "weights", "vllm", "model.dtype", "dtype", "salt")
 ABSENT = "(absent)"
-"""Stands for a value that only the other producer has."""
+"""Placeholder for a field that only the other producer has."""
 
 
 class Difference(NamedTuple):
@@ -63,7 +64,7 @@ def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def unpack(packed: bytes) -> str:
-    """Decode the text of `pack`. Damaged bytes give replacement characters, or an empty text."""
+    """Decode the result of `pack`. Damaged bytes give replacement characters, or an empty text."""
     if not packed.startswith(_COMPRESSED):
         return packed.decode(errors="replace")
     try:
@@ -82,7 +83,7 @@ def fields(text: str) -> dict[str, Any]:
 
 
 def summary(text: str) -> str:
-    """Return the best-known fields of a producer, in one line."""
+    """Return the main fields of a producer, in one line."""
     named = fields(text)
     if len(named) == 1:
         return _shown(next(iter(named.values())))

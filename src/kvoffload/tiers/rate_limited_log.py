@@ -1,6 +1,6 @@
-"""A logger for failures of the world, with at most one line of each kind in ten seconds.
+"""A logger for failures of disks, networks and servers, with at most one line of each kind in ten seconds.
 
-A dying disk fails thousands of times a second: the log states the failure, the counters have the number.
+A failing disk may fail thousands of times a second; the counters have the number.
 """
 
 from __future__ import annotations

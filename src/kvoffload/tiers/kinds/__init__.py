@@ -1,1 +1,1 @@
-"""The kinds of tiers that users can ask for, one file each. Their contract is `tiers.spec.TierOptions`."""
+"""The kinds of tiers that users can configure, one file each. Their contract is `tiers.spec.TierOptions`."""

@@ -29,12 +29,12 @@ class _PathsParser:
             isinstance(path, (str, Path)) and str(path) for path in paths
         ):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        given = tuple(map(str, paths))
+        texts = tuple(map(str, paths))
         # In text | separates paths, and , precedes options.
-        is_ambiguous = any(sign in path for path in given for sign in "|,")
-        if is_ambiguous or not given or len(set(map(Path, given))) < len(given):
+        is_ambiguous = any(sign in path for path in texts for sign in "|,")
+        if is_ambiguous or not texts or len(set(map(Path, texts))) < len(texts):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        return given
+        return texts
 
 
 Salt: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[^,]*$")]
@@ -46,7 +46,7 @@ class DiskOptions(SizedTierOptions):
     """Options of a disk tier. Its directories have equal shares of the capacity and of the keys.
 
     Attributes:
-        max_write_bytes_per_day: bound for all directories together; None for no limit.
+        max_write_bytes_per_day: limit for all directories together; None for no limit.
         salt: part of the producer's identity, for weights that change under one name.
     """
 
@@ -57,8 +57,7 @@ class DiskOptions(SizedTierOptions):
     salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """Open the tier. Each engine that shares the path has a directory of its own below, named after its
-        replica."""
+        """Open the tier. Engines that share the path use subdirectories, named after their replicas."""
         if owner.block_bytes == 0:
             raise ConfigError(
                 "tier",
@@ -75,7 +74,7 @@ class DiskOptions(SizedTierOptions):
                 except UnavailableError as error:
                     if len(disks) == 0 and path == self.path[-1]:
                         raise
-                    owner.without(error)
+                    owner.handle_unavailable(error)
                 else:
                     undo.callback(disks[-1].close)
             tier: SecondaryTier = disks[0] if len(disks) == 1 else StripedTier(disks)

@@ -21,9 +21,9 @@ from kvoffload.tiers.shared.tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
 
 MOST_IN_AN_OBJECT = 32
-"""Most blocks in an object: on average, half an object's blocks at the end of each path are not written."""
+"""Limit of blocks in an object. An incomplete object at the end of a path is not written."""
 _REFUSALS = {"301", "400", "401", "403"}
-"""Statuses of a server that will never allow a login or a request."""
+"""HTTP statuses that mean that no later attempt will succeed."""
 
 
 class _URLParser:
@@ -67,13 +67,13 @@ class S3Options(SharedTierOptions):
 
     Attributes:
         url: the bucket, and the prefix of all names; an access rule can restrict a user to the prefix.
-        endpoint: of a server other than Amazon's. region: of the bucket.
-        pack: size of an object: as many consecutive blocks of a path as fit, at most 32; 0 for an object for
-            each block. Equal on all machines.
-        credentials_file: a file as ``~/.aws/credentials``, whose section ``default`` is read; by default the
-            keys are in the environment, or come from the machine's role.
-        price_per_1000_puts, price_per_1000_gets, price_per_gb_read: for the counted cost; by default Amazon's
-            list prices in dollars within a region.
+        endpoint: URL of a server other than Amazon's. region: of the bucket.
+        pack: size of an object, which holds as many consecutive blocks of a path as fit, at most 32; 0 for
+            one block in each object. Must be equal on all machines.
+        credentials_file: a file in the format of ``~/.aws/credentials``, whose section ``default`` is read;
+            by default the keys are in the environment, or come from the machine's role.
+        price_per_1000_puts, price_per_1000_gets, price_per_gb_read: prices for the cost counter; by default
+            Amazon's list prices in dollars within a region.
     """
 
     name = "s3"
@@ -120,7 +120,7 @@ class S3Options(SharedTierOptions):
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))
 
     def warn_if_unencrypted(self) -> None:
-        """Log a warning if prompts travel to another machine without TLS."""
+        """Log a warning if blocks travel to another machine without TLS: prompts can be read from them."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             text = "kvoffload: the tier at %s is used without TLS: the network can read prompts from it"

@@ -26,11 +26,12 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""For reads, writes and probes each: one verifies while the other receives. In a cluster, one a node."""
+"""Threads for reads, writes and probes each: one verifies while the other receives. In a cluster, a node has
+one."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
-"""Codes of a server that will never allow a login or a command."""
+"""Error codes that mean that no later attempt will succeed."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
-"""Codes of a node of a cluster, for a client that takes it for a single server."""
+"""Error codes of a cluster node that was configured as a single server."""
 
 
 class _URLParser:
@@ -61,7 +62,7 @@ class ValkeyOptions(SharedTierOptions):
         ttl: seconds until the server forgets a block; by default the server decides.
         password_file: a file with the password alone, read again for each connection; by default the
             password is in the environment.
-        ca, cert, cert_key: files for TLS: the authority of the server's certificate, and our certificate.
+        ca: file with the CA certificate that signs the server's. cert, cert_key: files of our certificate.
     """
 
     name = "valkey"
@@ -87,16 +88,16 @@ class ValkeyOptions(SharedTierOptions):
         options = self.remote_options(
             owner, url.namespace, 0 if self.ttl is None else max(1, round(self.ttl))
         )
-        more: dict[str, Any] = {
+        common: dict[str, Any] = {
             "block_bytes": owner.block_bytes,
             "fingerprint": fingerprint,
             "admission": admission,
         }
         if url.is_cluster:
-            return ClusterTier(self.name, str(url), [*url.nodes], connect, options, **more)
+            return ClusterTier(self.name, str(url), [*url.nodes], connect, options, **common)
         (node,) = url.nodes
-        more["num_threads"] = _NUM_THREADS
-        return valkey_tier(self.name, str(url), lambda deadline: connect(node, deadline), options, **more)
+        common["num_threads"] = _NUM_THREADS
+        return valkey_tier(self.name, str(url), lambda deadline: connect(node, deadline), options, **common)
 
     def refusal(self, error: BaseException) -> str | None:
         if isinstance(error, ssl.SSLCertVerificationError):

@@ -1,8 +1,8 @@
 """A client of an S3 bucket, on one thread.
 
-Owns requests, their outcomes and their costs. Knows no blocks. Repeats a request only if the credentials have
-just been replaced, or if an idle connection had been closed. After any other failure the client is discarded
-with its connections.
+Owns requests, their outcomes and their costs. Knows no blocks. Repeats a request only if the credentials were
+just replaced, or if the server had closed the idle connection. After any other failure the client is
+discarded with its connections.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from kvoffload.tiers.shared.connection import CONNECT_S
 from kvoffload.tiers.shared.errors import ServerError
 
 MOST_AT_ONCE = 16
-"""Requests of one client at a time."""
+"""Limit of concurrent requests of one client."""
 _CANCEL_AGAIN_S = 0.01
 _ERROR_BYTES = 16 << 10
-"""Bytes of an error's body that are read."""
+"""Limit of an error response's body; the rest is not read."""
 _SKIPPED_BYTES = 64 << 10
 _CODE = re.compile(rb"<Code>([A-Za-z0-9_.]{1,60})</Code>")
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
@@ -58,8 +58,8 @@ class Prices:
     """Prices of requests and bytes, in any currency.
 
     Attributes:
-        per_1000_puts: for requests that store. per_1000_gets: for other requests; deletions are free.
-        per_gb_read: for bytes received.
+        per_1000_puts: of write requests. per_1000_gets: of other requests; deletions are free.
+        per_gb_read: of received bytes.
     """
 
     per_1000_puts: float
@@ -106,7 +106,7 @@ class BucketError(ServerError):
 class Found(enum.Enum):
     """Outcome of reading an object.
 
-    `OTHER_SIZE`: an object of another size than expected; no byte of it was received.
+    `OTHER_SIZE`: the object does not have the expected size; no byte of it was received.
     """
 
     WHOLE = enum.auto()
@@ -127,9 +127,9 @@ class Bucket:
 
     Requests are coroutines, and `run` performs them. They raise `BucketError` for an error response, and
     `OSError` for a response that is missing or violates the protocol. No error message contains a secret, the
-    address of an object, or server text except an error code. The caller, not the server, bounds memory: an
-    object of another size is rejected by its headers, a longer response is cut, and an
-    error body is read up to 16 KiB. Redirections are not followed.
+    address of an object, or server text except an error code. Memory does not depend on the server: an object
+    of another size is rejected by its headers, a longer response is cut, and an error body is read up to 16
+    KiB. Redirections are not followed.
 
     Args:
         signer: signs requests; shared by clients.
@@ -161,20 +161,20 @@ class Bucket:
 
         Raises: `TimeoutError`, or the first error of a request, after all have ended.
         """
-        given = [*requests]
+        coroutines = [*requests]
         try:
-            if given:
+            if coroutines:
                 self._signer.refresh()
-                self._loop.run_until_complete(self._run(given, deadline, most_at_once))
+                self._loop.run_until_complete(self._run(coroutines, deadline, most_at_once))
         finally:
-            for request in given:
-                request.close()
+            for coroutine in coroutines:
+                coroutine.close()
 
     async def get(self, name: str, span: Span, receiver: Receiver) -> Found:
         """Read bytes of an object into `receiver`, if the object has the expected size.
 
-        Raises: `ResponseError` for a response that is too short or has other bytes. The bytes received until
-        then are correctly placed.
+        Raises: `ResponseError` for a response that is too short or has another range. Bytes that `receiver`
+        got before the error are valid.
         """
         self._ledger.add(gets=1)
         span_receiver = _SpanReceiver(span, receiver)
@@ -191,7 +191,7 @@ class Bucket:
         if span_receiver.is_of_other_size:
             return Found.OTHER_SIZE
         if span_receiver.num_left:
-            raise ResponseError("the response is shorter than the part that was asked for")
+            raise ResponseError("the response is shorter than the requested range")
         return Found.WHOLE
 
     async def value(self, name: str, num_bytes: int) -> tuple[Found, bytes]:
@@ -205,7 +205,7 @@ class Bucket:
         self._ledger.add(gets=1)
         head = await self._request("HEAD", name, NoReceiver())
         if head is not None and head.length is None:
-            raise ResponseError("the response does not say how long the object is")
+            raise ResponseError("the response to HEAD has no content length")
         return None if head is None else head.length
 
     async def put(self, name: str, length: int, pieces: Pieces, *, only_new: bool = False) -> None:
@@ -213,7 +213,7 @@ class Bucket:
 
         Args:
             length: total length of the pieces.
-            pieces: makes the pieces again for each attempt.
+            pieces: makes the pieces anew for each attempt.
         """
         self._ledger.add(puts=1)
         headers = {"Content-Length": str(length)} | ({"If-None-Match": "*"} if only_new else {})
@@ -256,11 +256,11 @@ class Bucket:
     ) -> None:
         gate = asyncio.Semaphore(most_at_once)
 
-        async def one(request: Coroutine[Any, Any, None]) -> None:
+        async def run_gated(request: Coroutine[Any, Any, None]) -> None:
             async with gate:
                 await request
 
-        self._running = [self._loop.create_task(one(request)) for request in requests]
+        self._running = [self._loop.create_task(run_gated(request)) for request in requests]
         if self._aborted:
             self._cancel_all()
         _, late = await asyncio.wait(self._running, timeout=max(0.0, deadline - time.monotonic()))
@@ -268,7 +268,7 @@ class Bucket:
         while pending := [task for task in self._running if not task.done()]:
             self._cancel_all()
             await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
-        # Read every exception: asyncio logs a traceback for each one that nobody has read.
+        # Read every exception, because asyncio logs a traceback for each unread exception.
         errors = [
             ConnectionAbortedError("the tier is closed") if task.cancelled() else task.exception()
             for task in self._running
@@ -343,7 +343,7 @@ class Bucket:
             return
 
     def _take_idle(self) -> HttpConnection | None:
-        """Return an idle connection that is still open and has received nothing."""
+        """Return an idle connection that is open and has received nothing; None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and connection.is_quiet:
@@ -413,24 +413,24 @@ class _SpanReceiver:
         """Check the head against the request."""
         span, content_range = self._span, head.headers.get("content-range")
         if head.headers.get("content-encoding", "").lower() not in _PLAIN:
-            raise ResponseError("the object comes in an encoding")
+            raise ResponseError("the object has a content encoding")
         self._num_skipped = 0
         if content_range is None:
             if head.status != 200:
-                raise ResponseError("a part without its place")
+                raise ResponseError("a partial response without a content range")
             self._num_skipped = span.begin
             self.is_of_other_size = head.length is not None and head.length != span.size
         else:
             match = _RANGE.fullmatch(content_range)
             if match is None:
-                raise ResponseError("a part without its place")
+                raise ResponseError("an invalid content range")
             begin, last, size = map(int, match.groups())
             self.is_of_other_size = size != span.size
             length = span.end - span.begin
             if not self.is_of_other_size and (
                 (begin, last + 1) != (span.begin, span.end) or head.length not in (None, length)
             ):
-                raise ResponseError("another part than was asked for")
+                raise ResponseError("a range that was not requested")
         return NoReceiver() if self.is_of_other_size else self
 
     def room(self) -> memoryview:
@@ -450,6 +450,6 @@ class _SpanReceiver:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """Return a failure without quotes from requests and responses, which are signed."""
+    """Return a failure without text from requests and responses, which contain signatures."""
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
     return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

@@ -1,4 +1,4 @@
-"""Credentials of a bucket: the keys of a file, and the store of obstore that signs with them."""
+"""Credentials of a bucket: keys from a file, or keys that obstore finds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ _CREDENTIALS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token
 
 
 def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_file: str) -> Signer:
-    """Return a signer for a bucket, with the keys of a file, or with keys that obstore finds. Raises
-    `ConfigError`."""
+    """Return a signer for a bucket, with keys of a file or keys that obstore finds. Raises `ConfigError`."""
     try:
         from obstore.store import S3Store
     except ImportError:
@@ -32,8 +31,8 @@ def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_f
     }
 
     def make_store(keys: dict[str, str]) -> Any:
-        given: Any = config | keys
-        return S3Store(bucket, config=given, client_options=client, retry_config={"max_retries": 0})
+        full_config: Any = config | keys
+        return S3Store(bucket, config=full_config, client_options=client, retry_config={"max_retries": 0})
 
     if not credentials_file:
         return Signer(make_store)
@@ -41,7 +40,7 @@ def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_f
 
 
 def keys_in(path: str) -> dict[str, str]:
-    """Read the keys in a file as ``~/.aws/credentials``. Raises `ConfigError`."""
+    """Read the keys in a file in the format of ``~/.aws/credentials``. Raises `ConfigError`."""
     parser = configparser.ConfigParser(interpolation=None)
     try:
         with open(path) as file:

@@ -20,7 +20,7 @@ _POLL_S = 0.005
 class Host:
     """A host that accepts HTTP connections, with or without TLS.
 
-    Only the first request waits for a name server, and not longer than its own deadline.
+    Only the first request waits for name resolution, at most until its deadline.
 
     Args:
         scheme: ``http`` or ``https``. authority: ``HOST`` or ``HOST:PORT``.
@@ -37,14 +37,13 @@ class Host:
         self._addresses = addresses or Addresses()
 
     async def connect(self, within_s: float) -> HttpConnection:
-        """Connect to the first address that accepts. Addresses share the time; to find them takes its own.
-
-        Raises: `OSError`.
+        """Connect to the first address that accepts. The addresses share `within_s`, which does not include
+        name resolution. Raises: `OSError`.
         """
         while not (addresses := self._addresses.known(self.host, self.port)):
             await asyncio.sleep(_POLL_S)
         until = time.monotonic() + within_s
-        error: OSError = ConnectionError("no address answers")
+        error: OSError = ConnectionError("no address accepts connections")
         for number, address in enumerate(addresses):
             share_s = (until - time.monotonic()) / (len(addresses) - number)
             try:

@@ -1,6 +1,6 @@
 """HTTP/1.1 requests with bounded memory.
 
-Owns the framing of requests and responses. Knows no S3, addresses, deadlines or pool of connections. No
+Owns the framing of requests and responses. Does not know S3, addresses, deadlines or connection pools. No
 allocation depends on a length that a server sends: the receiver of a response provides memory for its body.
 """
 
@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, TypeAlias
 
 _HEAD_BYTES = 32 << 10
-"""Largest status line and headers of a response, together. Amazon sends less than 1 KiB."""
+"""Limit of a response's status line and headers together. Amazon sends less than 1 KiB."""
 _SCRATCH_BYTES = 64 << 10
 _FRAMING_BYTES, _DATA_A_FRAMING_BYTE = 8 << 10, 16
-"""Bound of what is not data in a chunked body: 8 KiB, and a byte for each 16 bytes of data. A chunk takes
-6 µs, so chunks of one byte would take seconds."""
+"""Limit of framing in a chunked body: 8 KiB, and a byte for each 16 bytes of data. A chunk takes 6 µs, so
+chunks of one byte would take seconds."""
 _INTERIM_RESPONSES = 8
 _SEND_BYTES = 256 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")
@@ -32,15 +32,15 @@ Buffer: TypeAlias = "bytes | memoryview"
 
 
 class ResponseError(ConnectionError):
-    """A response that breaks the protocol, or ends too early. The connection is of no further use."""
+    """A response that violates the protocol or ends too early. The connection must be closed."""
 
 
 class Head(NamedTuple):
     """Status and headers of a response.
 
     Attributes:
-        headers: names in lower case.
-        length: of the body, as the server says; None where it does not say.
+        headers: by name in lower case.
+        length: content length; None if the server sends none.
     """
 
     status: int
@@ -49,13 +49,13 @@ class Head(NamedTuple):
 
 
 class Receiver(Protocol):
-    """Takes the body of a response."""
+    """Receives the body of a response."""
 
     def room(self) -> memoryview:
-        """Memory for the next bytes; empty if the receiver is full."""
+        """Return memory for the next bytes; empty if the receiver is full."""
 
     def add(self, count: int) -> None:
-        """`count` bytes have been written to the memory of `room`."""
+        """Record that `count` bytes have been written to the memory of `room`."""
 
 
 class NoReceiver:
@@ -69,7 +69,7 @@ class NoReceiver:
 
 
 Accept: TypeAlias = Callable[[Head], Receiver]
-"""Called with the head of the final response; returns the receiver of its body. Whatever it raises ends the
+"""Called with the head of the final response; returns the receiver of its body. An exception ends the
 request."""
 
 
@@ -79,7 +79,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     Attributes:
         is_usable: another request may be sent.
 
-    Thread: the one that runs the event loop.
+    Thread: the event loop's.
     """
 
     def __init__(self) -> None:
@@ -96,14 +96,15 @@ class HttpConnection(asyncio.BufferedProtocol):
     async def request(
         self, head: bytes, body: Iterable[Buffer], accept: Accept, *, is_head: bool = False
     ) -> None:
-        """Send a request, and receive the response. A request that is cancelled ends the connection.
+        """Send a request and receive the response. Cancellation closes the connection.
 
         Args:
             head: request line and headers, with the empty line.
-            body: pieces, each taken when those before have been sent, and not changed until the end.
+            body: pieces, each requested when the earlier pieces have been sent. A piece must not change until
+                the request has ended.
             is_head: the method is ``HEAD``: its response has no body.
 
-        Raises: `ResponseError`, `ConnectionError`, and what `accept` raises.
+        Raises: `ResponseError`, `ConnectionError`, and the exceptions of `accept`.
         """
         assert self._transport is not None
         assert self.is_usable
@@ -129,7 +130,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def is_quiet(self) -> bool:
-        """True if neither bytes nor the end of the stream have arrived since the last response."""
+        """True if nothing has arrived since the last response, neither bytes nor the end of the stream."""
         end = self._transport.get_extra_info("socket") if self._transport is not None else None
         if end is None or end.fileno() < 0:
             return False
@@ -138,7 +139,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         return not poll.poll(0)
 
     def close(self) -> None:
-        """End the connection at once. Idempotent."""
+        """Close the connection at once. Idempotent."""
         self.is_usable = False
         if self._transport is not None:
             self._transport.abort()
@@ -192,7 +193,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._done is None or self._done.done():
-            self.close()  # bytes that nobody has asked for
+            self.close()  # unexpected bytes
             return
         self._has_begun = True
         try:
@@ -221,7 +222,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.resume_writing()
 
     def _take_head(self) -> None:
-        """Parse the head, if all of it has come, and hand what follows to the body."""
+        """Parse the head if it is complete, and pass the bytes after it to the body."""
         while (end := self._scratch.find(b"\r\n\r\n", 0, self._fill)) >= 0:
             head, remaining = bytes(self._view[:end]), bytes(self._view[end + 4 : self._fill])
             status, headers = _parsed(head)
@@ -230,7 +231,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 return
             self._num_interim += 1
             if self._num_interim > _INTERIM_RESPONSES or status == 101:
-                raise ResponseError("interim responses without end")
+                raise ResponseError("too many interim responses")
             self._view[: len(remaining)] = remaining
             self._fill = len(remaining)
         if self._fill >= _HEAD_BYTES:
@@ -239,7 +240,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _begin_body(self, status: int, headers: dict[str, str], remaining: bytes) -> None:
         length, encoding = _length_of(headers), headers.get("transfer-encoding", "")
         if encoding and (encoding.lower() != "chunked" or length is not None):
-            raise ResponseError("a transfer encoding other than chunked, or one with a length")
+            raise ResponseError("a transfer encoding other than chunked, or with a content length")
         self._keeps = "close" not in headers.get("connection", "").lower()
         self._receiver = self._accept(Head(status, headers, length))
         self._in_body = True
@@ -267,7 +268,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._finish(keeps=False)
 
     def _end_body(self) -> None:
-        """End the response if all of it has come, or no more of it is wanted."""
+        """End the response if it is complete, or if the receiver is full."""
         if self._left == 0:
             self._finish(keeps=self._keeps)
         elif not len(self._receiver.room()):
@@ -290,7 +291,7 @@ class _Chunks:
     """Decodes a chunked body.
 
     Attributes:
-        is_at_end: the chunk of size 0 has come. is_over: the trailers as well.
+        is_at_end: the chunk of size 0 has been received. is_over: its trailers have been received as well.
     """
 
     def __init__(self) -> None:
@@ -301,7 +302,7 @@ class _Chunks:
         self._num_framing = self._num_data = 0
 
     def feed(self, data: memoryview, receiver: Receiver) -> int:
-        """Decode these bytes, as far as the receiver has room; returns how many bytes follow the end."""
+        """Decode bytes while the receiver has room; returns the number of bytes after the end of the body."""
         while len(data) and not self.is_over:
             if self._left:
                 taken = _copy(data[: self._left], receiver)
@@ -323,7 +324,7 @@ class _Chunks:
         self._line += piece[:taken]
         self._num_framing += taken
         if self._num_framing > _FRAMING_BYTES + self._num_data // _DATA_A_FRAMING_BYTE:
-            raise ResponseError("chunks that are too small, or trailers without end")
+            raise ResponseError("too much framing in a chunked body")
         if end >= 0:
             line = bytes(self._line).removesuffix(b"\n").removesuffix(b"\r")
             self._line.clear()
@@ -346,7 +347,7 @@ class _Chunks:
 
 
 def _copy(data: memoryview, receiver: Receiver) -> int:
-    """Copy bytes to a receiver, as far as it has room; returns how many."""
+    """Copy bytes to a receiver while it has room; returns their number."""
     at = 0
     while at < len(data) and len(room := receiver.room()):
         count = min(len(room), len(data) - at)
@@ -386,13 +387,11 @@ def _length_of(headers: dict[str, str]) -> int | None:
 
 
 def cause_of(error: Exception) -> str:
-    """Describe a failure in words of the system, of OpenSSL or of this module, without anything that was sent
-    or received.
-    """
+    """Describe a failure by text of the system, OpenSSL or this module, without sent or received data."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, socket.gaierror):
-        return "the name of the server is not found"
+        return "the name of the server cannot be resolved"
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno)
     return str(error) if isinstance(error, ConnectionError) else type(error).__name__

@@ -6,7 +6,6 @@ Owns the names and contents of objects (docs/formats.md), and when a block count
 from __future__ import annotations
 
 import contextlib
-import re
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -28,6 +27,7 @@ from kvoffload.tiers.shared.identity import (
     Epoch,
     SingleEpoch,
     SingleKeyspace,
+    epoch_number,
     producer_of,
 )
 from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
@@ -35,10 +35,9 @@ from kvoffload.transfer.copies import address_of, copy_blocks
 
 _NUM_THREADS = 4
 _EPOCH_BYTES = 16
-_EPOCH = re.compile(rb"[0-9a-f]{16}")
 WINDOW_BYTES = 1 << 20
 _FULL = {"507", "503", "429", "QuotaExceeded"}
-"""Codes of a server that has no room, or is too busy."""
+"""Codes and statuses of a server that is full or overloaded."""
 
 Request: TypeAlias = Coroutine[Any, Any, None]
 
@@ -52,18 +51,18 @@ def s3_tier(
     fingerprint: str,
     ledger: Ledger,
     group_blocks: int = 1,
-    **more: Any,
+    **arguments: Any,
 ) -> RemoteTier:
     """Return a tier in a bucket.
 
     Args:
         ledger: counts the requests of all connections.
-        group_blocks: blocks in an object, equal on all machines; with 1, no path must be reported.
-        more: arguments of `RemoteTier`.
+        group_blocks: blocks in an object, equal on all machines; 1 needs no reported paths.
+        arguments: other arguments of `RemoteTier`.
     """
     producer = producer_of(fingerprint)
     keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
-    more.setdefault("num_threads", _NUM_THREADS)
+    arguments.setdefault("num_threads", _NUM_THREADS)
     return RemoteTier(
         name,
         place,
@@ -73,13 +72,12 @@ def s3_tier(
         keyspace=keyspace,
         fingerprint=fingerprint,
         groups=BlockGroups(group_blocks),
-        **more,
+        **arguments,
     )
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
-    """Return the name of the object with the epoch. It is apart from the blocks, so that a rule that expires
-    blocks leaves it."""
+    """Return the name of the object with the epoch. A rule that expires blocks does not cover this name."""
     return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
 
 
@@ -103,8 +101,8 @@ class S3:
     Attributes:
         ledger: counts the requests of all connections.
         group_blocks: blocks in an object.
-        window_bytes: number of bytes that are received and verified, or sent, at a time.
-        most_at_once: requests over one connection at a time.
+        window_bytes: bytes of blocks received and verified, or sent, at a time.
+        most_at_once: limit of concurrent requests of one client.
     """
 
     ledger: Ledger
@@ -117,10 +115,10 @@ class S3:
         stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
 
     def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
-        """Do nothing: a bucket is persistent, and a reset is too."""
+        """Do nothing: a bucket is persistent, and so is a reset."""
 
     def handshake(self, connection: Bucket, exchange: Handshake) -> None:
-        connection.run([_shake_hands(connection, exchange)], exchange.deadline)
+        connection.run([_handshake(connection, exchange)], exchange.deadline)
 
     def probe(self, connection: Bucket, exchange: Probe) -> None:
         self._run(connection, exchange, [self._look(connection, exchange, group, exchange.ok)
@@ -151,36 +149,36 @@ class S3:
         return self.group_blocks * (HEADER_BYTES + exchange.block_bytes)
 
     def _run(self, bucket: Bucket, exchange: BlockExchange, requests: Iterable[Request]) -> None:
-        """Make these requests and read the epoch beside them, so that no block from before a reset counts.
+        """Perform requests and read the epoch concurrently: no result counts if the epoch has changed.
 
-        If some requests fail, the others count if the epoch is unchanged.
+        If some requests fail, the results of the others count.
         """
         assert isinstance(exchange.epoch, SingleEpoch)
         epoch = _EpochReader(exchange.epoch)
         try:
             bucket.run([epoch.read(bucket), *requests], exchange.deadline, self.most_at_once)
         finally:
-            if epoch.found != exchange.epoch.number:
+            if epoch.number != exchange.epoch.number:
                 exchange.ok[:] = False
-                if epoch.is_answered:
+                if epoch.has_reply:
                     raise CacheResetError
         for group in exchange.objects:
             exchange.current[group.rows] = True
 
-    async def _look(self, bucket: Bucket, exchange: BlockExchange, group: ObjectPart, there: Mask) -> None:
-        # An object of another size is damaged: a miss here; a write replaces it, and a read deletes it.
+    async def _look(self, bucket: Bucket, exchange: BlockExchange, group: ObjectPart, present: Mask) -> None:
+        # An object of another size is damaged and counts as absent. A write replaces it, a read deletes it.
         size = await bucket.size(object_name(exchange.epoch, group.name))
-        there[group.rows] = size == self._object_bytes(exchange)
+        present[group.rows] = size == self._object_bytes(exchange)
 
     async def _get(self, bucket: Bucket, read: Read, group: ObjectPart) -> None:
         begin, end = int(group.at[0]), int(group.at[-1]) + 1
         stride = HEADER_BYTES + read.block_bytes
         span = Span(begin * stride, end * stride, self._object_bytes(read))
         receiver = _BlockReceiver(read, group, begin, end, self.window_bytes)
-        found = await bucket.get(object_name(read.epoch, group.name), span, receiver)
-        if found is Found.ABSENT:
+        outcome = await bucket.get(object_name(read.epoch, group.name), span, receiver)
+        if outcome is Found.ABSENT:
             read.absent[group.rows] = True
-        elif found is Found.OTHER_SIZE:
+        elif outcome is Found.OTHER_SIZE:
             read.damaged[group.rows] = True
 
     async def _put(self, bucket: Bucket, write: Write, group: ObjectPart) -> None:
@@ -199,22 +197,21 @@ class _EpochReader:
     """Reads the epoch of a bucket.
 
     Attributes:
-        found: the epoch, or None. is_answered: the server has sent a response.
+        number: the epoch, or None. has_reply: the server has replied.
     """
 
     def __init__(self, epoch: SingleEpoch) -> None:
         self._name = epoch_name(epoch.namespace, epoch.producer).decode()
-        self.found: int | None = None
-        self.is_answered = False
+        self.number: int | None = None
+        self.has_reply = False
 
     async def read(self, bucket: Bucket) -> None:
         _, value = await bucket.value(self._name, _EPOCH_BYTES)
-        self.found, self.is_answered = _epoch_number(value), True
+        self.number, self.has_reply = epoch_number(value), True
 
 
 class _BlockReceiver:
-    """Receives blocks of a group of an object, and verifies a few at a time while they are in the processor's
-    cache.
+    """Receives blocks of an object, and verifies a few at a time while they are in the CPU's cache.
 
     Args:
         begin, end: positions of the blocks in the object.
@@ -244,13 +241,13 @@ class _BlockReceiver:
             self._at, self._fill = self._at + num_blocks, 0
 
     def _take(self, begin: int, received: Bytes) -> None:
-        """Verify blocks, and copy those that are sound into their rows.
+        """Verify blocks, and copy the sound blocks into their rows.
 
         Args:
             begin: position of the first block in the object.
             received: shape ``(n, header and block)``.
 
-        Raises: `TimeoutError` after the deadline, when the rows may be in other use.
+        Raises: `TimeoutError` after the deadline, when the rows may have been reused.
         """
         read, group = self._read, self._part
         if time.monotonic() >= read.deadline:
@@ -266,9 +263,9 @@ class _BlockReceiver:
 
 
 def _pieces(write: Write, group: ObjectPart, window_bytes: int) -> Iterator[Buffer]:
-    """Yield blocks with their headers, a few at a time while they are in the processor's cache.
+    """Yield blocks with their headers, a few at a time while they are in the CPU's cache.
 
-    Copied because an aborted PUT may still read its buffer after the rows were reused.
+    Yields copies, because an aborted PUT may still read its buffer after the rows were reused.
     """
     stride = HEADER_BYTES + write.block_bytes
     most = max(1, window_bytes // stride)
@@ -281,34 +278,29 @@ def _pieces(write: Write, group: ObjectPart, window_bytes: int) -> Iterator[Buff
         yield memoryview(data.reshape(-1))  # type: ignore[arg-type]
 
 
-async def _shake_hands(bucket: Bucket, exchange: Handshake) -> None:
+async def _handshake(bucket: Bucket, exchange: Handshake) -> None:
     name, new = exchange.epoch_keys[0].decode(), b"%016x" % secrets.randbits(64)
     about, before = exchange.about, b""
     if exchange.is_reset:
         _, before = await bucket.value(name, _EPOCH_BYTES)
         await bucket.put(name, len(new), lambda: [new])
     else:
-        found, _ = await bucket.value(name, _EPOCH_BYTES)
-        if found is Found.ABSENT:
-            # If several machines find no epoch at once, the first one creates it and all read it.
+        outcome, _ = await bucket.value(name, _EPOCH_BYTES)
+        if outcome is Found.ABSENT:
+            # If several machines find no epoch at once, the first creates it, and all read it.
             await bucket.put(name, len(new), lambda: [new], only_new=True)
             if about:
                 with contextlib.suppress(BucketError):
                     await bucket.put(about_name(name), len(about), lambda: [about])
-    found, value = await bucket.value(name, _EPOCH_BYTES)
-    if before and value == before:  # entering it would bring back what the reset has to forget
-        raise ProtocolError("the server has acknowledged a new epoch, and still has the old one")
-    if found is Found.ABSENT:
+    outcome, value = await bucket.value(name, _EPOCH_BYTES)
+    if before and value == before:  # the old epoch would revive the blocks that the reset must forget
+        raise ProtocolError("the server has acknowledged a new epoch, but still has the old epoch")
+    if outcome is Found.ABSENT:
         raise ProtocolError("the server has no epoch, although it was just created")
-    number = _epoch_number(value)
+    number = epoch_number(value)
     if number is None:
         raise ProtocolError(
             f"the epoch, object {name}, is damaged: it must be 16 hexadecimal digits; "
             "reset the cache, or delete the object"
         )
     exchange.numbers = (number,)
-
-
-def _epoch_number(value: bytes) -> int | None:
-    """Parse an epoch; None for anything but 16 hexadecimal digits."""
-    return int(value, 16) if _EPOCH.fullmatch(value) is not None else None

@@ -1,7 +1,7 @@
 """Signed addresses of objects in a bucket, and keys that change while an engine runs.
 
-Owns the credentials in use. Makes no requests: obstore computes signatures, and finds the keys of a machine's
-role.
+Owns the credentials in use. Sends no requests: obstore computes signatures, and fetches the keys of a
+machine's role.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Keys = dict[str, str]
 
 
 class Signed(NamedTuple):
-    """A request's address.
+    """The signed address of a request.
 
     Attributes:
         target: path and query of the request line; the query has the signature.
-        version: of the keys that signed it.
+        version: version of the keys.
     """
 
     host: Host
@@ -38,10 +38,10 @@ class Signed(NamedTuple):
     version: int
 
 
-async def _on_a_thread(do: Callable[[], str]) -> str:
+async def _on_a_thread(call: Callable[[], str]) -> str:
     """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
 
-    Not `sign_async` of obstore: 2 of 25 processes that ended just after it were aborted.
+    obstore's own `sign_async` aborted 2 of 25 processes that ended shortly after the call.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()
@@ -53,7 +53,7 @@ async def _on_a_thread(do: Callable[[], str]) -> str:
     def run() -> None:
         url, error = "", None
         try:
-            url = do()
+            url = call()
         except Exception as problem:
             error = problem
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -67,9 +67,9 @@ class Signer:
     """Signs requests with the present keys. Thread: any.
 
     Args:
-        make_store: makes a store of obstore with these keys; without keys, obstore detects them.
-        read_keys: reads the keys of a file; raises `ConfigError` if it has none. None: there is no file.
-        file: its path; the file is read again when it has changed.
+        make_store: creates an obstore store with these keys; without keys, obstore finds them.
+        read_keys: reads the keys of a file; raises `ConfigError` if it has none. None without a file.
+        file: path of the file, which is read again when it has changed.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Signer:
         self._lock = threading.Lock()
         self._log = RateLimitedLog("kvoffload.remote")
         self._hosts: dict[tuple[str, str], Host] = {}
-        self._stamp, self._version = self._stamped(), 0
+        self._stamp, self._version = self._file_stamp(), 0
         self._keys = read_keys() if read_keys is not None else {}
         self._store = make_store(self._keys)
-        # With keys at hand a signature is arithmetic. Those of a role are asked for, over the network.
-        self._is_at_hand = bool(self._keys) or "AWS_ACCESS_KEY_ID" in os.environ
+        # With known keys a signature is arithmetic; the keys of a role are fetched over the network.
+        self._knows_keys = bool(self._keys) or "AWS_ACCESS_KEY_ID" in os.environ
 
     async def sign(self, method: str, name: str) -> Signed:
-        """Sign a request. Raises what obstore raises where it finds no keys."""
+        """Sign a request. Raises obstore's exception if there are no keys."""
         version = self._version
         store = self._store
 
@@ -96,7 +96,7 @@ class Signer:
             url: str = self._library.sign(store, method, name, _VALID)
             return url
 
-        url = signed() if self._is_at_hand else await _on_a_thread(signed)
+        url = signed() if self._knows_keys else await _on_a_thread(signed)
         parts = urlsplit(url)
         host = self._hosts.get((parts.scheme, parts.netloc))
         if host is None:
@@ -104,18 +104,18 @@ class Signer:
         return Signed(host, f"{parts.path}?{parts.query}", version)
 
     def refresh(self, refused: int | None = None) -> bool:
-        """Read the file of the keys again, if it has changed since, or the server has refused its keys.
+        """Read the key file again if it has changed, or if the server has refused its keys.
 
         Args:
-            refused: version of the keys that were refused.
+            refused: version of the refused keys, if any.
 
-        Returns: whether the keys are others than those. A file without keys, for example one that is being
-        written, changes nothing.
+        Returns True if the keys have changed since `refused`. A file without keys, for example while it is
+        being written, changes nothing.
         """
         if self._read_keys is None:
             return False
         with self._lock:
-            stamp = self._stamped()
+            stamp = self._file_stamp()
             if stamp != self._stamp or refused == self._version:
                 self._read(self._read_keys, stamp)
             return refused is not None and refused != self._version
@@ -124,14 +124,14 @@ class Signer:
         try:
             keys = read_keys()
         except ConfigError as error:
-            self._log.warn("keys", "tier s3: the keys that were read before are kept: %s", error)
+            self._log.warn("keys", "tier s3: the previous keys stay in use: %s", error)
             return
         self._stamp = stamp
         if keys != self._keys:
             self._keys, self._store = keys, self._make_store(keys)
             self._version += 1
 
-    def _stamped(self) -> tuple[int, ...]:
+    def _file_stamp(self) -> tuple[int, ...]:
         """Return a value that changes with the file or the link to it."""
         try:
             status = os.stat(self._file) if self._file else None

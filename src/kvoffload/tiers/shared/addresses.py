@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 SocketAddress: TypeAlias = "tuple[int, Any]"
 """Family and address of a socket."""
 Resolve: TypeAlias = Callable[[str, int], Sequence[SocketAddress]]
-"""Looks a host and port up. Raises `OSError`. May take any time."""
+"""Resolves a host and a port. Raises `OSError`. May take any time."""
 
 _FRESH_S = 30.0
 _MOST_ADDRESSES, _MOST_HOSTS = 16, 512
@@ -26,19 +26,19 @@ _LONGEST_HEAD_START_S = 0.25
 
 
 def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
-    """Ask the system; literal addresses are not sent to a name server."""
+    """Resolve a host with the system's resolver, which needs no name server for a literal address."""
     answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [(family, address) for family, _, _, _, address in answers]
 
 
 class Addresses:
-    """Addresses of some hosts, kept, and renewed in the background.
+    """A cache of host addresses, renewed in the background.
 
-    The first call for a host waits for the lookup, until its deadline. Later calls use the kept addresses at
-    once; when these are older than 30 s, or none of them has answered, another lookup begins meanwhile. A
-    failed lookup leaves the kept addresses.
+    The first call for a host waits for the lookup, until its deadline. Later calls use the cached addresses
+    at once. When these are older than 30 s, or no address has accepted a connection, a lookup starts in the
+    background. After a failed lookup the cached addresses remain.
 
-    A lookup that hangs costs one daemon thread for each host, however often a connection asks for it.
+    A lookup that hangs costs one daemon thread for each host, for any number of connections.
 
     Args:
         resolve, clock: for tests.
@@ -54,11 +54,11 @@ class Addresses:
         self._looking_up: set[tuple[str, int]] = set()
 
     def connected(self, host: str, port: int, deadline: float) -> socket.socket:
-        """A connected, non-blocking socket to the first address that answers.
+        """Return a connected, non-blocking socket to the first address that accepts.
 
         Raises: `TimeoutError` at the deadline (of `time.monotonic`); the `OSError` of the last address.
         """
-        addresses = self._of(host, port, deadline)
+        addresses = self._resolved(host, port, deadline)
         try:
             winner, answered = race(addresses, deadline)
         except OSError:
@@ -72,9 +72,9 @@ class Addresses:
         return winner
 
     def known(self, host: str, port: int) -> list[SocketAddress]:
-        """The kept addresses; empty while the first lookup is under way. Waits for nothing.
+        """Return the cached addresses; empty during the first lookup. Never waits.
 
-        Raises: the `OSError` of a failed lookup; a later call begins another one.
+        Raises: the `OSError` of a failed lookup; a later call starts another lookup.
         """
         if _is_literal(host):
             return getaddrinfo(host, port)
@@ -88,14 +88,14 @@ class Addresses:
             return [*kept]
 
     def renew(self, host: str, port: int) -> None:
-        """Begin another lookup at the next call: no kept address answers, so the host may have moved."""
+        """Start a lookup at the next call: no cached address accepts, so the host may have moved."""
         with self._changed:
             if (host, port) in self._kept:
                 self._kept[host, port] = self._kept[host, port][0], 0.0
 
     # ---- inside
 
-    def _of(self, host: str, port: int, deadline: float) -> list[SocketAddress]:
+    def _resolved(self, host: str, port: int, deadline: float) -> list[SocketAddress]:
         if _is_literal(host):
             return getaddrinfo(host, port)
         name = host, port
@@ -130,14 +130,14 @@ class Addresses:
         try:
             addresses = [*dict.fromkeys(self._resolve(*name))][:_MOST_ADDRESSES]
         except (OSError, ValueError, OverflowError) as problem:
-            # Some names, and all ports above 65,535, are refused with an error of Python's.
+            # Python refuses some names, and all ports above 65,535, with errors of its own.
             error = problem if isinstance(problem, OSError) else OSError("the host is not a name")
         with self._changed:
             self._looking_up.discard(name)
             until = self._clock() + _FRESH_S
             if addresses:
                 before = self._kept.get(name, ([], 0.0))[0]
-                addresses.sort(key=lambda address: address not in before[:1])  # what has worked stays first
+                addresses.sort(key=lambda address: address not in before[:1])  # the last winner stays first
                 self._kept[name] = addresses, until
             elif name in self._kept:
                 self._kept[name] = self._kept[name][0], until
@@ -150,11 +150,10 @@ class Addresses:
 
 
 def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.socket, SocketAddress]:
-    """Connect to the first of these addresses that answers, all within one deadline.
+    """Connect to the first address that accepts, within one deadline for all addresses (as RFC 8305).
 
-    Each address has a head start before the next is tried beside it: 0.25 s, or less if time is short, so
-    that all are tried in the first half of the time (as RFC 8305). An address that refuses is followed at
-    once.
+    Attempts start 0.25 s apart and run concurrently. If time is short, they start closer together, so that
+    all start in the first half of the time. After a refusal the next attempt starts at once.
 
     Returns: a non-blocking socket, and its address. Raises: `TimeoutError`, or the last `OSError`.
     """
@@ -182,7 +181,7 @@ def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.so
                 assert isinstance(attempt, socket.socket)
                 selector.unregister(attempt)
                 if (number := attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
-                    # Closed with the others; the winner goes on as a copy of its descriptor.
+                    # The stack closes all sockets, so return a copy of the winner's descriptor.
                     return attempt.dup(), key.data
                 error = OSError(number, os.strerror(number))  # `ConnectionRefusedError` and the like
                 attempt.close()

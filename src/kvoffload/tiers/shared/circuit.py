@@ -1,4 +1,4 @@
-"""Circuit breakers: when a failing server is left alone, and when it is tried again. No I/O."""
+"""Circuit breakers: stop requests to a failing server, and decide when to try it again. No I/O."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, 
 _FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 1.0, 60.0, 0.5
 LONGEST_SERVER_PAUSE_S = 3.0
-"""At most 4.5 s with jitter: a server that is back is found within 5 s. A handshake costs 200 bytes."""
+"""At most 4.5 s with jitter: a recovered server is used within 5 s. A handshake costs 200 bytes."""
 
 
 class CircuitBreaker:
-    """Closed while calls succeed. Three failures in a row open it for a pause; then it is half open, and one
-    attempt, which no request waits for, decides.
+    """Closed while calls succeed. Three failures in a row open it for a pause. Then it is half open: the
+    result of one attempt, which no request waits for, closes it or opens it again.
 
-    Pauses double from one second, with jitter, so that many machines do not come back at the same instant.
+    Pauses double from one second, with jitter, so that machines do not retry at the same instant.
 
     Args:
         clock: monotonic seconds.
         chance: random numbers in [0, 1).
-        longest_pause_s: bound of a pause, before jitter.
+        longest_pause_s: limit of a pause, before jitter.
 
     Thread: one.
     """
@@ -45,7 +45,7 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while nothing but an attempt is sent."""
+        """True while only attempts are sent."""
         return self.next_attempt is not None
 
     @property
@@ -59,12 +59,12 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def answered(self) -> None:
-        """Close after a reply that proves little; the next failure opens it again, for longer."""
+        """Close after an inconclusive reply; the next failure opens it again, for a longer pause."""
         if self.is_open:
             self._num_failures, self.next_attempt = _FAILURES - 1, None
 
     def failed(self) -> None:
-        """Count a failed call. While it is open, only a failed attempt counts: other calls began before."""
+        """Count a failed call. While it is open, only attempts count: other calls began before."""
         self._num_failures += 1
         if self._num_failures >= _FAILURES and (not self.is_open or self.may_attempt):
             self.open()
@@ -75,7 +75,7 @@ class CircuitBreaker:
         self.next_attempt = self._clock() + self._backoff.next_s()
 
     def end_pause(self) -> None:
-        """Allow an attempt at once."""
+        """Allow an attempt now."""
         if self.is_open:
             self.next_attempt = 0.0
 
@@ -83,15 +83,15 @@ class CircuitBreaker:
 class Breakers:
     """Circuit breakers of a server: one for the server, and one for each type of operation.
 
-    Three failures in a row of any type open the breaker of the server; a handshake closes it. A server that
-    answers handshakes and probes but hangs on values would close it again and again. So failures of a type
-    in a row count as well, and only an operation of the same type closes the breaker of that type.
+    Three failures in a row, of any types, open the server's breaker; a handshake closes it. Three failures in
+    a row of one type open the breaker of that type; only an operation of the type closes it. Otherwise a
+    server that answers handshakes but hangs on values would be tried again and again.
 
     Attributes:
         server: its pauses are at most 3 s, before jitter.
         operations: by type; their pauses are at most 60 s.
-        attempts: by type, the job that decides a half-open breaker.
-        retry_keys: by type, a block for an attempt.
+        attempts: by type, the job of the attempt in flight.
+        retry_keys: by type, a block for the next attempt.
         num_outages: openings of the breaker of the server or of reads.
     """
 
@@ -131,7 +131,7 @@ class Breakers:
         return is_reachable and self.operations[kind].may_attempt
 
     def is_attempt(self, exchange: BlockExchange) -> bool:
-        """Return True if the exchange decides the breaker of its type."""
+        """Return True if the exchange is the attempt of its type."""
         return self.attempts.get(exchange.kind) == exchange.job
 
     def note_success(self, exchange: BlockExchange) -> None:
@@ -141,12 +141,12 @@ class Breakers:
         if breaker.is_open and not self.is_attempt(exchange):
             return
         if exchange.kind == READ and not exchange.ok.any():
-            breaker.answered()  # absence of all blocks proves little for a server that hangs on values
+            breaker.answered()  # inconclusive: a server that hangs on values may report absent blocks
         else:
             breaker.succeeded()
 
     def note_failure(self, exchange: Exchange, error: Exception) -> bool:
-        """Count a failure; returns False if it does not count because the server is slow but answers."""
+        """Count a failure; returns False for a time-out in the queue of a server that is slow but replies."""
         if isinstance(exchange, BlockExchange):
             has_answered = exchange.submitted < self._succeeded_at[exchange.kind]
             if has_answered and isinstance(error, QueuedTooLongError):
@@ -157,7 +157,7 @@ class Breakers:
         return True
 
     def note_outage(self, waited_s: float) -> None:
-        """Count an outage that has begun, after a wait of `waited_s`, or one that has ended."""
+        """Record the begin or end of an outage, if any. `waited_s`: the wait that preceded its begin."""
         if self.is_out and self._out_since is None:
             self.num_outages += 1
             self._outage_s += waited_s
@@ -167,6 +167,6 @@ class Breakers:
             self._out_since = None
 
     def end_pauses(self) -> None:
-        """Allow an attempt of every open breaker at once."""
+        """Allow an attempt of every open breaker now."""
         for breaker in (self.server, *self.operations.values()):
             breaker.end_pause()

@@ -1,7 +1,6 @@
 """A thread with one connection, which performs exchanges one after the other. Knows no blocks.
 
-The pipeline of the disk tier differs: there a write waits for a common sync, here each exchange has a
-deadline of its own.
+Unlike writes of the disk tier, which wait for a common sync, each exchange has its own deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Connection(Protocol):
     """A connection, logged in.
 
     Attributes:
-        has_received: a byte has arrived since this was last set to False.
+        has_received: a byte has arrived since this attribute was set to False.
         is_in_step: every reply has been read, and the server has not closed the connection.
     """
 
@@ -38,15 +37,15 @@ class Connection(Protocol):
 
 C = TypeVar("C", bound=Connection)
 Connect: TypeAlias = Callable[[float], C]
-"""Makes a connection until a deadline (of `time.monotonic`)."""
+"""Connects and logs in until a deadline (of `time.monotonic`)."""
 
 
 class ConnectionThread(Generic[C]):
-    """Performs exchanges in their order and delivers each exchange when it has ended.
+    """Performs exchanges in order and delivers each exchange when it has ended.
 
-    An exchange ends by its deadline, however the network fails: it is aborted, and its connection is closed
-    before it is delivered, so that nothing writes to its rows afterwards. An exchange claimed by the tier is
-    skipped.
+    An exchange ends by its deadline, however the network fails. A failed exchange is delivered after its
+    connection is closed, so that nothing writes to its rows afterwards. An exchange that the tier has claimed
+    is skipped.
 
     Args:
         name: of the thread.
@@ -75,7 +74,7 @@ class ConnectionThread(Generic[C]):
             self._thread.start()
 
     def submit(self, exchange: Exchange) -> None:
-        """Queue an exchange. The first one starts the thread; if that fails, the exchange ends with the
+        """Queue an exchange; starts the thread if necessary. If that fails, the exchange ends with the
         error."""
         try:
             self.start()
@@ -122,8 +121,7 @@ class ConnectionThread(Generic[C]):
                     raise QueuedTooLongError("deadline exceeded while queued")
                 self._run_one(exchange)
             except Exception as error:
-                # A failure of the network, a refusal, a reset, or our bug: the next bytes on this connection
-                # would be the reply to a request that nobody waits for any more.
+                # After any error, the next bytes on this connection may belong to an abandoned request.
                 exchange.error = error
                 self._close()
             if exchange.closes_connection:
@@ -135,7 +133,7 @@ class ConnectionThread(Generic[C]):
 
     def _run_one(self, exchange: Exchange) -> None:
         if self._connection is not None and not self._connection.is_in_step:
-            self._close()  # the next reply would be the reply to another request
+            self._close()  # the next bytes would belong to another request
         if self._connection is not None:
             self._connection.has_received = False
             try:
@@ -149,7 +147,7 @@ class ConnectionThread(Generic[C]):
                 self._close()
         if not self._stopping:
             self._connection = self._connect(min(exchange.deadline, time.monotonic() + CONNECT_S))
-        if self._stopping or self._connection is None:  # finding an address may have taken long
+        if self._stopping or self._connection is None:  # name resolution may have taken long
             raise ConnectionAbortedError("the tier is closed")
         self._perform(self._connection, exchange)
 

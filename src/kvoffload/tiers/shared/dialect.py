@@ -18,13 +18,13 @@ C = TypeVar("C", contravariant=True)
 
 
 class Dialect(Protocol[C]):
-    """A protocol that a server speaks. Methods run on connection threads, except `add_costs`.
+    """The client side of a server's protocol. Methods run on connection threads, except `add_costs`.
 
     Each method performs one exchange until its deadline and writes the results into it. Raises `OSError`,
     `ProtocolError`, `ServerError`, `CacheResetError`; then the connection is closed.
 
     Attributes:
-        reports_persistence: the server can be asked about its persistence.
+        reports_persistence: the server can report its persistence.
     """
 
     reports_persistence: bool

@@ -1,7 +1,7 @@
 """Epochs that this process has seen: the present number of each epoch key, and ended numbers. No I/O.
 
-A server that restores a snapshot, a backup, or a replica that missed a reset brings back an epoch that has
-ended, with its blocks. The tier resets the cache again instead of using an ended epoch.
+A server that restores a snapshot or a backup, or fails over to a replica that missed a reset, returns to an
+ended epoch and its blocks. The tier then resets the cache again instead of using that epoch.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_ENDED = 1 << 16
-"""Ended epochs that are remembered: 256 resets of a cluster, which has 256 epochs."""
+"""Limit of remembered ended epochs: 256 resets of a cluster, which has 256 epochs."""
 
 
 class EpochHistory:
     """Epoch numbers by epoch key, and the numbers that have ended. All nodes of a cluster share one.
 
-    An epoch ends when this process resets it, or sees another number under the same key. The reason does not
-    matter: between the two observations another machine may have reset the cache. Numbers are random and
-    never given out twice, so an ended number on a server is always an old one.
+    An epoch ends when this process resets it, or sees another number under the same key, for example because
+    another machine has reset the cache. Numbers are random and never reused, so an ended number on a server
+    is always outdated.
 
     Args:
-        most_ended: numbers that are remembered; the oldest are forgotten first.
+        most_ended: limit of remembered numbers; the oldest are forgotten first.
 
     Attributes:
         has_warned: a warning about persistence has been logged.
@@ -36,14 +36,14 @@ class EpochHistory:
         self.has_warned = False
 
     def enter(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each key; None leaves a key as it was."""
+        """Record the present number of each key; None leaves a key unchanged."""
         for name, number in zip(names, numbers, strict=True):
             if number is not None and self._present.get(name) != number:
                 self.end([name], now)
                 self._present[name] = number
 
     def is_present(self, number: int) -> bool:
-        """Return True if a key has this number now, as far as is known. Cost: O(keys)."""
+        """Return True if this is the last known number of a key. Cost: O(keys)."""
         return number in self._present.values()
 
     def end(self, names: Sequence[bytes], now: float) -> None:
@@ -59,10 +59,10 @@ class EpochHistory:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if a server that returned this number, asked at `since` or later, has restored it."""
+        """Return True if this number had ended at `since`: a server that returns it to a later request has
+        restored it."""
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if the number has ended, but the server may have been asked before: that proves
-        nothing."""
+        """Return True if this number has ended after `since`: a server may have returned it before that."""
         return number in self._ended and not self.has_ended(number, since)

@@ -52,11 +52,11 @@ class QueuedTooLongError(TimeoutError):
 
 
 class SilentError(TimeoutError):
-    """The server has neither sent nor taken a byte for the longest silence allowed."""
+    """The server has neither sent nor accepted a byte for the longest allowed silence."""
 
 
 class CacheResetError(Exception):
-    """The epoch has changed or is gone: nothing of this exchange counts."""
+    """The epoch has changed or is missing: no result of this exchange counts."""
 
     def __init__(self) -> None:
         super().__init__("the cache was reset")

@@ -1,7 +1,7 @@
 """Exchanges with a server, as data: a request, its deadline and its partial results.
 
 The scheduler's thread creates an exchange, a connection thread fills in the results, and the scheduler's
-thread reads them after the end. If an exchange is aborted, the results that it has until then count.
+thread reads them after the end. The partial results of an aborted exchange count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
 PROBE, READ, WRITE = "probe", "read", "write"
-"""Types of operations. Each has connections and a circuit breaker of its own."""
+"""Types of operations. Each type has separate connections and a separate circuit breaker."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -46,7 +46,7 @@ class Exchange:
     _unclaimed: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
-        """Return True to exactly one caller: the connection thread that begins it, or the tier that drops it.
+        """Return True to the first caller: a connection thread that begins it, or the tier that drops it.
 
         Thread: any; `pop` of a list is atomic.
         """
@@ -64,9 +64,9 @@ class Handshake(Exchange):
     Attributes:
         epoch_keys: the keys that hold the epochs.
         is_reset: replace the epochs, so that all blocks are forgotten.
-        about: text about the producer, stored beside the epoch for people; empty for none.
-        num_replicas: replicas that must confirm a reset; a replica without it could take over and bring
-            earlier blocks back.
+        about: text about the producer, stored beside the epoch for ``inspect``; empty for none.
+        num_replicas: replicas that must confirm a reset. A replica without the reset could take over and
+            serve earlier blocks.
         numbers: the epochs, in the order of `epoch_keys`; None for an epoch that is moving to another node.
     """
 
@@ -78,7 +78,7 @@ class Handshake(Exchange):
 
     @property
     def known_numbers(self) -> list[int]:
-        """The epochs without None."""
+        """The known epochs."""
         return [number for number in self.numbers if number is not None]
 
 
@@ -111,7 +111,7 @@ class BlockExchange(Exchange):
         num_rows: rows of the job's result; the blocks of this exchange are the first of them.
         objects: the objects of a bucket that hold these blocks.
         current: blocks whose epoch the server has confirmed; no other block counts.
-        ok: blocks that are there, were read, or were written.
+        ok: blocks that are present, were read, or were written.
         refused: last error reply about a single block.
     """
 
@@ -133,7 +133,7 @@ class BlockExchange(Exchange):
 
 @dataclass(eq=False, kw_only=True)
 class Probe(BlockExchange):
-    """Asks which blocks are there."""
+    """Asks which blocks are present."""
 
     kind = PROBE
 
@@ -146,12 +146,12 @@ class Transfer(BlockExchange):
     rows: npt.NDArray[np.int64]
 
     def addresses(self, which: slice | npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Addresses of these blocks in memory."""
+        """Return the addresses of these blocks in memory."""
         addresses: npt.NDArray[np.int64] = address_of(self.pool) + self.rows[which] * self.pool.strides[0]
         return addresses
 
     def row(self, number: int) -> memoryview:
-        """Memory of one block."""
+        """Return the memory of one block."""
         return memoryview(self.pool[self.rows[number]])
 
 
@@ -161,7 +161,7 @@ class Read(Transfer):
 
     Attributes:
         absent: blocks that the server does not have.
-        damaged: blocks that differ from what was stored under their key; they are deleted on the server.
+        damaged: blocks with a wrong header or checksum; they are deleted on the server.
         deleted: blocks that were deleted because they share an object with a damaged block.
     """
 
@@ -182,7 +182,7 @@ class Write(Transfer):
 
     Attributes:
         ttl_s: seconds until the server forgets the blocks; 0 leaves that to the server.
-        was_there: blocks that another machine had written.
+        was_there: blocks that the server already had.
     """
 
     kind = WRITE

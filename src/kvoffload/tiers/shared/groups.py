@@ -1,7 +1,7 @@
 """Groups of blocks that share an object of a bucket, and the names of the objects. Knows no network.
 
-A path is divided into groups of a fixed number of blocks, from its beginning; the blocks that remain at its
-end are in no group. A machine that knows a path can compute its groups, so nothing has to be looked up.
+A path is divided into groups of a fixed number of blocks, from its beginning; remaining blocks at its end are
+in no group. Every machine that knows the path computes the same groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ObjectPart(NamedTuple):
     """Blocks of a batch that lie in one object.
 
     Attributes:
-        name: of the object: 32 hexadecimal digits.
+        name: name of the object, 32 hexadecimal digits.
         rows: shape ``(n,)``; rows of the batch.
         at: shape ``(n,)``; positions in the object, ascending.
     """
@@ -38,7 +38,7 @@ class ObjectPart(NamedTuple):
 
 @dataclass(eq=False)
 class FollowedPath:
-    """Progress of one request's path: blocks added to the groups, and the generation of the first of them."""
+    """Progress along one request's path: number of added blocks, and generation of the first added block."""
 
     num_added: int = 0
     generation: int = 0
@@ -47,11 +47,11 @@ class FollowedPath:
 class BlockGroups:
     """Recently reported groups, by path.
 
-    The name of a group is a digest of the keys of all its blocks, in order. So equal sequences of blocks have
-    the same name everywhere, and no other group has that name, even if keys are not chained.
+    The name of a group is a digest of its blocks' keys, in order. So equal sequences of blocks have the same
+    name on every machine, and no other group has that name, even if keys are not chained.
 
     Args:
-        group_blocks: blocks in an object; with 1, each block has an object of its own and no path is needed.
+        group_blocks: blocks in an object; with 1, each object holds one block, and no path is needed.
         generation_blocks: blocks of one generation; the last two generations are kept.
 
     Memory: 200 bytes a block, for the last 130,000 to 260,000 blocks. Cost: 0.2 µs a block. Thread: one.
@@ -105,7 +105,7 @@ class BlockGroups:
         return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
 
     def cut(self, keys: Keys, room: int) -> int:
-        """Return a number of first blocks, at most `room`, that splits no group if possible."""
+        """Return the number of leading blocks, at most `room`, that splits no group; else `room`."""
         count = min(room, len(keys))
         if self.group_blocks == 1 or count == len(keys):
             return count
@@ -124,14 +124,14 @@ class BlockGroups:
             place = self._young.get(digest) or self._old.get(digest)
             if place is not None:
                 rows.setdefault(place[0], []).append((place[1], row))
-        found = []
+        parts = []
         for name, places in rows.items():
             at, numbers = zip(*sorted(places), strict=True)
-            found.append(ObjectPart(name, np.array(numbers), np.array(at)))
-        return found
+            parts.append(ObjectPart(name, np.array(numbers), np.array(at)))
+        return parts
 
     def whole(self, keys: Keys) -> list[ObjectPart]:
-        """Return the objects all of whose blocks are in the batch."""
+        """Return the objects that the batch contains completely."""
         return [part for part in self.parts(keys) if len(part.rows) == self.group_blocks]
 
 

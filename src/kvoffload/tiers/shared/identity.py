@@ -6,6 +6,7 @@ Owns the bytes that docs/formats.md describes. Does no I/O.
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,20 +40,21 @@ HEADER_BYTES = HEADER.itemsize
 Headers: TypeAlias = npt.NDArray[Any]
 """Shape ``(n,)``, of `HEADER`."""
 
+_EPOCH = re.compile(rb"[0-9a-f]{16}")
 _REST = b"+"
 _ADDED_BYTES = 64
-"""Most bytes that a server adds to a value."""
+"""Limit of the bytes that a server adds to a value."""
 _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of bytes of a block in its first value, behind the header.
+    """Return the number of a block's bytes in its first value, after the header.
 
-    The other bytes, if any, are a second value (`rest_names`). Servers allocate memory in jemalloc's size
-    classes, four to each doubling, and a block of a power of two with its header is just above a class, which
-    would waste a quarter. A block that would waste more than a tenth is split, so that the second value just
-    fits into the largest class that it fills.
+    A second value (`rest_names`), if any, has the other bytes. Servers allocate memory in jemalloc's size
+    classes, four for each doubling. A block of a power of two with its header is just above a class, and
+    would waste a quarter of its memory. A block that would waste more than a tenth is split, so that the
+    second value fills a class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -85,8 +87,8 @@ class EpochKeys(NamedTuple):
     """The epoch keys that cover a batch of blocks.
 
     Attributes:
-        names: the keys.
-        numbers: the expected epoch under each key; None if it is not known.
+        names: the epoch keys.
+        numbers: the expected epoch under each epoch key; None if unknown.
         row_of: for each block, the row of its epoch key.
     """
 
@@ -106,11 +108,11 @@ class Epoch(ABC):
 
     @abstractmethod
     def epoch_keys(self, keys: Keys) -> EpochKeys:
-        """Return the epoch keys that must be unchanged for these blocks to count."""
+        """Return the epoch keys that cover these blocks; the blocks count only if these are unchanged."""
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """Return the epoch number of each block, and the seed of its checksum apart from the key."""
+        """Return the epoch number of each block, and its checksum seed, which excludes the key."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
@@ -125,7 +127,7 @@ class Epoch(ABC):
         return headers
 
     def sound(self, keys: Keys, headers: Headers, addresses: npt.NDArray[np.int64], block_bytes: int) -> Mask:
-        """Return the blocks that equal what was stored under their keys. Cost: as `headers`."""
+        """Return a mask of the blocks whose headers and bytes match their keys. Cost: as `headers`."""
         expected = self.headers(keys, addresses, block_bytes)
         sound: Mask = (_words(headers) == _words(expected)).all(axis=1)
         return sound
@@ -133,13 +135,13 @@ class Epoch(ABC):
 
 @dataclass(frozen=True)
 class SingleEpoch(Epoch):
-    """One epoch for all blocks of a producer in a namespace.
+    """The single epoch of a producer's blocks in a namespace.
 
     Attributes:
         namespace: letters, digits, and ``._-``; an access rule of the server can restrict a user to it.
         producer: 16 bytes that identify the producer of the blocks.
-        number: 64 random bits, not a counter: a server that loses its number is given a new one, and blocks
-            of the lost number are never found again.
+        number: 64 random bits, not a counter: if a server loses its number, blocks of the lost number are
+            never found again.
     """
 
     namespace: str
@@ -153,7 +155,7 @@ class SingleEpoch(Epoch):
 
     @cached_property
     def seed(self) -> np.uint64:
-        """Seed of its checksums, apart from the key."""
+        """Seed of its checksums, without the key."""
         return seed_of(self.namespace, self.producer, self.number)
 
     def names(self, keys: Keys) -> list[bytes]:
@@ -169,7 +171,7 @@ class SingleEpoch(Epoch):
 
 
 class Keyspace(Protocol):
-    """The epoch keys of a producer on one server, and the epochs that they hold."""
+    """The epoch keys of a producer on one server."""
 
     @property
     def epoch_keys(self) -> Sequence[bytes]: ...
@@ -202,7 +204,7 @@ def hexadecimal(keys: Keys) -> list[bytes]:
 
 
 def seed_of(namespace: str, producer: bytes, number: int) -> np.uint64:
-    """Return the seed of an epoch's checksums, apart from the key."""
+    """Return the seed of an epoch's checksums, without the key."""
     text = f"{FORMAT}\0{namespace}\0".encode() + producer
     seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, number))
     return seed
@@ -219,7 +221,7 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
 
 
 def about_name(epoch: bytes) -> bytes:
-    """Return the name of a producer's text, which only ``inspect`` reads, beside this epoch key."""
+    """Return the name, beside this epoch key, of the producer's text, which only ``inspect`` reads."""
     prefix, _, tag = epoch.rpartition(b":epoch")
     return prefix + b":about" + tag
 
@@ -227,3 +229,8 @@ def about_name(epoch: bytes) -> bytes:
 def producer_of(fingerprint: str) -> bytes:
     """Return the 16 bytes that identify a producer."""
     return hashlib.sha256(fingerprint.encode()).digest()[:16]
+
+
+def epoch_number(reply: object) -> int | None:
+    """Parse an epoch: 16 hexadecimal digits in lower case; None for anything else."""
+    return int(reply, 16) if isinstance(reply, bytes) and _EPOCH.fullmatch(reply) else None

@@ -6,7 +6,6 @@ epoch first, so that a reset by another machine is noticed before any block coun
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -26,18 +25,18 @@ from kvoffload.tiers.shared.identity import (
     SingleKeyspace,
     about_name,
     epoch_name,
+    epoch_number,
     head_bytes,
     producer_of,
     rest_names,
 )
 from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
 from kvoffload.tiers.valkey.persistence import ask_persistence
-from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, Reply, command
+from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
 WINDOW_BYTES = 4 << 20
 """Bytes of blocks requested or sent at a time. The next window is requested before this window is received,
 and received blocks are verified while they are in the processor's cache."""
-_EPOCH = re.compile(rb"[0-9a-f]{16}")
 _ABOUT_S = b"2592000"
 """30 days: an engine stores its text again when it connects; the text of an engine that is gone expires."""
 
@@ -360,8 +359,3 @@ def _check_rights(connection: Connection, deadline: float) -> None:
 
 def _unexpected(line: bytes) -> ProtocolError:
     return ProtocolError(f"an unexpected reply that begins with {line[:1]!r}")
-
-
-def epoch_number(reply: Reply) -> int | None:
-    """Parse an epoch: 16 hexadecimal digits in lower case; None for anything else."""
-    return int(reply, 16) if isinstance(reply, bytes) and _EPOCH.fullmatch(reply) else None
