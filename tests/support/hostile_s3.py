@@ -668,7 +668,7 @@ class Machine:
             timeout=TIMEOUT_S,
             probe_timeout=PROBE_TIMEOUT_S,
         )
-        self.tier = options.open(TierOwner(BLOCK_BYTES, 36, "model", go_on_without=lambda _: None))
+        self.tier = options.open(TierOwner(BLOCK_BYTES, 36, "model", on_unavailable=lambda _: None))
         self.request = self.tier.begin_request("r")
         self.tier.follow(self.request, some_keys(*range(1, NUM_BLOCKS + 1)))
         self.pool = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)

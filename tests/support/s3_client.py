@@ -38,11 +38,11 @@ class Client(SharingClient):
         fingerprint: str = "model",
         pack: int = PACK,
         most_at_once: int = 1,
-        go_on_without: Any = None,
+        on_unavailable: Any = None,
         **options: Any,
     ) -> None:
         described = s3_options(port, pack=pack * BLOCK_BYTES, **options)
-        owner = TierOwner(BLOCK_BYTES, 36, fingerprint, go_on_without=go_on_without)
+        owner = TierOwner(BLOCK_BYTES, 36, fingerprint, on_unavailable=on_unavailable)
         tier: Any = described.open(owner)
         tier.dialect.most_at_once = most_at_once  # rclone may answer 500 to one of several PUTs at once
         super().__init__(tier, BLOCK_BYTES, tier.begin_request("r"))

@@ -236,7 +236,7 @@ class SharedTierContract:
         rig.proxy.set(refuse=True)
         with pytest.raises(UnavailableError, match="cannot be used now"):
             rig.connect_through_proxy()
-        client = rig.connect_through_proxy(go_on_without=lambda error: pytest.fail("there is a tier"))
+        client = rig.connect_through_proxy(on_unavailable=lambda error: pytest.fail("there is a tier"))
         assert "does not answer yet" in caplog.text
         assert client.believes(1) == [False]
         rig.proxy.set()

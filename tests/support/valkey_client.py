@@ -30,14 +30,14 @@ class Client(SharingClient):
         fingerprint: str = "model",
         namespace: str = "ns",
         block_bytes: int = BLOCK_BYTES,
-        go_on_without: Any = None,
+        on_unavailable: Any = None,
         **options: Any,
     ) -> None:
         patient = {"timeout": PATIENCE_S, "probe_timeout": PATIENCE_S}
         if isinstance(server, FaultProxy):
             server = f"valkey://127.0.0.1:{server.port}"
         url = f"{server if isinstance(server, str) else server.url}/{namespace}"
-        owner = TierOwner(block_bytes, 36, fingerprint, go_on_without=go_on_without)
+        owner = TierOwner(block_bytes, 36, fingerprint, on_unavailable=on_unavailable)
         super().__init__(ValkeyOptions(url=url, **(patient | options)).open(owner), block_bytes)
         self.wait_for_persistence()
 

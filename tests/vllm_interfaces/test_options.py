@@ -199,7 +199,7 @@ def test_directories_share_the_capacity_and_one_budget(tmp_path: Path) -> None:
 def test_missing_directories_are_reported_to_an_owner_that_continues_without_them(tmp_path: Path) -> None:
     """First one of two directories is missing, then both; the owner gets the remaining tiers."""
     missing: list[UnavailableError] = []
-    owner = TierOwner(4096, 36, "model", go_on_without=missing.append)
+    owner = TierOwner(4096, 36, "model", on_unavailable=missing.append)
     both = DiskOptions(path=(str(tmp_path / "a"), str(tmp_path / "b")), capacity="2MiB")
     alone = DiskOptions(path=(str(tmp_path / "c"),), capacity="1MiB")
     held = [DirectoryLock(made(tmp_path / "a"), RateLimitedLog("test"))]

@@ -31,8 +31,8 @@ from kvoffload.tiers.valkey.cluster_map import Address
 from kvoffload.tiers.valkey.inspection import (
     NamespaceReport,
     ServerReport,
-    look_at,
-    look_into,
+    inspect_namespace,
+    inspect_server,
     nodes_of,
 )
 from kvoffload.tiers.valkey.resp import Connection
@@ -92,7 +92,7 @@ def ping(options: ServerOptions) -> None:
     with _in_one_line(place), ExitStack() as stack:
         connections, until = _connected(server, place, stack), time.monotonic() + _TIMEOUT_S
         reports = [
-            look_at(connection, address, place.namespace, division, round(server.ttl or 0), until)
+            inspect_server(connection, address, place.namespace, division, round(server.ttl or 0), until)
             for address, division, connection in connections
         ]
     if options.is_json:
@@ -116,7 +116,7 @@ def inspect(options: ServerOptions) -> None:
     server, place = _server(options.url)
     with _in_one_line(place), ExitStack() as stack:
         connections = [connection for _, _, connection in _connected(server, place, stack)]
-        report = look_into(connections, place.namespace, time.monotonic() + _LONG_TIMEOUT_S)
+        report = inspect_namespace(connections, place.namespace, time.monotonic() + _LONG_TIMEOUT_S)
     if options.is_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:

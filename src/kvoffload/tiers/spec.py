@@ -1,4 +1,4 @@
-"""The description of tiers by users, with the same names and one grammar everywhere.
+"""Users' descriptions of tiers, with one grammar everywhere.
 
 As text: ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kind without a path. As mapping:
 ``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. A tier on a network is a URL,
@@ -33,7 +33,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9.+-]*)://")
 _SECRET = re.compile(r"pass|secret|token|credential|auth", re.IGNORECASE)
 _HIDDEN = "***"
 _PLACE = ("path", "capacity", "url")
-"""Options that precede all others in a text."""
+"""Options whose names a text omits."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class TierOwner:
         block_bytes: bytes of a block; 0 in a replay without data.
         key_bytes: length of every key.
         fingerprint: identifies the producer of the blocks; blocks of another producer are never served.
-        shared_fingerprint: returns the fingerprint for tiers that several machines share, from the user's
+        shared_fingerprint: returns the fingerprint for tiers that several machines share, given the user's
             name of the weights (or an empty text). It is equal on all machines that compute equal bytes for
             equal keys. Raises `ConfigError` if the weights cannot be identified.
         replica: name of this engine among engines with equal fingerprints; each has its own directory.
         counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
-        tells_paths: True if the owner reports paths (`GroupedTier.follow`) and offers all blocks of a path at
-            its end.
-        go_on_without: called with each tier, or directory of a tier, that cannot be opened now; None to
-            raise.
+        reports_paths: True if the owner reports paths (`GroupedTier.follow`) and offers all blocks of a path
+            at its end.
+        on_unavailable: called with the error of each tier, or directory of a tier, that cannot be opened now;
+            None to raise the error.
     """
 
     block_bytes: int
@@ -60,15 +60,15 @@ class TierOwner:
     fingerprint: str
     replica: str = ""
     counts_blocks: bool = False
-    tells_paths: bool = True
-    go_on_without: Callable[[UnavailableError], None] | None = None
+    reports_paths: bool = True
+    on_unavailable: Callable[[UnavailableError], None] | None = None
     shared_fingerprint: Callable[[str], str] | None = None
 
-    def without(self, error: UnavailableError) -> None:
-        """Go on without a tier that cannot be opened now, or raise."""
-        if self.go_on_without is None:
+    def handle_unavailable(self, error: UnavailableError) -> None:
+        """Report a tier that cannot be opened now, or raise the error."""
+        if self.on_unavailable is None:
             raise error
-        self.go_on_without(error)
+        self.on_unavailable(error)
 
 
 class _CapacityParser:
@@ -100,12 +100,10 @@ Label: TypeAlias = Annotated[str, _LabelParser()]
 class TierOptions(ABC):
     """The options of one kind of tier, and its constructor.
 
-    A kind is a file in `kinds` with a class derived from `TierOptions`; the fields of the class are the
-    options.
+    A kind is a file in `kinds` with a subclass of `TierOptions`, whose fields are the options.
 
     Attributes:
-        label: name of the tier in metrics and reports; empty for a name that follows from the kind
-            (`names_of`).
+        label: name of the tier in metrics and reports; empty for a name from the kind (`names_of`).
         name: name of the kind, as users type it.
         schemes: URL schemes of a kind on a network; each begins with the name: ``valkeys``.
         keeps_blocks: False for a kind that stores no bytes, for replays only.
@@ -119,7 +117,7 @@ class TierOptions(ABC):
 
     @abstractmethod
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """Open the tier with its earlier contents. Raises `ConfigError`, `UnavailableError`."""
+        """Open the tier, with its contents from earlier runs. Raises `ConfigError`, `UnavailableError`."""
 
     def in_blocks(self, block_bytes: int | None, unique_blocks: int) -> TierOptions:
         """Return the options with the capacity as a number of blocks, for replays. Raises `ConfigError`."""
@@ -127,7 +125,7 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks; more than any trace has for a kind without a capacity."""
+        """Capacity in blocks. A kind without a capacity has more than any trace."""
         return MOST_BLOCKS
 
     @property
@@ -142,12 +140,12 @@ class TierOptions(ABC):
 
     def _settings(self, before: str, between: str) -> str:
         """Format the options that differ from their defaults."""
-        given = [
+        settings = [
             f"{option.name}={getattr(self, option.name)}"
             for option in fields(self)
             if option.name not in _PLACE and getattr(self, option.name) != option.default
         ]
-        return before + between.join(given) if given else ""
+        return before + between.join(settings) if settings else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +153,8 @@ class SizedTierOptions(TierOptions):
     """Options of a tier with a capacity, which evicts blocks itself.
 
     Attributes:
-        capacity: bound on its contents.
-        policy, admission: its own eviction policy and admission rule, independent of RAM's.
+        capacity: limit of the tier's contents.
+        policy, admission: eviction policy and admission rule of this tier, independent of RAM's.
     """
 
     capacity: Capacity
@@ -211,7 +209,7 @@ def parse_tier(field: str, value: object) -> TierOptions:
 
 
 def redacted(value: object) -> object:
-    """Hide the place of user name and password in a URL."""
+    """Replace user name and password in a URL by ``***``."""
     return re.sub(r"://.*@", f"://{_HIDDEN}@", value) if isinstance(value, str) else value
 
 
@@ -252,15 +250,15 @@ def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ..
 def names_of(options: Sequence[TierOptions]) -> list[str]:
     """Return the name of each tier in metrics and reports, independent of their order.
 
-    The name is the label. Without a label it is the kind, or kind and place if several tiers of the kind have
-    no label.
+    The name is the label. A tier without a label is named by its kind, or by kind and place if several tiers
+    of the kind have no label.
     """
     kinds = Counter(tier.name for tier in options if not tier.label)
     return [tier.label or (tier.name if kinds[tier.name] == 1 else tier.place) for tier in options]
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
-    """Open all tiers, or none if an error is raised. The owner may go on without an unavailable tier.
+    """Open all tiers, or none if an error is raised. The owner may accept that a tier is unavailable.
 
     Raises `ConfigError`, `UnavailableError`.
     """
@@ -270,7 +268,7 @@ def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[Seconda
             try:
                 opened.append(tier.open(owner))
             except UnavailableError as error:
-                owner.without(error)
+                owner.handle_unavailable(error)
             else:
                 undo.callback(opened[-1].close)
                 opened[-1].name = name
@@ -289,15 +287,16 @@ Tiers: TypeAlias = Annotated[tuple[TierOptions, ...], _TiersParser()]
 
 
 def _fields_of_text(field: str, text: str) -> dict[str, Any]:
-    """Parse a text into a mapping. A setting after a policy or rule that is no option is its parameter."""
+    """Parse a text into a mapping. After ``policy=`` or ``admission=``, a name that is no option of the tier
+    is a parameter of the policy or rule."""
     if match := _SCHEME.match(text):
         return {"type": _kind_of_scheme(field, match[1], text), "url": text}
     place, *settings = text.split(",")
-    kind, colon, rest = place.partition(":")
+    kind, colon, location = place.partition(":")
     if not colon and kind[:1].isdigit():
-        # The kind of a simulated tier may be left out.
-        kind, rest = "simulated", kind
-    path, _, capacity = rest.rpartition(":")
+        # The kind of a simulated tier may be omitted.
+        kind, location = "simulated", kind
+    path, _, capacity = location.rpartition(":")
     if not kind or not capacity:
         raise ConfigError(field, text, f"allowed: {_EXAMPLE}, or simulated:CAPACITY in a replay without data")
     given: dict[str, Any] = {"type": kind, "capacity": capacity}
@@ -331,12 +330,12 @@ def _kind_of_scheme(field: str, scheme: str, text: str) -> str:
 
 
 def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Move the options of a URL's query to the other options."""
+    """Merge the options of a URL's query into the other options."""
     options = dict(given)
     if isinstance(given.get("url"), str):
         options["url"], _, query = given["url"].partition("?")
         pairs = parse_qsl(query, keep_blank_values=True)
-        if len(pairs) < len([part for part in query.split("&") if part]):
+        if len(pairs) < len([setting for setting in query.split("&") if setting]):
             raise ConfigError(
                 f"{field}.url", redacted(given["url"]), "options are name=value, with & between"
             )
@@ -352,5 +351,5 @@ def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(name: str, value: object) -> object:
-    """Hide the value of a secret option; the name of a file with a secret is not secret."""
+    """Replace the value of a secret option by ``***``; the name of a file with a secret is not secret."""
     return _HIDDEN if _SECRET.search(name) and not name.endswith("_file") else value

@@ -20,9 +20,10 @@ class StripedTier(DividedTier[SecondaryTier]):
     """Tiers side by side: disks, simulated tiers, or your own.
 
     Each key belongs to one tier, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
-    to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The identities of the tiers
-    decide, not their order. A new tier takes its share of the keys from the others, and no other key moves.
-    Each tier gets its share of every prefix in order. A tier that fails or hangs costs only its own blocks.
+    to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on the tiers'
+    identities, not on their order. A new tier takes its share of the keys from the others, and no other key
+    moves. Each tier gets its share of every prefix in order. A tier that fails or hangs costs only its own
+    blocks.
 
     Args:
         tiers: tiers of one block size. The stripe owns them from now on: `close` closes them.
@@ -64,7 +65,7 @@ class StripedTier(DividedTier[SecondaryTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the number of each key's tier. Blocks on disks depend on it: it must never change."""
+        """Return the number of each key's tier. Never change this function: disks hold blocks by it."""
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)

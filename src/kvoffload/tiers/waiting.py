@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.001) -> bool:
-    """Evaluate a condition every `poll_s` until it holds; returns False on time-out."""
+    """Poll a condition every `poll_s` seconds until it is True; returns False on time-out."""
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= until:

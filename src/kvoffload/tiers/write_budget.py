@@ -1,4 +1,4 @@
-"""A bound on the bytes written to a disk in a day: every write wears a solid-state disk.
+"""A limit of the bytes written to a disk in a day: every write wears a solid-state disk.
 
 Counts bytes by the hour. Does not know keys or tiers.
 """
@@ -14,13 +14,13 @@ from kvoffload.errors import ConfigError
 HOUR_S = 3600
 
 _HOURS = 25
-"""A day and the current, partial hour, so that no 24 hours exceed the budget."""
+"""A day and the current, partial hour, so that no period of 24 hours exceeds the budget."""
 
 
 class WriteBudget:
-    """A bound on the bytes that tiers write in any 24 hours; one object may be given to several tiers.
+    """A limit of the bytes that tiers write in any 24 hours. Several tiers may share one object.
 
-    A write counts with its bytes on the medium, even if it fails. Writes of earlier lives count too.
+    A write counts with its bytes on the medium, even if it fails. Writes before a restart count, too.
 
     Args:
         max_bytes_per_day: 0 for tiers that are only read.

@@ -356,7 +356,7 @@ def test_credentials_file_without_keys_is_refused(tmp_path: Path, content: str) 
 def test_blocks_of_an_object(pack: int, block_bytes: int, group_blocks: int) -> None:
     options = S3Options(url="s3://bucket/ns", pack=pack)
     assert options.group_blocks(TierOwner(block_bytes, 36, "m")) == group_blocks
-    assert options.group_blocks(TierOwner(block_bytes, 36, "m", tells_paths=False)) == 1
+    assert options.group_blocks(TierOwner(block_bytes, 36, "m", reports_paths=False)) == 1
 
 
 def test_missing_obstore_is_named_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ def test_text_of_a_server_is_escaped_in_every_output(
     server.attack = attack[0] if isinstance(attack, tuple) else attack
     texts = []
     with caplog.at_level(logging.DEBUG):
-        for owner in (OWNER, TierOwner(4096, 36, "model", go_on_without=lambda error: None)):
+        for owner in (OWNER, TierOwner(4096, 36, "model", on_unavailable=lambda error: None)):
             try:
                 tier = ValkeyOptions(url=url(server)).open(owner)
             except ConfigError as error:

@@ -481,7 +481,7 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
 
 
 def test_warns_about_a_server_without_tls_and_password(caplog: pytest.LogCaptureFixture) -> None:
-    owner = TierOwner(BLOCK_BYTES, 36, "model", go_on_without=lambda error: None)
+    owner = TierOwner(BLOCK_BYTES, 36, "model", on_unavailable=lambda error: None)
     for host, warned in [("127.0.0.1", False), ("localhost", False), ("[::1]", False), ("192.0.2.1", True)]:
         caplog.clear()
         ValkeyOptions(url=f"valkey://{host}:1/ns").open(owner).close()

@@ -84,7 +84,7 @@ class KVOffloadTier(SecondaryTierManager):
         owner = tier_owner(producer, facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing)
         # vLLM offers each block once, when it is stored, and not in whole paths.
         usable = usable_tiers(producer, [checked], self._missing)
-        opened = open_tiers(usable, replace(owner, tells_paths=False))
+        opened = open_tiers(usable, replace(owner, reports_paths=False))
         # An exception of the tier counts as a miss, and the tier stays in use; `contained` is for our errors.
         self._opened = [GuardedTier(tier) for tier in opened]
         self._records: dict[str, object] = {}

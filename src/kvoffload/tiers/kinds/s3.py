@@ -115,7 +115,7 @@ class S3Options(SharedTierOptions):
 
     def group_blocks(self, owner: TierOwner) -> int:
         """Return the number of blocks in an object."""
-        if not owner.tells_paths:
+        if not owner.reports_paths:
             return 1
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))
 

@@ -1,6 +1,6 @@
 """Exchanges in flight between the scheduler's thread and the connection threads.
 
-Owns the threads, and the bound of bytes in flight. Knows no results.
+Owns the threads, and the limit of bytes in flight. Does not know results.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Jobs:
     Attributes:
         in_flight: exchanges by job.
         ended: exchanges that have ended; connection threads append to it.
-        in_flight_bytes: bound of blocks in flight each way, in bytes.
+        in_flight_bytes: limit of the blocks in flight in each direction, in bytes.
 
     Thread: the scheduler's.
     """
@@ -64,7 +64,7 @@ class Jobs:
         return self._last_job
 
     def room(self, kind: str) -> int:
-        """Return how many more blocks may be in flight."""
+        """Return the number of further blocks that may be in flight."""
         return max(0, self.in_flight_bytes // self._block_bytes - self._num_blocks[kind])
 
     def submit(self, exchange: BlockExchange) -> int:
@@ -75,7 +75,7 @@ class Jobs:
         return exchange.job
 
     def send(self, kind: str, exchange: Exchange) -> None:
-        """Send any exchange over a connection for this type of operation."""
+        """Send an exchange of any class over a connection for this type of operation."""
         min(self._threads[kind], key=lambda thread: thread.load).submit(exchange)
 
     def take_ended(self) -> Iterator[Exchange]:
@@ -99,17 +99,17 @@ class Jobs:
         self._drop(queued, NotSentError("not sent: the circuit breaker has opened"))
 
     def start(self) -> None:
-        """Start all threads. Raises `RuntimeError` if a thread cannot be started; may be called again."""
+        """Start all threads. Raises `RuntimeError` if a thread cannot be started; then call it again."""
         for thread in self._all_threads():
             thread.start()
 
     def stop(self) -> None:
-        """Abort exchanges in progress and end the threads; waits for nothing."""
+        """Abort exchanges in progress and end the threads, without waiting."""
         for thread in self._all_threads():
             thread.stop()
 
     def join(self, until: float) -> None:
-        """Wait for the threads after `stop`, for all of them together until this time (`time.monotonic`)."""
+        """After `stop`, wait for the threads, all together until this time (of `time.monotonic`)."""
         for thread in self._all_threads():
             thread.join(max(0.0, until - time.monotonic()))
 

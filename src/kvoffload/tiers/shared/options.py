@@ -14,7 +14,7 @@ from kvoffload.tiers.shared.tier import ConnectingTier, RemoteOptions
 from kvoffload.tiers.spec import TierOptions, TierOwner
 
 _COUNTED_BLOCKS = 1 << 16
-"""Capacity that the admission rule assumes: the number of blocks that a server holds is not known here."""
+"""Capacity that the admission rule assumes, because the capacity of a server is unknown."""
 _REPLAY_S = 30.0
 """Deadline of a probe, read or write in a replay."""
 LOGGER = logging.getLogger("kvoffload.remote")
@@ -25,10 +25,10 @@ class SharedTierOptions(TierOptions):
     """Options of a tier that machines share.
 
     Attributes:
-        timeout: deadline of a read, which then has the blocks that have arrived. probe_timeout: of a probe.
+        timeout: deadline of a read; blocks that have arrived until then count. probe_timeout: of a probe.
         identity: name of the weights, equal on all machines; by default it is detected.
         admission: chooses the blocks to write.
-        start_s: longest wait for the server at opening. engine_start_s: the same for an engine, which then
+        start_s: longest wait for the server at opening. engine_start_s: longest wait of an engine, which then
             starts without the server.
     """
 
@@ -46,42 +46,42 @@ class SharedTierOptions(TierOptions):
 
     @abstractmethod
     def refusal(self, error: BaseException) -> str | None:
-        """Return why the server will never accept this tier; None if it may accept it later."""
+        """Return the reason of a permanent refusal; None for an error after which a retry may succeed."""
 
     def remote_options(self, owner: TierOwner, namespace: str, ttl_s: int = 0) -> RemoteOptions:
-        """Return the deadlines for this owner.
+        """Return the options for this owner.
 
-        A replay waits long, because its decisions must not depend on the speed of a server.
+        A replay has long deadlines, because its decisions must not depend on the speed of a server.
         """
-        patience_s = _REPLAY_S if owner.counts_blocks else 0.0
+        least_s = _REPLAY_S if owner.counts_blocks else 0.0
         return RemoteOptions(
             namespace=namespace,
-            timeout_s=max(self.timeout, patience_s),
-            probe_timeout_s=max(self.probe_timeout, patience_s),
+            timeout_s=max(self.timeout, least_s),
+            probe_timeout_s=max(self.probe_timeout, least_s),
             ttl_s=ttl_s,
-            write_timeout_s=patience_s or None,
+            write_timeout_s=least_s or None,
             gives_up_at_once=owner.counts_blocks,
         )
 
     def open(self, owner: TierOwner) -> ConnectingTier:
-        """Open the tier, and wait a few seconds for the server. An engine starts without the server, and uses
-        it when it answers."""
+        """Open the tier, and wait a few seconds for the server. An engine starts without a server that does
+        not reply, and uses it later."""
         if owner.block_bytes == 0:
-            no_data = "without data it has nothing to hold; use simulated:CAPACITY"
-            raise ConfigError("tier", str(self), no_data)
+            why = "a replay without data has no bytes to store; use simulated:CAPACITY"
+            raise ConfigError("tier", str(self), why)
         fingerprint = owner.fingerprint + self.identity
         if owner.shared_fingerprint is not None:
             fingerprint = owner.shared_fingerprint(self.identity)
         admission = create_admission(self.admission, owner.key_bytes, _COUNTED_BLOCKS)
         tier = self.connect(owner, fingerprint, admission)
         try:
-            tier.wait_until_open(self.start_s if owner.go_on_without is None else self.engine_start_s)
+            tier.wait_until_open(self.start_s if owner.on_unavailable is None else self.engine_start_s)
         except UnavailableError as error:
             why = None if error.__cause__ is None else self.refusal(error.__cause__)
             if why is not None:
                 tier.close()
                 raise ConfigError("tier", tier.place, why) from None
-            if owner.go_on_without is None:
+            if owner.on_unavailable is None:
                 tier.close()
                 raise
             text = "kvoffload: tier %s does not answer yet; it is used when it answers: %s"

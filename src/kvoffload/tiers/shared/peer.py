@@ -1,4 +1,4 @@
-"""A server as this process knows it: its epoch, its health, and the handshakes with it.
+"""The state of a server in this process: its epoch, its health, and the handshakes with it.
 
 Owns the epoch and the circuit breakers. Knows neither blocks nor threads.
 """
@@ -42,8 +42,8 @@ class Forget(Protocol):
 class Peer:
     """A server that holds the epochs of a keyspace.
 
-    An epoch that this process has seen end is never entered again: a server that returns one has restored a
-    snapshot, so the peer resets the cache once more and logs it.
+    An epoch that has ended is never entered again: a server that returns it has restored a snapshot, so the
+    peer resets the cache once more and logs an error.
 
     Args:
         name, place: the tier and the server, for the log.
@@ -54,17 +54,17 @@ class Peer:
         history: epochs that this process has seen; the nodes of a cluster share it.
         asks_persistence: ask the server once whether it saves to a disk.
         gives_up_at_once: the first exceeded deadline opens the circuit breaker.
-        is_node: the server is a node of a cluster. Blocks may move to other nodes, which is no failure.
+        is_node: the server is a node of a cluster. Its blocks may move to other nodes without a failure.
         chance: random numbers in [0, 1), for jitter.
 
     Attributes:
-        epoch: None while it is not known, or a reset is not confirmed.
-        is_partial: some epochs of a node are not known because they are moving to another node.
+        epoch: None while unknown, or while a reset is not confirmed.
+        is_partial: some epochs of a node are unknown because they are moving to another node.
         has_begun: handshakes are sent.
         reset_wanted: a reset is not confirmed yet.
         num_replicas: replicas that must confirm a reset.
-        num_troubles: exchanges that failed or found blocks on another node; each is a reason to read the map
-            of the cluster again.
+        num_troubles: exchanges that failed or found blocks on another node. After each, the map of the
+            cluster is read again.
         last_error: last failure, for messages.
         handshake: the handshake in flight.
 
@@ -106,12 +106,12 @@ class Peer:
 
     @property
     def is_well(self) -> bool:
-        """True if the server can hold all its blocks."""
+        """True if the server can serve all its blocks."""
         return self.epoch is not None and not self.is_partial and not self.breakers.server.is_open
 
     @property
-    def needs_tending(self) -> bool:
-        """True if `tend` may have something to do."""
+    def needs_maintenance(self) -> bool:
+        """True if `maintain` may have something to do."""
         return self.epoch is None or self.is_partial or self.breakers.is_any_open
 
     def is_open(self, kind: str | None = None) -> bool:
@@ -131,8 +131,8 @@ class Peer:
         self.has_begun = True
         self._shake_hands()
 
-    def tend(self) -> None:
-        """Send a handshake if one may help and the pause is over."""
+    def maintain(self) -> None:
+        """Send a handshake if one is useful and the pause is over."""
         if self._clock() < self._next_handshake:
             return
         server = self.breakers.server
@@ -140,12 +140,12 @@ class Peer:
             self._shake_hands()
 
     def end_pauses(self) -> None:
-        """Allow handshakes and attempts at once."""
+        """Allow handshakes and attempts now."""
         self._next_handshake = 0.0
         self.breakers.end_pauses()
 
     def reset(self) -> None:
-        """Forget all blocks, here and on the server, as soon as the server confirms it."""
+        """Forget all blocks, here at once and on the server when the server confirms the reset."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())
         self.close_epoch()
         self.reset_wanted = True
@@ -175,8 +175,8 @@ class Peer:
     def take_handshake(self, handshake: Handshake) -> None:
         """Use the result of a handshake that has ended."""
         if handshake is not self.handshake:
-            # It was sent before a reset of this process. The server may have performed it after the reset,
-            # and returned the new epoch.
+            # Sent before a reset by this process. The server may have performed it after the reset, and
+            # returned the new epoch.
             self._overtaken += () if handshake.is_reset else handshake.known_numbers
         else:
             self.handshake, self._next_handshake = None, self._clock() + _RETRY_S
@@ -190,10 +190,10 @@ class Peer:
             self._overtaken.clear()
 
     def take_reset(self) -> None:
-        """React to an exchange that found the epoch changed."""
+        """Leave the epoch after an exchange that has found another epoch."""
         self.close_epoch()
-        # Only an epoch that a second exchange confirms is entered. Otherwise a reply garbled by the network
-        # would end the present epoch and reset the cache for all machines.
+        # An epoch is entered only when a second exchange confirms it. Otherwise a reply that the network has
+        # garbled would end the present epoch and reset the cache for all machines.
         self._shake_hands()
 
     def _accept(self, handshake: Handshake) -> None:
@@ -219,7 +219,7 @@ class Peer:
             self.close_epoch()
             self.reset_wanted = True
             if not handshake.is_reset:
-                self._shake_hands()  # at once, before others enter it; a reset without effect waits a second
+                self._shake_hands()  # at once, before other machines enter it; a failed reset waits a second
             return False
         if any(self.history.is_outdated(number, since) for number in numbers):
             if self.epoch is None:
@@ -250,7 +250,7 @@ class Peer:
     # ---- health
 
     def note(self, exchange: Exchange) -> set[str]:
-        """Count how an exchange ended; returns the types of operations that are not sent from now on."""
+        """Record the outcome of an exchange; returns the types of operations whose breakers it opened."""
         if self._is_node and self._is_elsewhere(exchange):
             return set()
         error = exchange.error
@@ -270,7 +270,7 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Count troubles of a node; returns True if the exchange failed because its blocks are elsewhere."""
+        """Count troubles of a node; returns True if an exchange failed because another node has the blocks."""
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere
         if is_elsewhere or not (exchange.error is None or isinstance(exchange.error, CacheResetError)):
@@ -288,7 +288,7 @@ class Peer:
         if self._gives_up_at_once and is_silent:
             if not was_open:
                 self.breakers.server.open()
-                text = "tier %s: %s is silent (%.0f s): going on without it until it answers"
+                text = "tier %s: %s is silent (%.0f s): not used until it answers"
                 seconds = exchange.ended - exchange.submitted
                 self._log.warn("silent", text, self.name, self.place, seconds)
         elif not (self._gives_up_at_once and was_open):  # one line is enough

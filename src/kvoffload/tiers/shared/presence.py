@@ -21,9 +21,9 @@ NUM_ENTRIES = 1 << 20
 
 
 class PresenceCache:
-    """A direct-mapped table: the digest of a key selects its entry, and a new entry replaces the old one.
+    """A direct-mapped table: the digest of a key selects an entry, and a new block replaces the old block.
 
-    So memory is bounded, and forgotten blocks are probed again.
+    So memory is bounded, and replaced blocks are probed again.
 
     Args:
         clock: monotonic seconds, above 0.
@@ -41,7 +41,8 @@ class PresenceCache:
         absent_s: float = ABSENT_S,
     ) -> None:
         self._clock, self._present_s, self._absent_s = clock, present_s, absent_s
-        # Digest xor the number of `clear` calls: digests that differ only in that never share an entry.
+        # Digest xor the number of `clear` calls, so that earlier entries do not match. The number changes
+        # only low bits, and digests that differ only in low bits have different entries.
         self._keys = _small_pages(num_entries).view(np.uint64)
         self._times_cleared = np.uint64(0)
         # End of the entry's lifetime; negative for an absent block; 0 for an empty entry.
@@ -61,7 +62,7 @@ class PresenceCache:
         return mask
 
     def learn(self, digests: U64Array, present: Mask) -> None:
-        """Record which of these blocks are present; the others are absent."""
+        """Record these blocks as present or absent."""
         at, now = self._entries(digests), self._clock()
         self._keys[at] = digests ^ self._times_cleared
         self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
@@ -72,7 +73,7 @@ class PresenceCache:
         self._until[at[self._matches(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Drop all entries. Cost: O(1); freeing or zeroing the pages could take 20 ms."""
+        """Drop all entries. Cost: O(1), because freeing or zeroing the pages could take 20 ms."""
         self._times_cleared += np.uint64(1)
 
     def _entries(self, digests: U64Array) -> I64Array:

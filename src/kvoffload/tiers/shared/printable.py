@@ -9,13 +9,12 @@ MASK = "***"
 def printable(text: object, *secrets: str) -> str:
     """Reduce a text to one line of printable ASCII, at most 200 characters, without `secrets`.
 
-    Every text that a server has sent passes through here before it is logged, raised or printed: a line feed
-    would forge a log line, an escape sequence would reach the terminal, and some servers echo the password.
-    Idempotent, so that layers need not know of each other.
+    Apply it to every text of a server before the text is logged, raised or printed: a line feed would forge a
+    log line, an escape sequence would reach the terminal, and some servers echo the password. Idempotent.
 
     Args:
         text: bytes, or anything that `str` accepts.
-        secrets: replaced by ``***`` before the text is cut; empty ones are ignored.
+        secrets: replaced by ``***`` before the text is cut; empty secrets are ignored.
     """
     plain = text.decode(errors="surrogateescape") if isinstance(text, bytes) else str(text)
     for secret in filter(None, secrets):

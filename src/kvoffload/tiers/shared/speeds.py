@@ -24,9 +24,9 @@ class Speeds:
 
     Attributes:
         num_blocks: blocks of a batch.
-        probe_s: seconds of a probe of 64 blocks. first_s: seconds of a read of one block.
-        put_bytes_per_s, get_bytes_per_s: for whole batches, verified.
-        num_wrong: blocks that were read with wrong bytes: 0.
+        probe_s: seconds to probe 64 blocks. first_s: seconds to read one block.
+        put_bytes_per_s, get_bytes_per_s: speed of whole batches, verified.
+        num_wrong: blocks that were read with wrong bytes; 0 unless the server is faulty.
     """
 
     block_bytes: int
@@ -38,13 +38,12 @@ class Speeds:
     num_wrong: int
 
     def seconds_for(self, num_bytes: float) -> float:
-        """Return the seconds of a probe and a read of this many bytes."""
+        """Return the seconds to probe and then read this many bytes."""
         waiting_s = max(0.0, self.first_s - self.block_bytes / self.get_bytes_per_s)
         return self.probe_s + waiting_s + num_bytes / self.get_bytes_per_s
 
     def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
-        """Return the break-even size of a read, given the bytes a second that are computed; None for
-        never."""
+        """Return the break-even size of a read in bytes, for this speed of computing; None for never."""
         gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
         return self.seconds_for(0.0) / gained if gained > 0 else None
 

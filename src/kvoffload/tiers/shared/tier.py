@@ -1,7 +1,7 @@
-"""A tier that machines share, as the scheduler's thread sees it.
+"""The interface of a tier that machines share, on the scheduler's thread.
 
 Owns the presence cache, the write log and the results of jobs. Decides and never waits: connection threads
-move bytes, and `finished` processes their results on the scheduler's thread.
+move bytes, and `finished` processes their results.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _WRITE_TIMEOUT_FACTOR = 5.0
-"""Deadline of a write in deadlines of a read: no request waits for a write."""
+"""Deadline of a write as a multiple of a read's: no request waits for a write."""
 CLOSE_S = 2 * CONNECT_S
-"""Longest wait of `close` for all threads together: a connection attempt ends within `CONNECT_S`."""
+"""Longest wait of `close` for all threads together. A connection attempt takes at most `CONNECT_S`."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 C = TypeVar("C", bound=Connection)
@@ -66,8 +66,8 @@ class RemoteOptions:
 
     Attributes:
         namespace: prefix of the blocks' names; an access rule of the server can restrict a user to it.
-        timeout_s: deadline of a read, whatever happens.
-        probe_timeout_s: deadline of a probe, and the longest that a request waits for a probe.
+        timeout_s: deadline of a read.
+        probe_timeout_s: deadline of a probe, and longest wait of a request for a probe.
         ttl_s: seconds until the server forgets a block; 0 leaves that to the server.
         write_timeout_s: deadline of a write; None for five times `timeout_s`.
         gives_up_at_once: the first exceeded deadline opens the circuit breaker, as in a replay, whose
@@ -84,7 +84,7 @@ class RemoteOptions:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """Record of a request: keys that the admission rule has counted, and how far its path was followed."""
+    """Record of a request: keys that the admission rule has counted, and progress along its path."""
 
     counted: set[bytes] = field(default_factory=set)
     followed: FollowedPath = field(default_factory=FollowedPath)
@@ -101,27 +101,27 @@ class ConnectingTier(SharedTier):
 
     @abstractmethod
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait for the server. Raises `UnavailableError`, caused by the error of the server or network."""
+        """Wait for the server. Raises `UnavailableError`, caused by an error of the server or network."""
 
 
 class RemoteTier(ConnectingTier, GroupedTier):
-    """Blocks in a server that several machines share. Each block is verified whenever it is read.
+    """Blocks in a server that several machines share. Every read is verified.
 
     `SharedTier` and `GroupedTier` document the methods. In addition:
 
-    - A block is served only if name, producer, namespace, epoch, key, length and checksum equal those of its
-      write. Otherwise it is a miss, deleted on the server, and counted. The key alone decides which bytes are
-      served, so the order of writes by several machines does not matter.
-    - A job ends by its deadline, with the blocks that were received and verified until then. After its end no
-      byte is written to its rows. Three failures in a row open the circuit breaker of the server: everything
-      is a miss at once, queued jobs end, and only handshakes are sent, every few seconds.
+    - A block is served only if name, producer, namespace, epoch, key, length and checksum match its write.
+      Otherwise the block is a miss, is deleted on the server, and is counted. Equal keys mean equal bytes, so
+      the order of writes by several machines does not matter.
+    - A job ends by its deadline, with the blocks that have been received and verified. After its end no byte
+      is written to its rows. Three failures in a row open the circuit breaker of the server: every block is a
+      miss at once, queued jobs end, and only handshakes are sent, every few seconds.
     - Three failures in a row of probes, reads or writes open a breaker of that type alone. After a pause one
-      operation that no request waits for decides.
-    - No read that begins after a confirmed reset returns a block from before it, on any machine. Until the
-      reset is confirmed this tier holds nothing.
-    - Each exchange about blocks checks the epoch. A server that has lost its epoch is given a new one, and
-      its earlier blocks are never found again.
-    - The server decides what to evict. It is never listed, and only damaged blocks are deleted.
+      attempt, which no request waits for, closes it or opens it again.
+    - After a reset is confirmed, no read that begins on any machine returns a block from before the reset.
+      Until the reset is confirmed, this tier is empty.
+    - Each exchange about blocks checks the epoch. A server that has lost its epoch gets a new epoch, and its
+      earlier blocks are never found again.
+    - The server evicts blocks. Its contents are never listed, and only damaged blocks are deleted.
     - With `groups`, consecutive blocks of a path share an object. Only whole groups are written, and only
       blocks of reported paths (`follow`) can be found.
 
@@ -132,15 +132,15 @@ class RemoteTier(ConnectingTier, GroupedTier):
         keyspace: epoch keys and names of blocks.
         fingerprint: identifies the producer of the blocks; equal on all machines that share them.
         admission: chooses the blocks to write; None for all.
-        groups: groups of blocks that share an object; None if each block has a name of its own.
+        groups: groups of blocks that share an object; None if each block has its own name.
         clock: monotonic seconds, for the presence cache and pauses.
         chance: random numbers in [0, 1), for the jitter of pauses.
         num_threads: connections for reads, writes and probes each.
         history: epochs that this process has seen; the nodes of a cluster share it.
         is_node: the server is a node of a cluster, which sends nothing before `begin`.
 
-    Memory: 16 MiB for the presence cache; 150 bytes for each ended epoch. Thread: the scheduler's, and three
-    times `num_threads` of its own. Raises: `MisuseError` in a process forked from the one that made it.
+    Memory: 16 MiB for the presence cache; 150 bytes for each ended epoch. Thread: the scheduler's; the tier
+    runs ``3 * num_threads`` threads. Raises: `MisuseError` in a process forked from the tier's process.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
     def begin(self) -> None:
         """Start all threads and the handshake of a node. Raises `RuntimeError` if a thread cannot be started;
-        may be called again."""
+        then call it again."""
         self.jobs.start()
         self.peer.start()
 
@@ -211,7 +211,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self.process_ended()
             if self.peer.handshake is None and not isinstance(self.peer.last_error, TimeoutError):
                 return True
-            self.peer.tend()
+            self.peer.maintain()
             return self.peer.epoch is not None
 
         wait_until(has_outcome, timeout_s)
@@ -267,14 +267,14 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
         checked = checked_rows(keys, pool, rows, self.block_bytes)
-        taken = np.zeros(len(keys), np.bool_)
+        accepted = np.zeros(len(keys), np.bool_)
         if self._admission is not None and request is not None:
             self._count_use(request, keys)
         is_open = self.is_open(WRITE)
         is_attempt = not is_open and self.peer.may_attempt(WRITE)
         if not (is_open or is_attempt) or self._clock() < self._resume_writes_at:
             self._stats.dropped += len(keys)
-            return NO_JOB, taken
+            return NO_JOB, accepted
         self._forget_partial_groups(keys)
         new = np.array([key not in self._writing for key in keys], np.bool_)
         wanted = np.flatnonzero(new & ~self.presence.present(keys.digests))
@@ -286,13 +286,13 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self._stats.dropped += max(0, len(wanted) - room)
         wanted = self._whole_groups(keys, wanted[:room])
         if len(wanted) == 0:
-            return NO_JOB, taken
-        taken[wanted] = True
+            return NO_JOB, accepted
+        accepted[wanted] = True
         write = self._new_write(keys.take(wanted), pool, checked[wanted])
         self._writing.update(write.keys)
         if is_attempt:
             self.peer.breakers.attempts[WRITE] = write.job
-        return self.jobs.submit(write), taken
+        return self.jobs.submit(write), accepted
 
     @property
     def queue_room(self) -> int:
@@ -304,7 +304,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return results
 
     def delete(self, keys: Keys) -> int:
-        """Forget that these blocks are there. The server deletes damaged blocks when they are read."""
+        """Mark blocks as absent in the presence cache. Reads delete damaged blocks on the server."""
         count = int(np.count_nonzero(self.presence.present(keys.digests)))
         self.presence.learn(keys.digests, np.zeros(len(keys), np.bool_))
         return count
@@ -322,7 +322,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self.process_ended()
             if self.has_no_jobs and not self.peer.reset_wanted:
                 return True
-            self._tend()
+            self._maintain()
             return False
 
         return wait_until(is_drained, timeout_s)
@@ -341,7 +341,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return stats
 
     def stop(self) -> None:
-        """Abort the jobs in flight and wait for nothing. Idempotent."""
+        """Abort the jobs in flight without waiting. Idempotent."""
         if self.peer.is_closed or os.getpid() != self._pid:
             return
         self.peer.is_closed = True
@@ -349,7 +349,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self.jobs.stop()
 
     def join(self, until: float) -> None:
-        """Wait for the threads after `stop`, for all together until this time (`time.monotonic`)."""
+        """After `stop`, wait for the threads, all together until this time (of `time.monotonic`)."""
         self.jobs.join(until)
         self.process_ended()
 
@@ -362,16 +362,16 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- availability
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of this type are sent; reconnects if the circuit breaker allows it."""
+        """Return True if operations of this type are sent. Reconnects if the circuit breaker allows it."""
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")
         if self.peer.is_closed:
             return False
-        if self.peer.needs_tending:
-            # Only here and in `finished` may the presence cache change. Otherwise a caller of `contains` and
-            # then `unknown` could be answered no twice, because a reply arrived between the calls.
+        if self.peer.needs_maintenance:
+            # The presence cache may change only here and in `finished`. Otherwise a reply that arrives
+            # between the calls of `contains` and `unknown` could make both False for a present block.
             self.process_ended()
-            self._tend()
+            self._maintain()
         return self.peer.is_open(kind)
 
     @property
@@ -389,9 +389,9 @@ class RemoteTier(ConnectingTier, GroupedTier):
         """True if no exchange is in flight and all results have been taken."""
         return not self.jobs.in_flight and not self._results
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         """Send a handshake, or an operation of a type whose circuit breaker is half open."""
-        self.peer.tend()
+        self.peer.maintain()
         breakers = self.peer.breakers
         for kind in (READ, PROBE):
             if self.peer.may_attempt(kind) and kind in breakers.retry_keys:
@@ -431,7 +431,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         }
 
     def _awaited(self) -> list[BlockExchange]:
-        """Exchanges in flight whose results a caller waits for: all but attempts to read and probe."""
+        """Return the exchanges in flight whose results a caller waits for: all but attempts of breakers."""
         attempts = {job for kind, job in self.peer.breakers.attempts.items() if kind != WRITE}
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
 
@@ -478,13 +478,13 @@ class RemoteTier(ConnectingTier, GroupedTier):
         if isinstance(exchange.error, TimeoutError):
             self._stats.timeouts += len(exchange.keys) - int(np.count_nonzero(exchange.ok))
         if is_awaited:
-            # Blocks for which there was no room are neither there nor stale: nothing is known of them.
+            # Blocks beyond the room were not requested, so they are neither present nor stale.
             ok, stale = (_padded(mask, exchange.num_rows) for mask in (exchange.ok, stale))
             assert ok is not None
             self._results.append(JobResult(exchange.job, ok, exchange.ended - exchange.submitted, stale))
 
     def _learn(self, exchange: BlockExchange) -> None:
-        """Record in the presence cache and the write log which blocks the server has."""
+        """Record in the presence cache and the write log whether the server has the blocks."""
         keys = exchange.keys
         if isinstance(exchange, Write):
             if exchange.ok.any():
@@ -539,11 +539,11 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- groups and admission
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Drop wanted blocks without a known name."""
+        """Remove blocks without a known name from a mask."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Forget groups that are not known to be present as a whole: so is each object."""
+        """Forget the presence of incomplete groups, because an object has all blocks of its group or none."""
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
                 digests = keys.digests[group.rows]
@@ -551,7 +551,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
                     self.presence.forget(digests)
 
     def _whole_groups(self, keys: Keys, wanted: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Drop wanted rows that do not form whole groups."""
+        """Remove rows that do not form whole groups."""
         if self.groups is None or self.group_blocks == 1 or len(wanted) == 0:
             return wanted
         whole = [group.rows for group in self.groups.whole(keys.take(wanted))]

@@ -10,13 +10,12 @@ MOST_KEYS = 1 << 20
 
 
 class WriteLog:
-    """Blocks that this machine has written, until it learns that they are gone.
+    """Blocks that this machine has written, until a probe or read finds them missing.
 
-    Blocks of other machines are not logged. A block that the server evicts stays logged until somebody asks
-    for it.
+    Blocks of other machines are not logged. An evicted block stays logged until its next probe or read.
 
     Args:
-        most_keys: the oldest blocks above this number are reported as gone.
+        most_keys: limit of logged blocks; beyond it the oldest are reported as gone.
 
     Memory: 200 bytes a block, and none before the first `take`. Cost: one dictionary access a block.
     Thread: one.

@@ -1,8 +1,8 @@
-"""A cluster of servers as one tier: which node has which blocks, and how the tier follows changes.
+"""A cluster of servers as one tier.
 
-Owns the map. Each node is a tier of its own, with connections and a circuit breaker, so a node that is dead
-or hangs costs only its own blocks. A block that is not on the node that the map names is a miss, and the
-map is read again in the background.
+Owns the map from blocks to nodes. Each node is a separate tier with connections and a circuit breaker, so a
+node that is dead or hangs costs only its own blocks. A block that has moved to another node is a miss, and
+the map is read again in the background.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 0.25, 1.0, 0.5
-_TEND_EVERY_S = 0.005
-_NOBODY = -1
+_MAINTAIN_EVERY_S = 0.005
+_NO_NODE = -1
 _FIRST_ROW = np.zeros(1, np.int64)
 _NODES_AT_ONCE = 8
-"""Nodes that one call makes, or starts the threads of: about 2 ms of CPU time."""
+"""Nodes that one call creates or starts, in about 2 ms of CPU time."""
 _MOST_NODES = 2 * MOST_MASTERS
 """Nodes of the map, and nodes that have left the map and still have jobs in flight."""
 
 
 @dataclass(eq=False)
 class _MapChange:
-    """A map that takes effect when all its new nodes have been made.
+    """A map that takes effect when all its new nodes have been created.
 
     Attributes:
         kept: numbers of the nodes that keep their divisions.
@@ -64,15 +64,15 @@ class _MapChange:
 class ClusterTier(DividedSharedTier, ConnectingTier):
     """Blocks in a cluster that several machines share. As `RemoteTier`, node by node; in addition:
 
-    - Each division of the blocks has an epoch of its own, in the slot of its blocks. A reset is confirmed
-      when every master and all connected replicas have it.
-    - A block whose node is dead or unknown, or no longer has it, is a miss. While something is wrong the map
-      is read about once a second, from any node, and never on the scheduler's thread.
+    - Each division of the blocks has a separate epoch, in the slot of its blocks. A reset is confirmed when
+      every master and all connected replicas have it.
+    - A block is a miss if its node is dead or unknown, or has lost the block. While nodes or exchanges fail,
+      the map is read about once a second, from any node, and never on the scheduler's thread.
     - If the divisions of a node change, its blocks are unknown again.
 
     Args:
         name: for reports and metrics. place: the cluster, for the log.
-        seeds: nodes that are asked first.
+        seeds: nodes that are asked for the map first.
         connect: makes a connection to a node, logged in, until a deadline.
         fingerprint: identifies the producer of the blocks; equal on all machines that share them.
         admission: chooses the blocks to write; None for all.
@@ -81,7 +81,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     Attributes:
         nodes: all nodes with jobs in flight or in the map, by number. A number is never reused.
         numbers: numbers of the nodes in the map, by address.
-        divisions: of each node, by number.
+        divisions: divisions of each node, by number.
         homes: for each division, the number of its node, or -1.
         is_reset_wanted: divisions whose reset no node has confirmed.
 
@@ -116,7 +116,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self.numbers: dict[Address, int] = {}
         self.divisions: dict[int, tuple[int, ...]] = {}
         self._next_number = 0
-        self.homes = np.full(NUM_DIVISIONS, _NOBODY)
+        self.homes = np.full(NUM_DIVISIONS, _NO_NODE)
         self.is_reset_wanted = np.zeros(NUM_DIVISIONS, np.bool_)
         self._removed_stats = TierStats(ready=0)
         self._changes: list[tuple[list[bytes], bool]] = []
@@ -124,7 +124,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._ended: deque[Exchange] = deque()
         self._question: MapQuestion | None = None
         self._change: _MapChange | None = None
-        self._tend_at = self._ask_at = 0.0
+        self._maintain_at = self._ask_at = 0.0
         self._backoff, self._num_troubles = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER), 0
         self._candidates: list[Address] = list(seeds)
         self._pid, self._closed = os.getpid(), False
@@ -133,14 +133,14 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._thread = ConnectionThread(
             f"kvoffload-{name}-map", self._connect_to_any, _ask, self._ended.append
         )
-        self._tend()
+        self._maintain()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait until all nodes have answered, or go on without those that have not. Raises
-        `UnavailableError` with the error of a node or the network if none has answered."""
+        """Wait for the replies of all nodes. On time-out, continue with the nodes that have replied, or raise
+        `UnavailableError` with the error of a node or the network."""
 
         def is_complete() -> bool:
-            self._tend()
+            self._maintain()
             for node in self.nodes.values():
                 node.is_open()
             return self.is_whole()
@@ -154,23 +154,23 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     # ---- as any tier
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
-        self._tend()
+        self._maintain()
         return super().contains(keys, request)
 
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        self._tend()
+        self._maintain()
         return super().submit_write(keys, pool, rows, request)
 
     @property
     def queue_room(self) -> int:
-        # A node that hangs has no room, and must not keep the others idle. Without nodes, offers are dropped.
+        # A hanging node has no room, and must not keep the others idle. Without nodes, offers are dropped.
         rooms = [self.nodes[number].queue_room for number in self.numbers.values()]
         return max(rooms, default=sys.maxsize)
 
     def finished(self) -> list[JobResult]:
-        self._tend()
+        self._maintain()
         return super().finished()
 
     def clear(self) -> None:
@@ -185,7 +185,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
 
     def drain(self, timeout_s: float) -> bool:
         def is_drained() -> bool:
-            self._tend()
+            self._maintain()
             for node in self.nodes.values():
                 node.process_ended()
             for number in self.numbers.values():
@@ -217,30 +217,30 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
 
     def _shares(self, keys: Keys) -> list[tuple[int, SharedTier, npt.NDArray[np.int64]]]:
         homes = self.homes[division_of(keys)]
-        numbers = {*homes.tolist()} - {_NOBODY}
+        numbers = {*homes.tolist()} - {_NO_NODE}
         if len(keys) == 1:  # engines ask key by key
             return [(number, self.nodes[number], _FIRST_ROW) for number in numbers]
         return [(number, self.nodes[number], np.flatnonzero(homes == number)) for number in sorted(numbers)]
 
     def is_whole(self) -> bool:
         """Return True if every division has a healthy node."""
-        return bool((self.homes != _NOBODY).all()) and all(
+        return bool((self.homes != _NO_NODE).all()) and all(
             self.nodes[number].peer.is_well for number in self.numbers.values()
         )
 
     def end_pauses(self) -> None:
-        """Allow the map to be read, and all nodes to be tried, at once."""
-        self._ask_at = self._tend_at = 0.0
+        """Allow the map to be read, and all nodes to be tried, now."""
+        self._ask_at = self._maintain_at = 0.0
         for node in self.nodes.values():
             node.end_pauses()
 
-    def _tend(self) -> None:
-        """Use a new map, and read the map again if something is wrong. Does nothing within 5 ms of the last
-        call, because it is called for each block."""
+    def _maintain(self) -> None:
+        """Use a new map, and read the map again after failures. Does nothing within 5 ms of the last call,
+        because it is called for each block."""
         now = self._clock()
-        if (now < self._tend_at and not self._ended) or self._closed or os.getpid() != self._pid:
+        if (now < self._maintain_at and not self._ended) or self._closed or os.getpid() != self._pid:
             return
-        self._tend_at = now + _TEND_EVERY_S
+        self._maintain_at = now + _MAINTAIN_EVERY_S
         while self._ended:
             question = self._ended.popleft()
             self._question = None
@@ -264,7 +264,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._thread.submit(self._question)
 
     def _remove_some_nodes(self) -> None:
-        """Stop a few of the nodes that have left the map and have no job in flight."""
+        """Stop a few nodes that have left the map and have no job in flight."""
         idle = [number for number in self._leaving() if self.nodes[number].is_idle]
         for number in idle[:_NODES_AT_ONCE]:
             node = self.nodes.pop(number)
@@ -279,7 +279,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         return sorted(self.nodes.keys() - {*self.numbers.values()})
 
     def use_map(self, question: MapQuestion) -> None:
-        """Begin to divide the blocks by this map. Jobs at nodes that leave the map end normally."""
+        """Begin to switch to this map. Jobs of nodes that leave the map end normally."""
         kept = {
             address: number
             for address, number in self.numbers.items()
@@ -289,13 +289,13 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         if len(self.nodes) + len(new) > _MOST_NODES:
             for number in self._leaving()[:_NODES_AT_ONCE]:
                 self.nodes[number].stop()
-            self._num_troubles = _NOBODY  # so that the map is read again
+            self._num_troubles = _NO_NODE  # so that the map is read again
             return
         self._change = _MapChange(question, kept, new)
         self.make_some_nodes()
 
     def make_some_nodes(self) -> None:
-        """Make a few of the new nodes. After the last one the new map replaces the old map as a whole."""
+        """Create a few of the new nodes. After the last node, the new map replaces the old map at once."""
         change = self._change
         if change is None:
             return
@@ -311,7 +311,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self.nodes[number], numbers[address] = node, number
             self.divisions[number] = change.question.divisions[address]
         self._next_number += len(change.made)
-        self.homes[:] = _NOBODY
+        self.homes[:] = _NO_NODE
         for address, number in numbers.items():
             node, divisions = self.nodes[number], [*self.divisions[number]]
             node.peer.num_replicas = change.question.num_replicas[address]

@@ -1,6 +1,6 @@
 """The map of a cluster: the request to a node, and the checks before the map is used.
 
-Owns the bounds of a map. Does not know tiers or what becomes of the blocks of a node that leaves the map.
+Owns the limits of a map. Does not know tiers.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Address = tuple[str, int]
 _HOST = re.compile(
     r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?"
 )
-"""A DNS name or an address. Only such text of a map reaches the resolver and the log."""
+"""A DNS name or an address. No other text of a map reaches the resolver or the log."""
 _MOST_PORTS = 1 << 16
 MOST_MASTERS = 128
-"""A master has three threads here."""
+"""Limit of masters: this process runs three threads for each."""
 
 
 @dataclass(eq=False, kw_only=True)
 class MapQuestion(Exchange):
-    """Asks one node for the slots of all nodes; each time on a new connection, to whichever node is next.
+    """Asks one node for the slots of all nodes, on a new connection.
 
     A node that cannot reach most masters reports the cluster as down. It may not know about a failover, so
-    its map does not count.
+    its map is not used.
 
     Attributes:
-        divisions: divisions of each node that has at least one, ascending.
-        num_replicas: connected replicas of each of these nodes.
+        divisions: divisions of each node with divisions, ascending.
+        num_replicas: connected replicas of each node.
     """
 
     closes_connection: bool = True
@@ -64,11 +64,11 @@ class MapQuestion(Exchange):
         self.num_replicas = num_replicas
 
 
-def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
+def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, int]]:
     """Parse the reply to ``CLUSTER SLOTS``: first slot, last slot, master, number of replicas of each range.
 
     Args:
-        asked: host of the node that was asked, which may not know its own.
+        asked_host: host of the node that sent the reply, which may not know its own host.
 
     Raises: `ProtocolError` unless every slot is between 0 and 16,383, in at most one range, and every master
         has a port and a plausible host. So there are at most 16,384 ranges.
@@ -81,7 +81,7 @@ def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
         if not (isinstance(first, int) and isinstance(last, int) and 0 <= first <= last < NUM_SLOTS):
             raise ProtocolError(f"CLUSTER SLOTS has a range outside of slots 0 to {NUM_SLOTS - 1}")
         num_slots += last - first + 1
-        address = _address(node, asked)
+        address = _address(node, asked_host)
         if address is not None:
             ranges.append((first, last, address, len(replicas)))
     if num_slots > NUM_SLOTS:
@@ -91,13 +91,13 @@ def _ranges(answer: Answer, asked: str) -> list[tuple[int, int, Address, int]]:
     return ranges
 
 
-def _address(node: Answer, asked: str) -> Address | None:
-    """The address of a master; None if the node that was asked does not know it."""
+def _address(node: Answer, asked_host: str) -> Address | None:
+    """Parse the address of a master; None if the node that sent the reply does not know it."""
     host, port = node[:2] if isinstance(node, list) and len(node) > 1 else (0, 0)
     if not isinstance(port, int) or not 0 < port < _MOST_PORTS:
         raise ProtocolError(f"CLUSTER SLOTS has a node without a port from 1 to {_MOST_PORTS - 1}")
     if host is None or host == b"":
-        return asked, port
+        return asked_host, port
     if host == b"?":
         return None
     name = host.decode(errors="replace") if isinstance(host, bytes) else ""

@@ -1,7 +1,7 @@
 """Distribution of blocks over a cluster: 256 divisions, each in one hash slot with an epoch of its own.
 
-A single epoch would be on one node, which may be dead while the blocks are alive, or have a reset that other
-nodes lack. So each division has an epoch beside its blocks, in a slot that moves, fails over and is lost as a
+A single epoch would be on one node, which may be down while other nodes have blocks, or have a reset that
+other nodes lack. So each division has an epoch beside its blocks: a slot moves, fails over and is lost as a
 whole. Does no I/O.
 """
 
@@ -67,10 +67,10 @@ def epoch_names(namespace: str, producer: bytes, divisions: Sequence[int]) -> li
 
 @dataclass(frozen=True)
 class DividedEpoch(Epoch):
-    """The epochs of some divisions. Blocks of other divisions are in none of them.
+    """The epochs of some divisions; blocks of other divisions have no epoch.
 
     Attributes:
-        numbers: epoch of each division; None if it is not known.
+        numbers: epoch of each division; None if unknown.
     """
 
     namespace: str
@@ -80,7 +80,7 @@ class DividedEpoch(Epoch):
 
     @cached_property
     def _table(self) -> tuple[list[bytes], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Prefix of the blocks' names, epoch number and checksum seed of every division."""
+        """For every division: prefix of its blocks' names, epoch number, checksum seed."""
         names, place, known = tags(), producer_prefix(self.namespace, self.producer), self._known
         numbers = [known.get(division) or 0 for division in range(NUM_DIVISIONS)]
         seeds = [seed_of(self.namespace, self.producer, number) for number in numbers]
@@ -113,7 +113,7 @@ class DividedEpoch(Epoch):
 
 @dataclass(frozen=True)
 class DividedKeyspace:
-    """A keyspace with an epoch for each of some divisions."""
+    """A keyspace with one epoch for each of these divisions."""
 
     namespace: str
     producer: bytes

@@ -26,9 +26,9 @@ _FORGOTTEN_AFTER_S = b"60"
 _ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
 _REPLY_S = 5.0
-"""Longest wait for a reply; after it the server counts as hanging."""
+"""Longest wait for a reply, after which the server counts as hanging."""
 MOST_NAMES = 20_000
-"""Names that are scanned on each node."""
+"""Limit of scanned names on each node."""
 
 
 @dataclass(kw_only=True)
@@ -37,8 +37,8 @@ class ServerReport:
 
     Attributes:
         round_trip_s: shortest round trip.
-        refused: necessary commands without permission, each with the reply.
-        warnings: settings that do not suit a cache of blocks.
+        refused: necessary commands that this user may not run, each with the reply.
+        warnings: unsuitable settings.
         persistence: ``yes``, ``no``, or ``not known``.
         num_names: number of all keys. hits, misses, evicted: since the start of the server.
     """
@@ -116,12 +116,12 @@ def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dic
         except (OSError, ServerError, ProtocolError) as problem:
             error = problem
         else:
-            return {address: [*some] for address, some in question.divisions.items()}
+            return {address: [*divisions] for address, divisions in question.divisions.items()}
     assert error is not None
     raise error
 
 
-def look_at(
+def inspect_server(
     connection: Connection,
     address: Address,
     namespace: str,
@@ -129,10 +129,10 @@ def look_at(
     ttl_s: int,
     deadline: float,
 ) -> ServerReport:
-    """Report facts about a server, and whether it can be a tier.
+    """Report facts about a server and its suitability as a tier.
 
     Args:
-        division: a division of the node of a cluster; None for a server that stands alone.
+        division: a division of the cluster node; None for a server that stands alone.
         ttl_s: time to live of written blocks, 0 for none.
     """
 
@@ -169,13 +169,13 @@ def look_at(
     return report
 
 
-def look_into(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
+def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
     """Report the contents of a namespace on these nodes, from the first `MOST_NAMES` keys of each."""
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):
             _add(connection, producers, names, namespace, deadline)
-    report.producers = sorted(producers.values(), key=lambda one: -(one.in_epoch + one.older))
+    report.producers = sorted(producers.values(), key=lambda producer: -(producer.in_epoch + producer.older))
     return report
 
 
@@ -212,11 +212,11 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
     return batches
 
 
-def _answers(connection: Connection, asked: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
-    """Send these commands and read the replies, for `_REPLY_S` at most."""
+def _answers(connection: Connection, commands: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
+    """Send commands and read the replies, for at most `_REPLY_S`."""
     until = min(deadline, time.monotonic() + _REPLY_S)
-    connection.send([command(*words) for words in asked], until)
-    return [connection.answer(until) for _ in asked]
+    connection.send([command(*words) for words in commands], until)
+    return [connection.answer(until) for _ in commands]
 
 
 def _add(
@@ -231,7 +231,7 @@ def _add(
     by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
     for name in names:
         kind = name.split(b":", 3)[-1].partition(b":")[0]
-        by_kind[next((one for one in (b"epoch", b"about") if kind.startswith(one)), b"")].append(name)
+        by_kind[next((known for known in (b"epoch", b"about") if kind.startswith(known)), b"")].append(name)
     _add_abouts(connection, producers, by_kind[b"about"], deadline)
     epochs: dict[bytes, bytes] = {}
     blocks = [name for name in by_kind[b""] if name.count(b":") in (4, 5) and not is_rest(name)]
@@ -263,8 +263,8 @@ def _add_abouts(
     """Read the texts about producers, up to the length that a tier writes."""
     for name in names:
         producer = connection.shown(name.split(b":")[2])
-        asked = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))
-        (answer,) = _answers(connection, [asked], deadline)
+        words = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))
+        (answer,) = _answers(connection, [words], deadline)
         if isinstance(answer, bytes):
             about = connection.masked(unpack(answer))
             producers.setdefault(producer, ProducerReport(producer=producer)).about = about

@@ -18,7 +18,7 @@ USERNAME, PASSWORD = "KVOFFLOAD_VALKEY_USERNAME", "KVOFFLOAD_VALKEY_PASSWORD"
 
 
 def find_login(password_file: str, tls: ssl.SSLContext | None) -> Login:
-    """Return the login of the environment, or of a password file. Raises `ConfigError`."""
+    """Return the login from the environment or a password file. Raises `ConfigError`."""
     password = os.environ.get(PASSWORD, "")
     if password_file:
         try:
@@ -47,16 +47,16 @@ def password_in(path: str) -> str:
 
 
 class Connector:
-    """Connects to the servers of one tier. Keeps their addresses, and rereads a changed password.
+    """Connects to the servers of one tier, with cached addresses and the present password.
 
-    The password file is read before each connection. While it is unreadable or empty, as it may be during its
-    replacement, the last password is used.
+    Reads the password file before each connection. While the file is unreadable or empty, for example during
+    its replacement, the last password is used.
 
     Args:
         password_file: empty if the password does not come from a file.
-        silence_s: connections fail when the server is silent for so long; None for never.
+        silence_s: seconds of silence after which a connection fails; None for no limit.
 
-    Thread: any; each connection thread connects by itself.
+    Thread: any, several at a time.
     """
 
     def __init__(self, login: Login, password_file: str = "", silence_s: float | None = None) -> None:

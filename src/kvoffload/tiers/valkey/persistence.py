@@ -1,7 +1,6 @@
-"""Persistence of a server.
+"""Persistence of a server: after a crash a persistent server restores blocks from before a reset.
 
-After a crash a persistent server restores blocks from before a reset. `tier ping` and the engines send the
-same commands and judge the replies with the same function.
+`tier ping` and engines send the same commands and evaluate the replies with the same function.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ QUESTIONS = (
 def ask_persistence(connection: Connection, question: PersistenceQuestion) -> None:
     """Ask a server about its persistence."""
     connection.send(QUESTIONS, question.deadline)
-    info, *pairs = [connection.answer(question.deadline) for _ in QUESTIONS]
-    settings = {name: value for some in pairs for name, value in pairs_of(some).items()}
-    question.persistence, reasons = persistence_of(facts_of(info), settings)
+    info_reply, *config_replies = [connection.answer(question.deadline) for _ in QUESTIONS]
+    settings = {name: value for reply in config_replies for name, value in pairs_of(reply).items()}
+    question.persistence, reasons = persistence_of(facts_of(info_reply), settings)
     question.reasons = [connection.shown(reason) for reason in reasons]
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Return the persistence of a server, and the settings that turn it on: server text, not yet printable.
+    """Return the persistence of a server, and the settings that turn it on, as unescaped server text.
 
     Args:
-        facts: of ``INFO``. settings: of ``CONFIG GET``. Either is empty without the permission.
+        facts: from ``INFO``. settings: from ``CONFIG GET``. Either is empty without permission.
     """
     reasons = []
     if settings.get("save"):
@@ -47,14 +46,14 @@ def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tup
 
 
 def facts_of(answer: Answer) -> dict[str, str]:
-    """Parse the reply to ``INFO``; empty without the permission."""
+    """Parse the reply to ``INFO``; empty without permission."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else ""
     lines = [line.partition(":") for line in text.split("\r\n") if ":" in line]
     return {name: value for name, _, value in lines}
 
 
 def pairs_of(answer: Answer) -> dict[str, str]:
-    """Parse the reply to ``CONFIG GET``; empty without the permission."""
+    """Parse the reply to ``CONFIG GET``; empty without permission."""
     if not isinstance(answer, list):
         return {}
     words = [word.decode(errors="replace") if isinstance(word, bytes) else "" for word in answer]

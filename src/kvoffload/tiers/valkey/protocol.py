@@ -1,7 +1,7 @@
 """Commands of RESP2 that perform exchanges: handshake, probe, read, write.
 
-Owns the commands, and when a block counts as read, written or present. Every exchange about blocks reads the
-epoch first, so that a reset by another machine is noticed before any block counts.
+Owns the commands, and the conditions for a block to count as read, written or present. Every exchange about
+blocks reads the epoch first, so that a reset by another machine is noticed before any block counts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
 WINDOW_BYTES = 4 << 20
 """Bytes of blocks requested or sent at a time. The next window is requested before this window is received,
-and received blocks are verified while they are in the processor's cache."""
+and received blocks are verified while they are in the CPU's cache."""
 _ABOUT_S = b"2592000"
 """30 days: an engine stores its text again when it connects; the text of an engine that is gone expires."""
 
@@ -48,13 +48,13 @@ def valkey_tier(
     options: RemoteOptions,
     *,
     fingerprint: str,
-    **more: Any,
+    **arguments: Any,
 ) -> RemoteTier:
-    """Return a tier in one server that speaks RESP2. Arguments are those of `RemoteTier`."""
+    """Return a tier in one server that speaks RESP2; arguments as for `RemoteTier`."""
     producer = producer_of(fingerprint)
     keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
     return RemoteTier(
-        name, place, connect, options, dialect=Resp(), keyspace=keyspace, fingerprint=fingerprint, **more
+        name, place, connect, options, dialect=Resp(), keyspace=keyspace, fingerprint=fingerprint, **arguments
     )
 
 
@@ -80,8 +80,8 @@ class Resp:
     # ---- handshake
 
     def handshake(self, connection: Connection, exchange: Handshake) -> None:
-        # If several machines find no epoch at once, the first one creates it and all read it. Of two resets
-        # at once the later one counts; both follow what was before.
+        # If several machines find no epoch at once, the first creates it, and all read it. Of two resets at
+        # once the later counts.
         first, deadline = exchange.epoch_keys[0], exchange.deadline
         options = () if exchange.is_reset else (b"NX",)
         commands = [command(b"SET", key, b"%016x" % secrets.randbits(64), *options) + command(b"GET", key)
@@ -89,16 +89,16 @@ class Resp:
         if exchange.about:
             commands.append(command(b"SET", about_name(first), exchange.about, b"EX", _ABOUT_S))
         connection.send([b"".join(commands), _rights_commands(first)], deadline)
-        found = [_read_epoch(connection, deadline) for _ in exchange.epoch_keys]
+        epochs = [_read_epoch(connection, deadline) for _ in exchange.epoch_keys]
         if exchange.about:
-            connection.reply(deadline)  # any reply will do: the text is for people
+            connection.reply(deadline)  # an error is ignored: only `inspect` reads the text
         _check_rights(connection, deadline)
-        elsewhere = [epoch for epoch in found if isinstance(epoch, ServerError)]
-        if len(elsewhere) == len(found):
+        elsewhere = [epoch for epoch in epochs if isinstance(epoch, ServerError)]
+        if len(elsewhere) == len(epochs):
             raise elsewhere[0]
         if exchange.is_reset and exchange.num_replicas:
             _wait_for_replicas(connection, exchange)
-        exchange.numbers = tuple(None if isinstance(epoch, ServerError) else epoch for epoch in found)
+        exchange.numbers = tuple(None if isinstance(epoch, ServerError) else epoch for epoch in epochs)
 
     # ---- blocks
 
@@ -121,7 +121,7 @@ class Resp:
         finally:
             reading.verify()
         _delete_damaged(connection, exchange, names)
-        # Perhaps nothing is damaged, and the replies belonged to other requests.
+        # Perhaps the blocks are sound, and the replies belonged to other requests.
         exchange.closes_connection = bool(exchange.damaged.any())
 
     def write(self, connection: Connection, exchange: Write) -> None:
@@ -139,29 +139,29 @@ class Resp:
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
     def _present(self, connection: Connection, exchange: BlockExchange, names: list[bytes]) -> Mask:
-        """Read the epoch, and return the blocks that are there."""
+        """Read the epoch; returns a mask of the present blocks."""
         keys, values = exchange.epoch.epoch_keys(exchange.keys), _values(exchange, names)
         commands = _commands(b"GET", keys.names) + _commands(b"EXISTS", *values)
         connection.send([b"".join(commands)], exchange.deadline)
         exchange.current = _check_epoch(connection, exchange, keys)
-        found = np.zeros(len(names), np.bool_)
+        present = np.zeros(len(names), np.bool_)
         all_values = b":%d" % len(values)
         for row, line in enumerate(connection.lines(len(names), exchange.deadline)):
             if line == all_values:
-                found[row] = True
+                present[row] = True
             elif line[:1] == b"-":
                 exchange.refused = connection.error(line)
             elif line not in (b":0", b":1"):
                 raise _unexpected(line)
-        return found & exchange.current
+        return present & exchange.current
 
     def _request(self, connection: Connection, exchange: Read, names: list[bytes], window: slice) -> None:
         """Send the commands that read the epoch and the blocks of a window."""
         keys = exchange.epoch.epoch_keys(exchange.keys[window])
-        # The values of a block one after the other, as they are received.
-        values = [_commands(b"GET", some) for some in _values(exchange, names[window])]
-        blocks = [get for block in zip(*values, strict=True) for get in block]
-        connection.send([b"".join(_commands(b"GET", keys.names) + blocks)], exchange.deadline)
+        # All values of a block, then the values of the next block, as they are received.
+        gets = [_commands(b"GET", value_names) for value_names in _values(exchange, names[window])]
+        block_gets = [get for block in zip(*gets, strict=True) for get in block]
+        connection.send([b"".join(_commands(b"GET", keys.names) + block_gets)], exchange.deadline)
 
 
 class _Reading:
@@ -176,8 +176,8 @@ class _Reading:
     def receive(self, window: slice, most_at_once: int) -> None:
         """Receive the blocks of a window, several at a time.
 
-        A block that is absent, or of another length, is received alone; after it the number of blocks at a
-        time starts again at one.
+        A block that is absent, or has another length, is received alone. Then the number of blocks at a time
+        grows again from one.
         """
         read, row, at_once = self._read, window.start, most_at_once
         while row < window.stop:
@@ -206,9 +206,9 @@ class _Reading:
         return [first] if head == self._read.block_bytes else [first, [block[head:]]]
 
     def _receive_one(self, row: int) -> None:
-        parts, read = self._parts(row), self._read
-        most = 2 * (HEADER_BYTES + read.block_bytes)  # a much longer value is no block of anybody
-        replies = [self._connection.value_into(part, most, read.deadline) for part in parts]
+        values, read = self._parts(row), self._read
+        most = 2 * (HEADER_BYTES + read.block_bytes)  # a longer value violates the protocol
+        replies = [self._connection.value_into(value, most, read.deadline) for value in values]
         errors = [reply for reply in replies if isinstance(reply, ServerError)]
         if errors:
             read.refused = errors[0]
@@ -216,7 +216,7 @@ class _Reading:
             pass
         elif None in replies:
             read.absent[row] = True
-        elif replies != [sum(map(len, part)) for part in parts]:
+        elif replies != [sum(map(len, value)) for value in values]:
             read.damaged[row] = True
         else:
             self._arrived.append(row)
@@ -229,7 +229,7 @@ def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
 
 
 def _check_epoch(connection: Connection, exchange: BlockExchange, keys: EpochKeys) -> Mask:
-    """Receive the epochs and return the blocks that they confirm. Raises `CacheResetError`."""
+    """Receive the epochs; returns a mask of the blocks that they confirm. Raises `CacheResetError`."""
     confirmed, was_reset = np.zeros(len(keys.names), np.bool_), False
     replies = connection.short_replies(len(keys.names), exchange.deadline)
     for row, (reply, expected) in enumerate(zip(replies, keys.numbers, strict=True)):
@@ -341,10 +341,10 @@ def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
 
 
 def _rights_commands(epoch_key: bytes) -> bytes:
-    """Return commands that need the permissions for EXISTS and DEL, on an unused key beside an epoch key.
+    """Return EXISTS and DEL commands on an unused key beside an epoch key, to check permissions.
 
-    A tier without these permissions would be refused at each probe and leave damaged blocks in place. So a
-    handshake fails without them, as ``tier ping`` reports.
+    Without these permissions every probe would fail, and damaged blocks would remain. So the handshake fails,
+    and ``tier ping`` reports it.
     """
     name = epoch_key + b":rights"
     return command(b"EXISTS", name) + command(b"DEL", name)

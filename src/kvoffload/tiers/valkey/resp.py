@@ -1,7 +1,7 @@
 """A connection to a server that speaks RESP2, such as Valkey or Redis.
 
-Owns bytes on a socket. A value of the expected length is received directly into its destination. Knows no
-blocks, and does not retry: after an error the connection must be closed.
+Owns the bytes on a socket. A value of the expected length is received directly into its destination. Does not
+know blocks, and does not retry: after an error the connection must be closed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Block: TypeAlias = Sequence[Sequence[memoryview]]
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
-"""5 ms, as a ``timeval``: a call may exceed its deadline by this."""
+"""5 ms, as a ``timeval``: a call may exceed its deadline by this time."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
-"""Buffers of one call; `sendmsg` and `recvmsg` accept 1,024."""
+"""Limit of buffers in one call; `sendmsg` and `recvmsg` accept 1,024."""
 MOST_AT_ONCE = 128
-"""Blocks of one `blocks_into` call: five buffers each."""
+"""Limit of blocks in one `blocks_into` call, with five buffers each."""
 _RECORD_BYTES = 16 << 10
 _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
@@ -73,10 +73,10 @@ class Connection:
 
     Attributes:
         host: as given to the constructor.
-        has_received: a byte has arrived since this was last set to False.
+        has_received: a byte has arrived since this attribute was set to False.
 
-    Every call has a deadline (of `time.monotonic`), and so has the constructor, which resolves the host,
-    connects and logs in.
+    The constructor resolves the host, connects and logs in. It and every call have a deadline (of
+    `time.monotonic`).
 
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
@@ -98,8 +98,8 @@ class Connection:
                 self._socket = login.tls.wrap_socket(self._socket, server_hostname=host)
             self._is_plain = login.tls is None
             if self._is_plain:
-                # The kernel ends each call after 5 ms, and the deadline is checked between calls. A time-
-                # out of Python would make two system calls of each, and none could wait for a whole block.
+                # The kernel ends each call after 5 ms, and the deadline is checked between calls. With
+                # Python's time-out each call is two system calls, and none can wait for a whole block.
                 self._socket.setblocking(True)
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     self._socket.setsockopt(socket.SOL_SOCKET, option, _MOMENT)
@@ -121,7 +121,7 @@ class Connection:
         self.send([command(b"AUTH", *(word.encode(errors="surrogateescape") for word in words))], deadline)
         reply = self.reply(deadline)
         if isinstance(reply, ServerError):
-            # Servers without AUTH and proxies repeat its arguments, so only the code is kept.
+            # Servers without AUTH, and proxies, repeat its arguments in the error. So keep only the code.
             why = ": it has no password, or no AUTH command" if reply.code == "ERR" else ""
             raise ServerError(f"{reply.code or 'an error'} in reply to AUTH{why}")
         if reply != b"OK":
@@ -132,11 +132,11 @@ class Connection:
         return ServerError(line[1:].decode(errors="surrogateescape"), self._password)
 
     def shown(self, text: str | bytes) -> str:
-        """Return text of the server in printable layout, without the password."""
+        """Return text of the server as `printable` text, without the password."""
         return printable(text, self._password)
 
     def masked(self, text: str) -> str:
-        """Return text of the server without the password; the text is not printable yet."""
+        """Return text of the server without the password, otherwise unescaped."""
         return text.replace(self._password, MASK) if self._password else text
 
     def abort(self) -> None:
@@ -146,14 +146,14 @@ class Connection:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection, so that no byte can arrive any more. Idempotent."""
+        """Close the connection; no byte arrives afterwards. Idempotent."""
         self._socket.close()
 
     @property
     def is_in_step(self) -> bool:
-        """True between exchanges if no unexpected byte has arrived and the connection is not closed.
+        """True between exchanges if no unexpected byte has arrived and the connection is open.
 
-        Over TLS, whose protocol has messages of its own, bytes in the socket are not checked.
+        Over TLS bytes in the socket are not checked, because they may be messages of TLS itself.
         """
         if self._begin != self._end:
             return False
@@ -214,8 +214,8 @@ class Connection:
         """Read `count` replies of one line each, unparsed: ``:1``, ``-ERR ...``. Faster than `reply`.
 
         Args:
-            shortest: length of the usual reply with its line end. The thread is woken when that many bytes a
-                reply have arrived, instead of once for each reply.
+            shortest: length of the usual reply with its line end. The thread wakes when ``count * shortest``
+                bytes have arrived, instead of once for each reply.
         """
         lines: list[bytes] = []
         while len(lines) < count:
@@ -279,12 +279,12 @@ class Connection:
         return length
 
     def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
-        """Receive the values of these blocks with few system calls; returns the number of blocks received.
+        """Receive the values of these blocks with few system calls; returns the number of received blocks.
 
-        Blocks have equal layouts; there are at most `MOST_AT_ONCE`. Receiving stops before a block with a
-        null or a value of another length, whose replies `value_into` reads next, and at the deadline or the
-        end of the connection once a block has arrived. The parts of later blocks have undefined contents.
-        Over TLS the result is 0. Cost: up to 5 ms more if the last values are nulls.
+        Takes at most `MOST_AT_ONCE` blocks of equal layout. Stops before a block with a null or a value of
+        another length: read its replies with `value_into`. Also stops at the deadline or the end of the
+        connection, if a block has arrived. Parts of later blocks have undefined contents. Over TLS the result
+        is 0. Cost: up to 5 ms more if the last values are nulls.
         """
         if not self._is_plain:
             return 0
@@ -301,15 +301,15 @@ class Connection:
                 break
             count += received
             remaining = _without_first(remaining, received)
-        came = layout.sound_blocks(framing, count)
-        if (used := came * layout.num_bytes) < count:
+        num_received = layout.sound_blocks(framing, count)
+        if (used := num_received * layout.num_bytes) < count:
             self._put_back(b"".join(buffers)[used:count] + self._buffer[self._begin : self._end])
-        return came
+        return num_received
 
     # ---- inside
 
     def _put_back(self, received: bytes) -> None:
-        """Replace the received and unused bytes."""
+        """Set the received and unused bytes."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)
@@ -381,8 +381,8 @@ class Connection:
     def _wait_for(self, num_bytes: int, deadline: float) -> None:
         """Wait until this many bytes can be received, the connection ends, or `_SHORT_WAIT_S` is over.
 
-        A server sends the reply to each SET separately, and a wake-up costs as much CPU time as sending the
-        block. So the kernel wakes this thread when all replies have arrived.
+        A server sends the reply to each SET separately, and a wake-up costs as much CPU time as sending a
+        block. So the kernel wakes this thread once, when all replies have arrived.
         """
         if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
             return

@@ -87,7 +87,7 @@ def tier_owner(
             and logs an error.
     """
 
-    def go_on_without(error: UnavailableError) -> None:
+    def on_unavailable(error: UnavailableError) -> None:
         logger.error("kvoffload: the engine runs WITHOUT a tier behind RAM until its next start: %s", error)
         missing.append(str(error.value))
 
@@ -96,7 +96,7 @@ def tier_owner(
         key_bytes,
         fingerprint(producer),
         facts.replica,
-        go_on_without=go_on_without,
+        on_unavailable=on_unavailable,
         shared_fingerprint=lambda name: shared_fingerprint(producer, name),
     )
 
