@@ -270,7 +270,7 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Count troubles of a node; returns True if an exchange failed because another node has the blocks."""
+        """Count troubles of a node; returns True if another node has the blocks of the exchange."""
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere
         if is_elsewhere or not (exchange.error is None or isinstance(exchange.error, CacheResetError)):
