@@ -305,7 +305,6 @@ class FilterReusedOffloadingManager(AbstractOffloadingManager):
 
 
 def _pop_plan(plans: defaultdict[OffloadKey, list[Plan]], key: OffloadKey, call: str) -> Plan:
-    """Remove and return an open plan of `key`."""
     if not plans.get(key):
         raise MisuseError(f"{call} of a block that was not prepared: key {key.hex()}")
     plan = plans[key].pop()

@@ -26,7 +26,7 @@ _MIN_WEIGHT = 0.25
 class Cascade:
     """Writes of ready blocks from RAM to the tiers behind it.
 
-    Thread: the scheduler's. Cost: nothing while no block is offered or waits.
+    Thread: the scheduler's. Cost: nothing while no block is offered or queued.
     """
 
     def __init__(self, stack: TierStack) -> None:

@@ -119,7 +119,7 @@ class TierLane:
             self._next_try = now + _RETRY_AFTER_S
 
     def end_write(self, num_blocks: int, num_written: int, seconds: float) -> None:
-        """Update the speed after a write of `num_blocks`, of which `num_written` succeeded."""
+        """Update the speed after a write of `num_blocks`; `num_written` blocks succeeded."""
         self.num_writing -= num_blocks
         if num_written:
             latest, past = seconds / num_written, self.write_s_per_block

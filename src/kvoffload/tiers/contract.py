@@ -87,8 +87,8 @@ class SecondaryTier(ABC):
     ) -> tuple[int, Mask]:
         """Begin to write blocks from ``pool[rows[i]]``; returns the job's number and the accepted blocks.
 
-        Not accepted are blocks that the tier has, blocks that its admission rule or policy refuses, and all
-        blocks while its queue is full. If no block is accepted, there is no job, and the number is `NO_JOB`.
+        The tier does not accept blocks that it has, blocks that its admission rule or policy refuses, and any
+        block while its queue is full. If no block is accepted, there is no job, and the number is `NO_JOB`.
         The job's result has one row for each accepted block.
         """
 
@@ -108,9 +108,9 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget every block. The tier must not serve it after a restart either.
+        """Forget every block. The tier must not serve these blocks after a restart either.
 
-        A shared tier forgets for all machines, each from the moment when it notices the reset. Until the
+        A shared tier forgets for all machines; each machine notices the reset at its next exchange. Until the
         server confirms the reset, this process finds no blocks.
         """
 

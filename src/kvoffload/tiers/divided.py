@@ -91,7 +91,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     @abstractmethod
     def _shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
-        """Divide keys among members: number, member and rows of the batch, for each member with keys."""
+        """Divide keys among members; returns number, member and rows of the batch of members with keys."""
 
     # ---- requests
 

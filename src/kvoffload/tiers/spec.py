@@ -125,7 +125,7 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks. A kind without a capacity has more than any trace."""
+        """Capacity in blocks; more than any trace needs, for a kind without a capacity."""
         return MOST_BLOCKS
 
     @property

@@ -65,7 +65,7 @@ class StripedTier(DividedTier[SecondaryTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the number of each key's tier. Never change this function: disks hold blocks by it."""
+        """Return the number of each key's tier. A change would lose the blocks that are on disks."""
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)

@@ -224,7 +224,7 @@ class Committer:
             return True
 
     def _commit(self) -> None:
-        """Append the newest batch after its data are durable. If another batch waits, both share its sync."""
+        """Append the newest batch once its data are durable. If another batch waits, its sync serves both."""
         *earlier, batch = self._in_flight
         if batch.chunks or earlier:
             self._journal.sync()

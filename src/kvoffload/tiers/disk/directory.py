@@ -186,7 +186,7 @@ class _Opening:
         return slab
 
     def _prepare(self, slab: Slab, progress: Progress | None) -> Recovered | None:
-        """Recover a slab and give it the capacity.
+        """Recover a slab and resize it to the capacity.
 
         Deletes it and returns None if the capacity is too small for its journal. Closes the slab unless it
         returns the contents.
@@ -318,7 +318,7 @@ class _Opening:
 
 
 def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
-    """Return the slot after the last block; at least one slot is kept."""
+    """Return the end of the slots with blocks, so that at least one slot lies before it."""
     slots = recovered.contents.slots()
     return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
 

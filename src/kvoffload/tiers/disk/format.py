@@ -239,7 +239,7 @@ class Head(NamedTuple):
     """First and last page of a checkpoint; both are equal, and are written after its groups.
 
     Attributes:
-        last_generation: greatest generation ever written, including blocks that have left.
+        last_generation: greatest generation ever written, including removed blocks.
         written: number of blocks written by hour since 1970, ascending.
     """
 

@@ -150,7 +150,7 @@ def delete(slabs: list[Path]) -> None:
     """Delete slabs of one directory. The lock file stays, because a process may wait for the lock.
 
     Raises:
-        ConfigError: a path is a link, or has not the name of a slab; no file is deleted.
+        ConfigError: a path is a link, or does not have the name of a slab; no file is deleted.
         UnavailableError: a process has the directory open, or the directory cannot be written.
     """
     for slab in slabs:
@@ -199,7 +199,7 @@ def verify(
 
 
 def compact(slab: Slab, recovered: Recovered) -> None:
-    """Write a new checkpoint of the readable blocks, and an empty log over the old one. Raises `OSError`."""
+    """Write a new checkpoint of the readable blocks, and clear the log. Raises `OSError`."""
     Journal(slab, recovered).checkpoint(recovered.contents)
     # The checkpoint replaces the log; writing zeros makes unreadable pages of the log readable.
     slab.write_zeros(slab.layout.log_offset, slab.layout.slots_offset)

@@ -52,7 +52,7 @@ class Placement:
         self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
-        """Put the recovered blocks into an empty manager; returns the places of blocks that were left out.
+        """Put the recovered blocks into an empty manager; returns the places of blocks that do not fit.
 
         Stores blocks in the order of their writes, then reports uses in their order. Policies that order by
         insertion and policies that order by use both regain their order.
@@ -115,7 +115,7 @@ class Placement:
         return self._place[slots]
 
     def renew(self, slots: SlotArray) -> None:
-        """Give slots that will be written new generations."""
+        """Assign new generations to slots before a write."""
         generations = np.arange(len(slots), dtype=np.uint64) + np.uint64(self.next_generation)
         self.generation[slots] = generations
         self.next_generation += len(slots)
@@ -126,7 +126,7 @@ class Placement:
         return self._place[slots].astype(np.uint32)
 
     def rotate(self, slots: SlotArray) -> None:
-        """Give emptied slots the places that have been empty for the longest time."""
+        """Assign the places that have been empty longest to emptied slots."""
         queue = np.concatenate([self._reserve, self._place[slots]])
         self._place[slots], self._reserve = queue[: len(slots)], queue[len(slots) :]
 

@@ -56,8 +56,8 @@ class Contents:
         written_at_s: time of the write, in seconds since 1970.
         checksum: checksum over header and bytes.
         words: key, packed as in `Keys`.
-        last_generation: greatest generation ever, including blocks that have left.
-        written: number of blocks written by hour since 1970, including blocks that have left.
+        last_generation: greatest generation ever, including removed blocks.
+        written: number of blocks written by hour since 1970, including removed blocks.
     """
 
     def __init__(self, layout: Layout, void_before: int = 0) -> None:

@@ -47,7 +47,7 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 
 
 def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks: int) -> Recovered:
-    """Keep the hottest `num_blocks` blocks, all in slots from `first` to before `end`; returns the contents.
+    """Keep the hottest `num_blocks` blocks, all in slots `first` to ``end - 1``; returns the contents.
 
     Copies kept blocks from outside into free slots of this range. Durable on return. A block on a bad sector
     is lost.

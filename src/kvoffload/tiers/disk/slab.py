@@ -307,7 +307,7 @@ class Slab:
         return written, sums
 
     def _num_with_room(self, slots: Positions) -> int:
-        """Grow the file for these slots, if possible; returns the number of slots that it covers."""
+        """Grow the file for these slots, if possible; returns how many of them are in the file."""
         if slots[-1] >= self._num_reserved:
             try:
                 self._grow(int(slots[-1]) + 1)
@@ -409,7 +409,7 @@ class Slab:
         transfer(self._files.write, self._fd, [memory], offset)
 
     def write_zeros(self, start: int, end: int) -> None:
-        """Overwrite whole pages from offset `start` to before `end` with zeros. Raises `OSError`."""
+        """Overwrite the bytes from `start` to ``end - 1``, whole pages, with zeros. Raises `OSError`."""
         zeros = aligned(_PIECE_BYTES)
         for offset in range(start, end, _PIECE_BYTES):
             self.write_pages(offset, zeros[: min(_PIECE_BYTES, end - offset)])

@@ -157,7 +157,7 @@ class Breakers:
         return True
 
     def note_outage(self, waited_s: float) -> None:
-        """Record the begin or end of an outage, if any. `waited_s`: the wait that preceded its begin."""
+        """Record the start or end of an outage, if any. `waited_s`: the wait before its start."""
         if self.is_out and self._out_since is None:
             self.num_outages += 1
             self._outage_s += waited_s

@@ -18,10 +18,10 @@ CONNECT_S = 0.5
 
 
 class Connection(Protocol):
-    """A connection, logged in.
+    """A connection to a server, after login.
 
     Attributes:
-        has_received: a byte has arrived since this attribute was set to False.
+        has_received: set to True when a byte arrives; the user sets it to False.
         is_in_step: every reply has been read, and the server has not closed the connection.
     """
 

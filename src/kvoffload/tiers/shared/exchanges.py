@@ -108,7 +108,7 @@ class BlockExchange(Exchange):
 
     Attributes:
         job: number of its job.
-        num_rows: rows of the job's result; the blocks of this exchange are the first of them.
+        num_rows: rows of the job's result; the first rows are the blocks of this exchange.
         objects: the objects of a bucket that hold these blocks.
         current: blocks whose epoch the server has confirmed; no other block counts.
         ok: blocks that are present, were read, or were written.

@@ -52,9 +52,8 @@ def head_bytes(block_bytes: int) -> int:
     """Return the number of a block's bytes in its first value, after the header.
 
     A second value (`rest_names`), if any, has the other bytes. Servers allocate memory in jemalloc's size
-    classes, four for each doubling. A block of a power of two with its header is just above a class, and
-    would waste a quarter of its memory. A block that would waste more than a tenth is split, so that the
-    second value fills a class.
+    classes, four for each doubling. So a value of 2^n bytes and a header would waste a quarter of its memory.
+    A block that would waste more than a tenth is split, so that the second value fills a class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -112,7 +111,7 @@ class Epoch(ABC):
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """Return the epoch number of each block, and its checksum seed, which excludes the key."""
+        """Return the epoch number of each block, and the part of its checksum seed apart from its key."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
@@ -155,7 +154,7 @@ class SingleEpoch(Epoch):
 
     @cached_property
     def seed(self) -> np.uint64:
-        """Seed of its checksums, without the key."""
+        """Part of the checksum seed that all blocks of the epoch share."""
         return seed_of(self.namespace, self.producer, self.number)
 
     def names(self, keys: Keys) -> list[bytes]:
@@ -204,7 +203,7 @@ def hexadecimal(keys: Keys) -> list[bytes]:
 
 
 def seed_of(namespace: str, producer: bytes, number: int) -> np.uint64:
-    """Return the seed of an epoch's checksums, without the key."""
+    """Return the part of the checksum seed that all blocks of an epoch share."""
     text = f"{FORMAT}\0{namespace}\0".encode() + producer
     seed: np.uint64 = np.uint64(xxhash.xxh3_64_intdigest(text, number))
     return seed
@@ -221,7 +220,7 @@ def epoch_name(namespace: str, producer: bytes) -> bytes:
 
 
 def about_name(epoch: bytes) -> bytes:
-    """Return the name, beside this epoch key, of the producer's text, which only ``inspect`` reads."""
+    """Return the name of the producer's text, which is beside this epoch key and only for ``inspect``."""
     prefix, _, tag = epoch.rpartition(b":epoch")
     return prefix + b":about" + tag
 

@@ -145,7 +145,7 @@ class Peer:
         self.breakers.end_pauses()
 
     def reset(self) -> None:
-        """Forget all blocks, here at once and on the server when the server confirms the reset."""
+        """Forget all blocks: in this process at once, on the server when it confirms the reset."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())
         self.close_epoch()
         self.reset_wanted = True

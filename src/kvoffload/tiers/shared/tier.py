@@ -420,7 +420,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return Write(num_rows=len(keys), pool=pool, rows=rows, ttl_s=self.options.ttl_s, **common)
 
     def _common(self, keys: Keys, timeout_s: float) -> dict[str, Any]:
-        """Arguments of every exchange about blocks."""
+        """Return the arguments of every exchange about blocks."""
         return {
             "job": self.jobs.next_job(),
             "keys": keys,
@@ -532,7 +532,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self._full_backoff.reset()
 
     def end_pauses(self) -> None:
-        """Allow handshakes, attempts and writes at once."""
+        """Allow handshakes, attempts and writes now."""
         self._resume_writes_at = 0.0
         self.peer.end_pauses()
 

@@ -83,7 +83,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         numbers: numbers of the nodes in the map, by address.
         divisions: divisions of each node, by number.
         homes: for each division, the number of its node, or -1.
-        is_reset_wanted: divisions whose reset no node has confirmed.
+        is_reset_wanted: for each division, True until its reset is confirmed.
 
     Memory: 16 MiB for the presence cache of each node. Thread: the scheduler's; three for each node, and one
     for the map.

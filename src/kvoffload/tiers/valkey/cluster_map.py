@@ -34,7 +34,7 @@ class MapQuestion(Exchange):
     its map is not used.
 
     Attributes:
-        divisions: divisions of each node with divisions, ascending.
+        divisions: divisions of each node that has any, ascending.
         num_replicas: connected replicas of each node.
     """
 

@@ -1,4 +1,4 @@
-"""Distribution of blocks over a cluster: 256 divisions, each in one hash slot with an epoch of its own.
+"""Distribution of blocks over a cluster: 256 divisions, each with one hash slot and one epoch.
 
 A single epoch would be on one node, which may be down while other nodes have blocks, or have a reset that
 other nodes lack. So each division has an epoch beside its blocks: a slot moves, fails over and is lost as a
@@ -80,7 +80,7 @@ class DividedEpoch(Epoch):
 
     @cached_property
     def _table(self) -> tuple[list[bytes], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """For every division: prefix of its blocks' names, epoch number, checksum seed."""
+        """Name prefixes, epoch numbers and checksum seeds of all divisions."""
         names, place, known = tags(), producer_prefix(self.namespace, self.producer), self._known
         numbers = [known.get(division) or 0 for division in range(NUM_DIVISIONS)]
         seeds = [seed_of(self.namespace, self.producer, number) for number in numbers]

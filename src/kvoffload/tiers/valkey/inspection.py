@@ -74,7 +74,7 @@ class ProducerReport:
     Attributes:
         producer: 32 hexadecimal digits. block_bytes: None without blocks.
         in_epoch: blocks of the present epoch. older: blocks from before a reset, which the server will evict.
-        with_end: 1.0 if a sampled block has a time to live, 0.0 if none has, None without a sample.
+        with_end: 1.0 if any sampled block has a time to live, otherwise 0.0; None without samples.
         about: text about the producer, untrusted; empty if the server has none.
     """
 
@@ -271,7 +271,6 @@ def _add_abouts(
 
 
 def _epoch_name(block: bytes) -> bytes:
-    """Return the epoch key of a block."""
     parts = block.split(b":")
     return b":".join([*parts[:3], b"epoch", *parts[4:-1]])
 

@@ -69,20 +69,20 @@ def command(*words: bytes) -> bytes:
 
 
 class Connection:
-    """A connection, logged in.
+    """A connection to a server, after login.
+
+    The constructor resolves the host, connects and logs in. Constructor and calls have deadlines (of
+    `time.monotonic`).
 
     Attributes:
         host: as given to the constructor.
-        has_received: a byte has arrived since this attribute was set to False.
-
-    The constructor resolves the host, connects and logs in. It and every call have a deadline (of
-    `time.monotonic`).
+        has_received: set to True when a byte arrives; the user sets it to False.
 
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
 
     Raises: `OSError` (`TimeoutError` at the deadline) and `ProtocolError`: then close it; `ServerError` if
-        the login is refused. Thread: one, but for `abort`.
+        the login is refused. Thread: one, except `abort`.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class Connection:
     # ---- inside
 
     def _put_back(self, received: bytes) -> None:
-        """Set the received and unused bytes."""
+        """Replace the unused bytes by these bytes."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)

@@ -22,10 +22,7 @@ class InFlight(Generic[P]):
             self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Remove and return the plans of these keys. A plan that has other keys, too, is split.
-
-        Ignores unknown keys.
-        """
+        """Remove and return the plans of these keys; splits plans with other keys. Ignores unknown keys."""
         wanted = set(keys)
         taken: list[P] = []
         remaining: list[tuple[P, set[bytes]]] = []

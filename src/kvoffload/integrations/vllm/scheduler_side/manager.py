@@ -59,7 +59,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(eq=False)
 class Arrival:
-    """Facts about a request from its arrival to its end, whether it is looked up or not.
+    """Facts about a request from its arrival to its end, with or without a lookup.
 
     Attributes:
         has_adapter: a LoRA adapter computes the request, so the request loads from no tier.

@@ -151,7 +151,6 @@ class Recorder:
             self._stop(error.strerror or str(error))
 
     def _stop(self, reason: str) -> None:
-        """Stop writing; the engine continues."""
         logger.warning("kvoffload: recording to %s has ended: %s", self.path, reason)
         file, self._file = self._file, None
         if file is not None:

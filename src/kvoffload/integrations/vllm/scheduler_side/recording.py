@@ -101,7 +101,7 @@ def _hints(request: Any) -> Hints:
 
 
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
-    """Start the recording that the options request; None without one, or if its file cannot be created."""
+    """Start recording if the options request it; None if they do not, or the file cannot be created."""
     if options.record is None:
         return None
     try:

@@ -168,7 +168,6 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return at_once | self._store_next_victims()
 
     def _on_drop(self, number: int, key: Any) -> None:
-        """Count a block that the GPU drops."""
         self._num_dropped += 1
         if not self._was_offered(number, key):
             self._dropped_unoffered[bytes(key)] = None

@@ -47,9 +47,9 @@ def num_threads(num_workers: int) -> int:
 
 
 def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
-    """Allocate these spans of a file that is mapped whole, near this process, and zero the new pages.
+    """Allocate zeroed pages for spans of a mapped file, on this process's NUMA node.
 
-    Pages that exist already are unchanged. Afterwards no write into a span can fail for lack of memory.
+    Existing pages do not change. Afterwards no write into a span can fail for lack of memory.
 
     Args:
         address: address of the file's first byte in this process. threads: number of threads.

@@ -1,8 +1,8 @@
 """All changes to vLLM's objects at run time. A patch changes one object, never a class or module of vLLM.
 
-- `take_over` changes the scheduler side of vLLM's connector. A factory of scheduler sides would replace it.
-- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. A listener for evictions would replace it.
-- `name_failed_loads` extends the results of the worker side. A list of failed loads would replace it.
+- `take_over` gives vLLM's connector our scheduler side. Needed until a connector has a factory for its sides.
+- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. Needed until a pool has eviction listeners.
+- `name_failed_loads` reports failed loads. Needed until the results of the worker side list them.
 """
 
 from __future__ import annotations

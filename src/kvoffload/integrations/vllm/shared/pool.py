@@ -188,11 +188,11 @@ class SharedPool:
         return address_of(self._slots)
 
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
-        """Compute and store the checksums of one part of these slots. `digests`: of the slots' keys."""
+        """Compute and store the checksums of one part of these slots, seeded with their keys' digests."""
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
-        """Return a mask of slots whose checksums match in all parts. `digests`: of the slots' keys."""
+        """Return a mask of slots whose checksums match in all parts; `digests` as for `seal`."""
         sound: Mask = np.ones(len(slots), np.bool_)
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)

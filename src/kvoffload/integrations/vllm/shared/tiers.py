@@ -222,7 +222,6 @@ def cpu_instructions() -> str:
 
 
 def _is_on_cpu() -> bool:
-    """Return True on vLLM's CPU platform."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

@@ -185,7 +185,6 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = TransferResult(job_id, job.is_store or self.failures_are_named)
 
     def _seal(self, slots: SlotsSpec, result: TransferResult) -> TransferResult:
-        """Compute the checksums of this worker's part of the slots."""
         start = time.perf_counter()
         assert slots.digests is not None
         self._pool.seal(self._part, slots.block_ids, slots.digests)
