@@ -170,7 +170,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("take_changes", nothing, self._shared.take_changes)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the jobs; False also while a failed `clear` is pending, and once the tier is closed."""
+        """Wait for the jobs; False on time-out, while a failed `clear` is pending, or for a closed tier."""
         if self._must_clear:
             self._try_clear()
         if self._must_clear or self._is_closed:

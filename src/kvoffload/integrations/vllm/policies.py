@@ -180,7 +180,7 @@ class VLLMPolicy(CachePolicy):
     # ---- inside
 
     def _manager_for(self, key: bytes) -> OffloadingManager:
-        """Return our manager, created with the length of the first key."""
+        """Return our manager. The first call creates it, for keys of this length."""
         if self._manager is None:
             self._manager = OffloadingManager(self.cache_capacity, key_bytes=len(key), policy=self.policy)
         return self._manager

@@ -99,7 +99,7 @@ class KVOffloadSpec(OffloadingSpec):
         self._worker: KVOffloadWorker | None = None
 
     def get_manager(self) -> KVOffloadManager:
-        """Return the scheduler side, created at the first call."""
+        """Return the scheduler side. The first call creates it."""
         if self._manager is None:
             facts = self.facts
             if self.options.tiers:
@@ -119,7 +119,7 @@ class KVOffloadSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
-        """Return the worker side, created at the first call, for the tensors of its layers."""
+        """Return the worker side for the tensors of its layers. The first call creates it."""
         if self._worker is None:
             layout = Layout.of(kv_caches, self.facts.blocks_per_chunk)
             pool = self._attach(1 + self.facts.rank, layout.part_bytes)

@@ -179,7 +179,7 @@ class Committer:
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Commit pending accesses at once while `flushing` is True: a caller waits for `is_settled`."""
+        """Commit pending accesses without delay while `flushing` is True, for a caller that drains."""
         self._flushing = flushing
         self._wake.notify()
 

@@ -26,7 +26,7 @@ class Pipeline:
     once if the committer is broken; reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. Raises `RuntimeError` if
-    the system cannot start another thread; then none is left running.
+    the system cannot start a thread; then all threads have ended.
 
     Attributes:
         num_threads: number of threads that move blocks.

@@ -1,4 +1,4 @@
-"""Changes of a slab's size: moves blocks inside the file, and drops the coldest if there is too little space.
+"""Resizing of a slab: moves blocks inside the file, and drops the coldest if there is too little space.
 
 Owns the order of writes: a crash at any write or sync leaves a sound slab, and the next opening resumes.
 """

@@ -229,7 +229,7 @@ class Slab:
                 self._may_grow_at_s = self._files.monotonic_s() + self._growth_backoff.next_s()
 
     def _reserve(self, num_slots: int) -> bool:
-        """Extend the file as `reserve` does; returns False if the disk is too full for the full length."""
+        """Extend the file as `reserve` does; returns True if the file has its full length."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes

@@ -197,8 +197,8 @@ class Bucket:
     async def value(self, name: str, num_bytes: int) -> tuple[Found, bytes]:
         """Read a small object of a known size."""
         into = ValueReceiver(num_bytes)
-        found = await self.get(name, Span(0, num_bytes, num_bytes), into)
-        return found, bytes(into.data) if found is Found.WHOLE else b""
+        outcome = await self.get(name, Span(0, num_bytes, num_bytes), into)
+        return outcome, bytes(into.data) if outcome is Found.WHOLE else b""
 
     async def size(self, name: str) -> int | None:
         """Return the size of an object; None if it does not exist."""

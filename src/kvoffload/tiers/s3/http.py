@@ -174,7 +174,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._receiver = NoReceiver()
         self._fill = self._num_interim = 0
         self._has_begun = self._in_body = self._keeps = False
-        self._left: int | None = None
+        self._num_left: int | None = None
         self._chunks: _Chunks | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -187,8 +187,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if not self._in_body:
             return self._view[self._fill : _HEAD_BYTES]
         room = self._receiver.room()
-        if self._left is not None:
-            room = room[: self._left]
+        if self._num_left is not None:
+            room = room[: self._num_left]
         return room if len(room) else self._view
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -201,7 +201,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._take_chunks(self._view[:nbytes])
             elif self._in_body:
                 self._receiver.add(nbytes)
-                self._left = None if self._left is None else self._left - nbytes
+                self._num_left = None if self._num_left is None else self._num_left - nbytes
                 self._end_body()
             else:
                 self._fill += nbytes
@@ -215,7 +215,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_usable = False
         if self._done is not None and not self._done.done():
-            if self._in_body and self._left is None and self._chunks is None and exc is None:
+            if self._in_body and self._num_left is None and self._chunks is None and exc is None:
                 self._finish(keeps=False)
             else:
                 self._fail(ResponseError("the connection was closed before the end of the response"))
@@ -246,7 +246,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._in_body = True
         if self._is_head or status in _NO_BODY:
             length, encoding = 0, ""
-        self._left = length
+        self._num_left = length
         if encoding:
             self._chunks = _Chunks()
             self._take_chunks(memoryview(remaining))
@@ -255,8 +255,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if length is not None and len(data) > length:
             self._keeps, data = False, data[:length]
         taken = _copy(data, self._receiver)
-        if self._left is not None:
-            self._left -= taken
+        if self._num_left is not None:
+            self._num_left -= taken
         self._end_body()
 
     def _take_chunks(self, data: memoryview) -> None:
@@ -269,7 +269,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _end_body(self) -> None:
         """End the response if it is complete, or if the receiver is full."""
-        if self._left == 0:
+        if self._num_left == 0:
             self._finish(keeps=self._keeps)
         elif not len(self._receiver.room()):
             self._finish(keeps=False)
@@ -296,7 +296,7 @@ class _Chunks:
 
     def __init__(self) -> None:
         self.is_at_end = self.is_over = False
-        self._left = 0
+        self._num_left = 0
         self._line = bytearray()
         self._is_after_data = False
         self._num_framing = self._num_data = 0
@@ -304,14 +304,14 @@ class _Chunks:
     def feed(self, data: memoryview, receiver: Receiver) -> int:
         """Decode bytes while the receiver has room; returns the number of bytes after the end of the body."""
         while len(data) and not self.is_over:
-            if self._left:
-                taken = _copy(data[: self._left], receiver)
+            if self._num_left:
+                taken = _copy(data[: self._num_left], receiver)
                 if not taken:
                     return 0
-                self._left -= taken
+                self._num_left -= taken
                 self._num_data += taken
                 data = data[taken:]
-                self._is_after_data = self._left == 0
+                self._is_after_data = self._num_left == 0
             else:
                 data = self._take_line(data)
         return len(data)
@@ -342,8 +342,8 @@ class _Chunks:
             match = _CHUNK_SIZE.fullmatch(line)
             if match is None:
                 raise ResponseError("a chunk without a size")
-            self._left = int(match[1], 16)
-            self.is_at_end = self._left == 0
+            self._num_left = int(match[1], 16)
+            self.is_at_end = self._num_left == 0
 
 
 def _copy(data: memoryview, receiver: Receiver) -> int:

@@ -57,7 +57,7 @@ def s3_tier(
 
     Args:
         ledger: counts the requests of all connections.
-        group_blocks: blocks in an object, equal on all machines; 1 needs no reported paths.
+        group_blocks: blocks in an object, equal on all machines. With 1, `follow` need not be called.
         arguments: other arguments of `RemoteTier`.
     """
     producer = producer_of(fingerprint)

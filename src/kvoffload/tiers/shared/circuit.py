@@ -135,7 +135,7 @@ class Breakers:
         return self.attempts.get(exchange.kind) == exchange.job
 
     def note_success(self, exchange: BlockExchange) -> None:
-        """Close the breaker of the exchange's type, unless the exchange began before it opened."""
+        """Close the breaker of the exchange's type, unless the breaker opened after the exchange began."""
         self._succeeded_at[exchange.kind] = exchange.ended
         breaker = self.operations[exchange.kind]
         if breaker.is_open and not self.is_attempt(exchange):

@@ -64,5 +64,5 @@ class EpochHistory:
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number has ended after `since`: a server may have returned it before that."""
+        """Return True if this number has ended after `since`, so that an old reply may contain it."""
         return number in self._ended and not self.has_ended(number, since)

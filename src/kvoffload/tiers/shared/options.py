@@ -25,7 +25,8 @@ class SharedTierOptions(TierOptions):
     """Options of a tier that machines share.
 
     Attributes:
-        timeout: deadline of a read; blocks that have arrived until then count. probe_timeout: of a probe.
+        timeout: deadline of a read; blocks that arrive before the deadline count.
+        probe_timeout: deadline of a probe.
         identity: name of the weights, equal on all machines; by default it is detected.
         admission: chooses the blocks to write.
         start_s: longest wait for the server at opening. engine_start_s: longest wait of an engine, which then

@@ -362,7 +362,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- availability
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of this type are sent. Reconnects if the circuit breaker allows it."""
+        """Return True if operations of this type may be sent. Reconnects if the circuit breaker allows it."""
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")
         if self.peer.is_closed:

@@ -88,7 +88,7 @@ class Connection:
     def __init__(
         self, host: str, port: int, login: Login, deadline: float, addresses: Addresses | None = None
     ) -> None:
-        self.host, self._left, self._password = host, 0, login.password
+        self.host, self._answer_bytes_left, self._password = host, 0, login.password
         _seconds_left(deadline)
         self._socket: socket.socket = (addresses or Addresses()).connected(host, port, deadline)
         try:
@@ -207,7 +207,7 @@ class Connection:
 
     def answer(self, deadline: float) -> Answer:
         """Read a reply of any type, of up to 1 MiB; arrays are lists. For rare commands."""
-        self._left = _MOST_ANSWER_BYTES
+        self._answer_bytes_left = _MOST_ANSWER_BYTES
         return self._answer(deadline, _MOST_NESTED)
 
     def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
@@ -329,8 +329,8 @@ class Connection:
     def _answer(self, deadline: float, most_nested: int) -> Answer:
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
-        self._left -= _ELEMENT_BYTES + len(line)
-        if self._left < 0:
+        self._answer_bytes_left -= _ELEMENT_BYTES + len(line)
+        if self._answer_bytes_left < 0:
             raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes")
         if kind in b"+-":
             return text if kind == b"+" else self.error(line)
@@ -341,8 +341,8 @@ class Connection:
             return count
         if count == -1:
             return None
-        self._left -= max(count, 0)
-        if count < 0 or self._left < 0 or most_nested == 0:
+        self._answer_bytes_left -= max(count, 0)
+        if count < 0 or self._answer_bytes_left < 0 or most_nested == 0:
             raise ProtocolError(f"an answer of more than {_MOST_ANSWER_BYTES} bytes, or nested too deeply")
         if kind == b"*":
             return [self._answer(deadline, most_nested - 1) for _ in range(count)]

@@ -24,7 +24,7 @@ class Events:
         self._of_tiers: list[OffloadingEvent] = []
 
     def reset(self, manager: AnyManager) -> None:
-        """Take the events of a manager that was just reset."""
+        """Collect the events of a manager after its reset."""
         for event in manager.take_events():
             if event.medium == RAM:
                 self._removed_by_reset.update(event.keys)

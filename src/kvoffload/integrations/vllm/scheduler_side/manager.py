@@ -242,7 +242,7 @@ class KVOffloadManager(OffloadingManager):
             self.core.touch(list(keys), self._request(req_context, keys).ctx)
 
     def _request(self, req_context: Any, keys: Collection[bytes] = ()) -> Request:
-        """Return the record of a request, created at the first call. The first key sets the key length."""
+        """Return the record of a request. The first call creates it; the first key sets the key length."""
         request = self._requests.get(req_context.req_id)
         if request is None:
             path = path_of(req_context)

@@ -26,9 +26,9 @@ Span = tuple[int, int]
 
 
 def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
-    """Request pages of 2 MiB for later allocations in this mapping; returns True if the kernel accepts.
+    """Request huge pages (2 MiB) for later allocations in this mapping; returns True if the kernel accepts.
 
-    The kernel then uses huge pages if the file system is mounted with them (``huge=``). Raises: nothing.
+    Has an effect only if the file system is mounted with the option ``huge=``. Raises: nothing.
     """
     return _advise(address, num_bytes, _MADV_HUGEPAGE) == 0
 
