@@ -182,7 +182,7 @@ def test_the_pool_is_page_aligned_contiguous_and_aligned_by_slot():
 
 
 def test_a_pool_larger_than_memory_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"num_slots \* block_bytes: '1099511627776 \* 65536 = .* can give"):
+    with pytest.raises(ConfigError, match=r"num_slots \* block_bytes: '1099511627776 \* 65536 = .* avail"):
         MemoryTier(2**40, 2**16)
     assert 2**20 < available_bytes() < 2**63 - 1
     # Also one that could be mapped but not filled.

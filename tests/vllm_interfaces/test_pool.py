@@ -119,10 +119,10 @@ def test_two_engines_do_not_share(attach: Callable[..., SharedPool]) -> None:
     pool.part(0)[:] = 1
     assert not other.part(0).any()
     with pytest.raises(
-        ConfigError, match="allowed: an id that no other engine has; an engine with it is starting"
+        ConfigError, match="another engine with this id is starting; allowed: a different id for each engine"
     ):
         attach(1, "one")
-    with pytest.raises(ConfigError, match="with another number of workers"):
+    with pytest.raises(ConfigError, match="more or fewer workers"):
         attach(2, "one", num_parts=1)
     with pytest.raises(ConfigError, match="pipeline stages"):
         attach(2, "one", part_bytes=6001)

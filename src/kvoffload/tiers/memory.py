@@ -191,7 +191,7 @@ def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
     problem = ConfigError(
         "num_slots * block_bytes",
         f"{num_slots} * {block_bytes} = {size(num_bytes)}",
-        f"this machine can give {size(available)}",
+        f"this machine has {size(available)} available",
     )
     if num_bytes > available:
         raise problem

@@ -121,7 +121,7 @@ def test_verify_reports_blocks_and_reasons(filled: Path) -> None:
     keys = keys_of(NUMBERS)
     assert problems == [
         Problem(0, keys[0].hex(), "cannot be read"),
-        Problem(3, keys[3].hex(), "is not what was stored"),
+        Problem(3, keys[3].hex(), "has a wrong checksum"),
         Problem(5, keys[5].hex(), "cannot be read"),
     ]
     assert steps == [(6, 10), (10, 10)]

@@ -155,7 +155,7 @@ def delete(slabs: list[Path]) -> None:
     """
     for slab in slabs:
         if not slab.match(SLABS) or slab.is_symlink():
-            raise ConfigError("path", str(slab), f"allowed: a file {SLABS}, or a directory with some")
+            raise ConfigError("path", str(slab), f"allowed: a file {SLABS}, or a directory with such files")
     directory = slabs[0].parent
     lock = DirectoryLock(directory, RateLimitedLog("kvoffload.disk"), wait_s=0.0)
     try:
@@ -192,7 +192,7 @@ def verify(
             scratch,
         )
         for row in np.flatnonzero(outcomes != SOUND).tolist():
-            why = "cannot be read" if outcomes[row] in (UNREADABLE, REFUSED) else "is not what was stored"
+            why = "cannot be read" if outcomes[row] in (UNREADABLE, REFUSED) else "has a wrong checksum"
             problems.append(Problem(int(batch[row]), keys[row].hex(), why))
         progress(start + len(batch), len(slots))
     return problems

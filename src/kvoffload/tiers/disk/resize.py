@@ -90,7 +90,7 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
         rows = np.arange(len(old))
         outcomes = slab.read_blocks(keys, old, generations, contents.checksum[old], pool, rows, scratch)
         if (outcomes == REFUSED).any():
-            raise OSError(errno.EAGAIN, "the system refuses to read some blocks, and this may pass")
+            raise OSError(errno.EAGAIN, "the system refuses to read some blocks now; try again later")
         sound = np.flatnonzero(outcomes == SOUND)
         written = np.zeros(len(old), np.bool_)
         if len(sound):

@@ -123,5 +123,5 @@ class S3Options(SharedTierOptions):
         """Log a warning if blocks travel to another machine without TLS: prompts can be read from them."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
-            text = "kvoffload: the tier at %s is used without TLS: the network can read prompts from it"
+            text = "kvoffload: the tier at %s is used without TLS: prompts can be read on the network"
             LOGGER.warning(text, self.endpoint)

@@ -123,5 +123,5 @@ def _warn_if_open_to_all(url: ServerURL, login: Login) -> None:
     if all(is_loopback(host) for host, _ in url.nodes) or (login.tls is not None and login.password):
         return
     lacks = " and ".join(["TLS"] * (login.tls is None) + ["a password"] * (not login.password))
-    text = "kvoffload: the tier at %s is used without %s: anybody who can reach it can read prompts from it"
+    text = "kvoffload: the tier at %s is used without %s: anyone who can connect can read prompts from it"
     LOGGER.warning(text, url, lacks)

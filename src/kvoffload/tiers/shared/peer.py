@@ -292,5 +292,5 @@ class Peer:
                 seconds = exchange.ended - exchange.submitted
                 self._log.warn("silent", text, self.name, self.place, seconds)
         elif not (self._gives_up_at_once and was_open):  # one line is enough
-            text = "tier %s: %s does not answer as it should: %s: %s"
+            text = "tier %s: an exchange with %s failed: %s: %s"
             self._log.warn("health", text, self.name, self.place, type(error).__name__, printable(error))

@@ -510,7 +510,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self._stats.mismatches += num_damaged
         self._stats.failed += len(read.keys) - num_read - num_stale - num_damaged
         if num_damaged:
-            text = "tier %s: %d blocks in %s are not what was stored: computed again"
+            text = "tier %s: %d blocks in %s have wrong checksums; they are computed again"
             self._log.error("damage", text, self.name, num_damaged, self.place)
 
     def _process_write(self, write: Write, is_current: bool) -> None:

@@ -331,7 +331,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
                 node.begin()
             except RuntimeError as error:  # the limit of threads or memory of this process
                 self.last_error = error
-                self._log.warn("threads", "tier %s: no threads for node %s: %s", self.name, node.place, error)
+                self._log.warn("threads", "tier %s: no threads for %s: %s", self.name, node.place, error)
                 return
 
     def new_node(self, address: Address, divisions: tuple[int, ...]) -> RemoteTier:

@@ -125,7 +125,7 @@ class Connection:
             why = ": it has no password, or no AUTH command" if reply.code == "ERR" else ""
             raise ServerError(f"{reply.code or 'an error'} in reply to AUTH{why}")
         if reply != b"OK":
-            raise ProtocolError("AUTH is answered with neither OK nor an error")
+            raise ProtocolError("the reply to AUTH is neither OK nor an error")
 
     def error(self, line: bytes) -> ServerError:
         """Return the error of a reply line ``-ERR ...``, without the password."""

@@ -237,13 +237,13 @@ class SharedPool:
             raise ConfigError(
                 "engine_id",
                 self.path.name,
-                "allowed: an id that no engine with another number of workers has",
+                "an engine with this id has more or fewer workers; allowed: a different id for each engine",
             )
         if self._members[member]:
             raise ConfigError(
                 "engine_id",
                 self.path.name,
-                "allowed: an id that no other engine has; an engine with it is starting",
+                "another engine with this id is starting; allowed: a different id for each engine",
             )
         # The scheduler has no part; its value is only an estimate.
         if member != SCHEDULER and part_bytes > self.part_bytes:
