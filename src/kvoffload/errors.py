@@ -101,4 +101,4 @@ class SweepError(KVOffloadError, RuntimeError):
 
 
 class TierError(KVOffloadError, RuntimeError):
-    """An unreachable tier behind RAM that the caller cannot continue without."""
+    """A tier behind RAM that is unreachable, although the caller needs it."""

@@ -56,7 +56,7 @@ def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         "generate", "rag", "--sessions", "1", "--output", str(tmp_path / "no" / "x.jsonl")
     ).exception
     assert isinstance(error, ConfigError)
-    assert str(error).endswith("is invalid; a writable file (No such file or directory)")
+    assert str(error).endswith("is invalid; the file cannot be written (No such file or directory)")
 
 
 @pytest.mark.slow

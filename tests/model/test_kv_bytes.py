@@ -112,7 +112,7 @@ def test_the_cache_may_have_another_dtype_than_the_model(tmp_path: Path) -> None
         assert block_bytes(str(tmp_path), None, 16, dtype) == 16 * kib * 1024
     with pytest.raises(ConfigError, match="kv-cache-dtype: 'int8' is invalid; allowed: auto, bfloat16"):
         bytes_per_token(str(tmp_path), "int8")
-    with pytest.raises(ConfigError, match="kv-cache-dtype: 'fp8' is invalid; allowed: with --model"):
+    with pytest.raises(ConfigError, match="kv-cache-dtype: 'fp8' is invalid; it needs --model"):
         block_bytes(None, "128KiB", 16, "fp8")
 
 
@@ -128,8 +128,8 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ("[]", "is no model configuration"),
-        ("{", "is no model configuration"),
+        ("[]", "is not a model configuration"),
+        ("{", "is not a model configuration"),
         ("{}", "its configuration has no num_hidden_layers; give --bytes-per-token"),
         (json.dumps({**LLAMA_8B, "torch_dtype": "int4"}), "its dtype 'int4' is not known"),
         (json.dumps({**LLAMA_8B, "torch_dtype": ["x"]}), "is not known"),

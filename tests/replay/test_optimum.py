@@ -88,7 +88,7 @@ def test_a_worked_example() -> None:
 
 
 def test_a_negative_capacity_is_refused() -> None:
-    with pytest.raises(ConfigError, match="capacity_blocks: -1 is invalid; at least 0"):
+    with pytest.raises(ConfigError, match="capacity_blocks: -1 is invalid; allowed: 0 or more"):
         optimum(trace_of([[0]]), -1)
 
 

@@ -191,7 +191,7 @@ def test_worked_examples() -> None:
 
 
 def test_impossible_arguments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="device_blocks: -1 is invalid; at least 0"):
+    with pytest.raises(ConfigError, match="device_blocks: -1 is invalid; allowed: 0 or more"):
         optimum(trace_of([[0]]), 1, -1)
     with pytest.raises(ConfigError, match="store: 'never' is invalid; allowed: on-compute, on-device-ev"):
         optimum(trace_of([[0]]), 1, 1, "never")

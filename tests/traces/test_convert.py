@@ -692,7 +692,7 @@ MISTAKES = {
     "no ids": (["-", "--from", "text", "--keep-ids"],
                "keep-ids: True is invalid; text has no block ids to keep"),
     "two wishes": (["-", "--salt", "x", "--keep-ids"],
-                   "salt: 'x' is invalid; allowed: without --keep-ids"),
+                   "salt: 'x' is invalid; leave out --salt or --keep-ids"),
     "no gap": (["-", "--from", "kv_events:0"],
                "from: 'kv_events:0' is invalid; gap_s: allowed: a number above 0"),
 }  # fmt: skip
@@ -749,7 +749,7 @@ def test_unrecognised_and_empty_recordings_are_refused(tmp_path: Path) -> None:
         converted(write(path, [" "]))
     with pytest.raises(TraceError, match=r"in\.jsonl: no requests in it"):
         converted(write(path, [" "]), source="mooncake")
-    with pytest.raises(ConfigError, match=r"out: .* a writable file \(No such file"):
+    with pytest.raises(ConfigError, match=r"out: .* the file cannot be written \(No such file"):
         convert(str(write(path, [request([1])])), tmp_path / "no" / "out.jsonl")
 
 

@@ -69,7 +69,7 @@ def argument(default: Any = dataclasses.MISSING, **details: Any) -> Any:
 
 
 def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
-    """Give a command the arguments and options of the dataclass `kind`, and call it with a `kind`.
+    """Add the options of the dataclass `kind` to a command, which receives an instance of `kind`.
 
     A method ``check`` of `kind` can check options that depend on each other. During ``check`` each invalid
     option has its default value.

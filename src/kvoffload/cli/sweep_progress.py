@@ -89,8 +89,8 @@ class Lines:
             return
         self._last_s, self._last_tenth = time_s, tenth
         share, done = percent(now.refs_done / now.refs, 0), now.refs_done - self._refs_at_begin
-        left = duration((time_s - self._began_s) * (now.refs - now.refs_done) / done)
-        _print(self._console, f"{now.rows_done:,} of {now.rows:,} {now.of}, {share}, about {left} left")
+        remaining = duration((time_s - self._began_s) * (now.refs - now.refs_done) / done)
+        _print(self._console, f"{now.rows_done:,} of {now.rows:,} {now.of}, {share}, about {remaining} left")
 
 
 def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Callable[[Progress], None]:

@@ -101,12 +101,12 @@ def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
 def _title(rows: list[Row], several: _Several) -> Text:
     # Not rich's own title, which is folded at the table's width.
     first = rows[0]
-    behind = f", {first.tiers} behind RAM" if first.tier_blocks and not several.tiers else ""
+    tiers = f", {first.tiers} behind RAM" if first.tier_blocks and not several.tiers else ""
     writes = "writes per reference" if first.bytes_written is None else "bytes written"
     columns = f"prefix-hit ratio, {writes}"
     if any(row.gap_closed is not None for row in rows):
         columns += ", share of the gap from lru to the optimum"
-    return Text(f"{first.trace}, {_device(rows)}{behind}\n{columns}", "italic")
+    return Text(f"{first.trace}, {_device(rows)}{tiers}\n{columns}", "italic")
 
 
 def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:

@@ -1,4 +1,4 @@
-"""Differences between producers, as commands print them."""
+"""Differences between producers, as lines for the terminal."""
 
 from __future__ import annotations
 

@@ -88,11 +88,11 @@ def ping(options: ServerOptions) -> None:
 
     Checks each master of a cluster. Exit code 1 if a server refuses a command that a tier needs.
     """
-    server, place = _server(options.url)
-    with _in_one_line(place), ExitStack() as stack:
-        connections, until = _connected(server, place, stack), time.monotonic() + _TIMEOUT_S
+    server, server_url = _server(options.url)
+    with _in_one_line(server_url), ExitStack() as stack:
+        connections, until = _connected(server, server_url, stack), time.monotonic() + _TIMEOUT_S
         reports = [
-            inspect_server(connection, address, place.namespace, division, round(server.ttl or 0), until)
+            inspect_server(connection, address, server_url.namespace, division, round(server.ttl or 0), until)
             for address, division, connection in connections
         ]
     if options.is_json:
@@ -113,10 +113,10 @@ def inspect(options: ServerOptions) -> None:
 
     Needs the rights to SCAN, STRLEN, TTL and GETRANGE, which a tier does not need.
     """
-    server, place = _server(options.url)
-    with _in_one_line(place), ExitStack() as stack:
-        connections = [connection for _, _, connection in _connected(server, place, stack)]
-        report = inspect_namespace(connections, place.namespace, time.monotonic() + _LONG_TIMEOUT_S)
+    server, server_url = _server(options.url)
+    with _in_one_line(server_url), ExitStack() as stack:
+        connections = [connection for _, _, connection in _connected(server, server_url, stack)]
+        report = inspect_namespace(connections, server_url.namespace, time.monotonic() + _LONG_TIMEOUT_S)
     if options.is_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -166,13 +166,13 @@ def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
 
 
 def _connected(
-    options: ValkeyOptions, place: ServerURL, stack: ExitStack
+    options: ValkeyOptions, server_url: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
     """Connect to each server; in a cluster also name one division of the server."""
     connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
-    nodes: dict[Address, int | None] = dict.fromkeys(place.nodes)
-    if place.is_cluster:
-        masters = nodes_of(place.nodes, connect, until)
+    nodes: dict[Address, int | None] = dict.fromkeys(server_url.nodes)
+    if server_url.is_cluster:
+        masters = nodes_of(server_url.nodes, connect, until)
         nodes = {address: divisions[0] for address, divisions in sorted(masters.items())}
     connections = []
     for address, division in nodes.items():
@@ -183,16 +183,18 @@ def _connected(
 
 
 @contextmanager
-def _in_one_line(place: ServerURL) -> Iterator[None]:
+def _in_one_line(server_url: ServerURL) -> Iterator[None]:
     """Convert errors of the server and the network to a `ConfigError`, which is printed on one line."""
     try:
         yield
     except ConfigError:
         raise
     except ServerError as error:
-        raise ConfigError("tier", str(place), str(error)) from None
+        raise ConfigError("tier", str(server_url), str(error)) from None
     except (OSError, KVOffloadError) as error:
-        raise UnavailableError("tier", str(place), f"{type(error).__name__}: {printable(error)}") from None
+        raise UnavailableError(
+            "tier", str(server_url), f"{type(error).__name__}: {printable(error)}"
+        ) from None
 
 
 def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:

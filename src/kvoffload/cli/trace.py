@@ -78,7 +78,7 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
     try:
         write_trace(generated, output)
     except OSError as error:
-        raise ConfigError("output", str(output), f"a writable file ({error.strerror})") from None
+        raise ConfigError("output", str(output), f"the file cannot be written ({error.strerror})") from None
     click.echo(
         f"{output}: {generated.requests:,} requests, {generated.block_refs:,} block references, "
         f"{generated.unique_blocks:,} unique blocks"

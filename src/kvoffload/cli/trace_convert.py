@@ -39,7 +39,7 @@ class ConvertOptions(QuietOptions):
     def check(self) -> None:
         """Check the salt and the output file. Raises `ConfigError`."""
         if self.salt is not None and self.keep_ids:
-            raise ConfigError("salt", self.salt, "allowed: without --keep-ids")
+            raise ConfigError("salt", self.salt, "leave out --salt or --keep-ids")
         check_new("out", self.out, force=self.force)
 
 

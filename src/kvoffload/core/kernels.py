@@ -251,8 +251,8 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
     """End a request: `touch` its whole path, unless `is_touched`, then report the end to a compiled policy.
 
-    If the caller must first report the uses in Python, the end is not reported now. Returns as
-    `_report_uses`.
+    Returns as `_report_uses`. If the result is not 0, the caller reports the uses in Python, and then calls
+    `finish` again to report the end.
     """
     path.used.count = 0
     for position in range(0 if is_touched else path.length):
@@ -392,9 +392,9 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 @inline
 def _has_hole(new: Entering) -> bool:
-    """Return whether a policy refused a block of a prefix and accepted a later one, which is unreachable.
+    """Return whether a policy refused a block of a prefix but accepted a later block, which is unreachable.
 
-    The refused row then fails the check of victims.
+    The check of victims then reports the refused row.
     """
     if new.one_prefix:
         for i in range(new.num_given + 1, new.count):
@@ -526,9 +526,9 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
 def prepare_store(
     cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: bool
 ) -> int:
-    """Run a store, or one step of a store that also calls Python; return the number of blocks, or an error.
+    """Run a step of a store (`ALL`, `OFFER`, `CHOSEN`, `KEEP`); return the number of blocks, or an error.
 
-    A victim tier collects the blocks that it keeps in `kept`. All steps share one kernel, because every
+    In a victim tier, `kept` receives the duplicates that are kept. All steps share one kernel, because each
     kernel adds a second of compilation to the first start.
     """
     if step != CHOSEN:

@@ -344,9 +344,9 @@ class OffloadingManager:
         return store_plan
 
     def keep(self, keys: Sequence[bytes]) -> int:
-        """Record that the device has dropped these blocks and cannot offer them; return how many are absent.
+        """Record that the device dropped these blocks without an offer; return the number of absent blocks.
 
-        For a victim tier: the resident blocks are no longer duplicates.
+        For a victim tier, whose resident blocks are then no longer duplicates.
         """
         ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
         new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))

@@ -88,10 +88,9 @@ class OnCompute:
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
-        """Report the end of a request to a policy in Python.
+        """Report the end of a request to a policy whose `finished` is in Python, or was deferred.
 
-        If `num_used` uses were reported in Python, the kernel has not yet reported the end to a compiled
-        `finished`, and does so now.
+        The kernel defers the report to a compiled `finished` if `num_used` uses were reported in Python.
         """
         if num_used:
             kernels.finish(self.cache.memory, ctx.memory, True)

@@ -96,7 +96,7 @@ class LoadPlan(_Plan):
 
     @property
     def slots(self) -> SlotArray:
-        """Shape ``(len(keys),)``, int32 (a view)."""
+        """Slot of each key: shape ``(len(keys),)``, int32 (a view)."""
         return Pinned.array(self.memory, "slots", len(self))
 
     def split(self, parts: Parts = None) -> list[LoadPlan]:
@@ -142,9 +142,9 @@ class StorePlan(_Plan):
 
     @property
     def slots(self) -> SlotArray:
-        """Shape ``(len(keys),)``, int32.
+        """Slot of each key: shape ``(len(keys),)``, int32.
 
-        The last ``len(evicted)`` slots held `evicted`, in the same order.
+        The last ``len(evicted)`` slots held the blocks `evicted`, in the same order.
         """
         return Entering.array(self.memory, "slots", self.num_stored)
 

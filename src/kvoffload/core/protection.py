@@ -1,4 +1,4 @@
-"""Protected slots, which an eviction must leave alone, for policies in Python."""
+"""Protected slots, which must not be evicted, for policies in Python."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffload.structures.jit import kernel
 
 
 class Protected:
-    """The slots that an eviction must leave alone: free, in flight, pinned, or of the storing request.
+    """The slots that must not be evicted: free, in flight, pinned, or of the storing request.
 
     Policies in Python test ``slot in protected``; compiled policies call `state.evictable`. Valid during one
     call of `EvictionPolicy.replace`.

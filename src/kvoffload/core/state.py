@@ -1,6 +1,6 @@
 """Structs of the manager's kernels: a cache, and the blocks of one store or load.
 
-Owns their memory layout, and the rule for which blocks may be evicted. Decides nothing.
+Owns their memory layout and the test whether a block is evictable. Decides nothing.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def can_leave(cache: Cache, path: Path, slot: int) -> bool:
 
 @inline
 def evictable(cache: Cache, path: Path, slot: int) -> bool:
-    """Return whether the store may evict the block in `slot`: `can_leave`, and not spared as expected."""
+    """Return whether the store may evict the block in `slot`; if `cache.spares`, no expected block."""
     if not can_leave(cache, path, slot):
         return False
     keys = cache.index.keys

@@ -75,7 +75,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
     except OSError as error:
         raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError("model", model, f"{place} is no model configuration ({error})") from None
+        raise ConfigError("model", model, f"{place} is not a model configuration ({error})") from None
     return _of_config(model, config, KV_CACHE_DTYPES[kv_cache_dtype])
 
 
@@ -86,7 +86,7 @@ def block_bytes(
     if model is not None and token_bytes is not None:
         raise ConfigError("bytes-per-token", token_bytes, "leave out --model or --bytes-per-token")
     if model is None and kv_cache_dtype != "auto":
-        raise ConfigError("kv-cache-dtype", kv_cache_dtype, "allowed: with --model")
+        raise ConfigError("kv-cache-dtype", kv_cache_dtype, "it needs --model")
     if model is not None:
         return bytes_per_token(model, kv_cache_dtype) * block_tokens
     if token_bytes is None:

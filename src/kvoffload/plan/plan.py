@@ -339,7 +339,7 @@ class _Stages:
         self._rows = self._refs = 0
 
     def report(self, now: Progress, rows: int, later: Progress) -> None:
-        """Report a stage of `rows` rows, and the work `later` that this search expects after the stage."""
+        """Report the progress `now` of a stage with `rows` rows; `later` is the expected work after it."""
         self._plan.progress = Progress(
             self._rows + now.rows_done,
             self._rows + rows + later.rows + self.later.rows,

@@ -57,7 +57,7 @@ class Space:
         setups: setups of RAM alone.
         tiers: axes of the tiers behind RAM; a purchase uses one of them at most.
         allowed: predicate for the purchases to consider.
-        edge: purchases at the edge of the budget: the most RAM for each number of drives or servers.
+        edge: for each number of drives or servers, the purchase with the most RAM within the budget.
     """
 
     modules: Sequence[int]

@@ -238,7 +238,7 @@ def _same_purchase(measured: Measured, rival: Measured | None) -> bool:
 
 
 def _sharing(findings: Findings, rival: Measured) -> str:
-    """Compare the choice with the best purchase of about the same price with or without servers."""
+    """Compare the choice with its rival: if the choice has servers, a purchase without, and vice versa."""
     chosen = findings.choice.chosen
     points = 100 * (rival.row.saved - chosen.row.saved)
     lead = findings.difference(rival, chosen) if points > 0 else findings.difference(chosen, rival)

@@ -28,8 +28,8 @@ class OptimumResult:
 
     Attributes:
         prefix_hit_blocks: block references served by device and tier together; no policy serves more.
-        blocks_written: blocks written to the tier, each of which a later request uses. Fewer writes may be
-            possible for these hits.
+        blocks_written: blocks written to the tier. Every block is used later, but fewer writes may suffice
+            for these hits.
         device_hit_blocks: hits that the device served.
     """
 
@@ -73,7 +73,7 @@ def optimum(
     """
     for field, value in (("capacity_blocks", capacity_blocks), ("device_blocks", device_blocks)):
         if value < 0:
-            raise ConfigError(field, value, "at least 0")
+            raise ConfigError(field, value, "allowed: 0 or more")
     if store not in STORES:
         raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
     num_refs = trace.block_refs

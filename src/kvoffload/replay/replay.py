@@ -340,7 +340,7 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """Return the CPU time of this thread for bytes and tiers, which is not for decisions."""
+        """Return this thread's CPU time for bytes and tiers, to subtract it from the time of decisions."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:

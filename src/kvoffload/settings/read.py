@@ -109,7 +109,7 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
 
 
 class Parser(Protocol):
-    """Parser of a kind of value, for use in ``Annotated``.
+    """Parser of a value, for use in ``Annotated``.
 
     Attributes:
         allowed: description of the values that `parse` accepts.

@@ -15,7 +15,7 @@ class Timing:
 
     Attributes:
         machine: speeds.
-        block_bytes: KV bytes of a block of the trace.
+        block_bytes: KV bytes of a trace block.
         max_running: most requests in progress (vLLM: ``--max-num-seqs``).
         step_tokens: most prompt tokens of a step (vLLM: ``--max-num-batched-tokens``).
         load: arrival rate of sessions, as a multiple of the recorded rate.

@@ -32,7 +32,7 @@ class Events:
 
 
 class Link:
-    """One direction of a bus or disk. Jobs run one after another.
+    """A bus or disk in one direction. Jobs run one after another.
 
     Args:
         name: name in the report.
@@ -69,7 +69,7 @@ class Link:
         return max(0.0, self._free_at - self._events.now)
 
     def report(self) -> LinkReport:
-        """Return the counters, for a run that ends now."""
+        """Return the counters, as at the end of a run."""
         seconds = self._events.now
         busy_s = self._busy_s - self.seconds_waiting
         return LinkReport(

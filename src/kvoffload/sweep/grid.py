@@ -151,7 +151,7 @@ class Grid:
                 raise ConfigError("tiers", tiers, reason.args[0])
 
     def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
-        """Parse all pairs of sizes: device and capacity as typed, then capacity and device in blocks."""
+        """List all pairs of sizes: device and capacity as typed, capacity and device in blocks."""
         sizes = []
         for device in self.devices:
             for capacity in self.capacities:

@@ -189,7 +189,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
 
 def violations(rows: Sequence[Row]) -> list[str]:
-    """Describe each row above an upper bound. Such a row proves a bug of kvoffload."""
+    """Describe each row above an upper bound, which proves a bug of kvoffload."""
     lines = []
     for row in rows:
         bounds = {"an optimal policy": row.optimum_hit_ratio, "a cache without limit": row.infinite_hit_ratio}

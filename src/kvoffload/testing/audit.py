@@ -208,7 +208,7 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
 
 
 def _audit_parts(thing: Any, owner: str) -> None:
-    """Check every structure of this package among the attributes of `thing`."""
+    """Check the attributes of `thing` that are lists, key lists, path runs, or structs of them."""
     parts = thing.contents() if isinstance(thing, Struct) else vars(thing)
     for name, value in parts.items():
         what = f"{name} of {owner}"

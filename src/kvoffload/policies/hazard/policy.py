@@ -376,7 +376,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _worth(own: State, block_class: int, last: int) -> float:
-    """Return the current worth of a block of this class that was last used at time `last`."""
+    """Return the current worth of a block with this class and this time of its last use."""
     return at_age(own.lifetimes.worth, own.lifetimes.bounds, block_class, max(own.now - last, 0))
 
 
@@ -410,7 +410,7 @@ def _find_candidates(own: State, cache: Cache, path: Path) -> None:
 
 @inline
 def _lowest(own: State) -> int:
-    """Return the class whose candidate is worth least, of equals the least recently used; ABSENT for none."""
+    """Return the class of the candidate with the lowest worth, then the earliest last use; ABSENT if none."""
     scores, cursors, last, lowest, score, time = (
         own.scores,
         own.cursors,

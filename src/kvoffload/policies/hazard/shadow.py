@@ -1,6 +1,6 @@
 """A simulated LRU cache of the same size, which counts the blocks that LRU would have served.
 
-Owns one list over the positions of a history of keys. Does not know slots.
+Owns a list over the positions of a key history. Does not know slots.
 """
 
 from __future__ import annotations

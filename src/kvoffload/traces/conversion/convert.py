@@ -129,7 +129,7 @@ def _write(requests: _Requests, source: Source, out: Path, block_tokens: int) ->
         os.replace(partial, out)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise ConfigError("out", str(out), f"allowed: a writable file ({error.strerror})") from None
+        raise ConfigError("out", str(out), f"the file cannot be written ({error.strerror})") from None
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -19,7 +19,8 @@ class Keys:
     guessed. Ids of a source are also hashed with their predecessors, so that a trace is chained even if the
     source's ids cover only a block's own content.
 
-    Collisions: one in 3,700 traces of 100 million different blocks has one; a reader then rejects the line.
+    Collisions: the probability is 1/3,700 for a trace of 100 million different blocks. A reader rejects a
+    line with a collision.
 
     Cost: about 1 us per block. Thread: any.
     """
