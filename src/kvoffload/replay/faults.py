@@ -1,4 +1,4 @@
-"""Injection of damage into a RAM tier, of kinds that hardware, bugs and power cuts cause.
+"""Injection of damage into a RAM tier: bit flips, swapped blocks, lost and torn writes.
 
 Changes the public arrays of a `MemoryTier`, which has no code for this. The caller checks that damage is
 detected and never served.

@@ -117,7 +117,7 @@ def _next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Move each place whose use the device serves behind all other places (see below)."""
+    """Mark blocks whose next use the device serves as idle (see below): move their places to the end."""
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))
