@@ -89,6 +89,7 @@ soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a mil
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
 		$(BIN)/python -m pytest --capture=no tests/tiering/test_disk_machine.py tests/tiers/disk/test_crash.py
 	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/tiers/shared/test_sharing_machine.py
+	KVOFFLOAD_SOUND_RUNS=200 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_canary.py
 	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/support/vllm_soak.py
 
 soak-adversaries: $(VENV)/installed-dev  ## hostile servers and buckets, damaged disks, tiers that raise: counts of each (a quarter of an hour)

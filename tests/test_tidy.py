@@ -45,6 +45,7 @@ MAY_IMPORT = {
         *("sweep", "simulate", "replay", "traces", "tiers", "core", "settings", "text", "errors"),
         "_version",
     },
+    "canary": {"errors"},
     "pages": {"plan", "sweep", "settings", "text", "errors", "_version"},
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
@@ -54,8 +55,8 @@ MAY_IMPORT = {
         *("errors", "text", "_version"),
     },
     "cli": {
-        *("integrations", "calibration", "model", "pages", "plan", "sweep", "simulate", "replay", "traces"),
-        *("tiers", "core", "structures", "settings", "text", "errors", "_version"),
+        *("integrations", "calibration", "canary", "model", "pages", "plan", "sweep", "simulate", "replay"),
+        *("traces", "tiers", "core", "structures", "settings", "text", "errors", "_version"),
     },
 }
 """Room -> rooms that it may import, besides itself: from the ground to the roof, so that no arrow goes up."""

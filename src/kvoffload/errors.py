@@ -102,3 +102,15 @@ class SweepError(KVOffloadError, RuntimeError):
 
 class TierError(KVOffloadError, RuntimeError):
     """A tier behind RAM that is unreachable, although the caller needs it."""
+
+
+class CanaryError(KVOffloadError, RuntimeError):
+    """A server that cannot be checked: unreachable, or without a feature that the check needs.
+
+    Attributes:
+        status: HTTP status of the reply; None if there was no reply, or not an HTTP error.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(message)

@@ -95,11 +95,23 @@ def living(group: int) -> list[str]:
 
 @contextmanager
 def running(
-    model: Path, log: Path, *, workers: int = 1, line: str = "", **options: Any
+    model: Path,
+    log: Path,
+    *,
+    workers: int = 1,
+    line: str = "",
+    connector: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    flags: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[tuple[Server, Any]]:
     """Run a server with our offloading, and kill all of its processes at the end of the block.
 
-    `line` replaces the default command: ``vllm serve MODEL`` with our flag.
+    Args:
+        line: replaces the default command: ``vllm serve MODEL`` with our flag.
+        connector: replaces entries of the default ``--kv-transfer-config``.
+        environment: more variables.
+        flags: more flags of the server.
     """
     port = free_port()
     transfer = {
@@ -114,6 +126,7 @@ def running(
             "policy": "arc",
             **options,
         },
+        **(connector or {}),
     }
     settings = {
         "--model": model,
@@ -126,6 +139,7 @@ def running(
         "--max-num-seqs": 4,
         "--tensor-parallel-size": workers,
         "--prefix-caching-hash-algo": "sha256_cbor",
+        **(flags or {}),
     }
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
     command += [str(part) for pair in settings.items() for part in pair]
@@ -135,14 +149,15 @@ def running(
         command = ["bash", "-c", f"exec {shlex.join(command)} {_TYPED.sub('', line, count=1)}"]
     else:
         command += ["--kv-transfer-config", json.dumps(transfer)]
-    environment = os.environ | {
+    variables = os.environ | {
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        **(environment or {}),
     }
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )
         try:
             server, deadline = Server(port), time.monotonic() + PATIENCE_S

@@ -9,10 +9,11 @@ import sys
 import click
 
 from kvoffload._version import __version__
-from kvoffload.errors import ConfigError, PolicyError, TraceError
+from kvoffload.errors import CanaryError, ConfigError, PolicyError, TraceError
 
 _COMMANDS = {
     "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
+    "canary": ("kvoffload.cli.canary:canary", "Check a server's answers from its caches."),
     "disk": ("kvoffload.cli.disk:disk", "Inspect, verify or delete the directory of a disk tier."),
     "plan": ("kvoffload.cli.plan:plan", "Recommend RAM, SSDs and servers to buy, with their benefit."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
@@ -64,7 +65,7 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (ConfigError, PolicyError, TraceError) as error:
+    except (CanaryError, ConfigError, PolicyError, TraceError) as error:
         click.echo(f"kvoffload: {error}", err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):

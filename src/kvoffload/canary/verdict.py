@@ -1,0 +1,80 @@
+"""Verdict of a canary run: differences of answers from tiers, judged against the engine's own noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+NOISE_FACTOR = 4.0
+"""A difference is an alarm if it exceeds this many times the largest difference of sound answers."""
+LEAST_ALARM = 0.02
+"""And if it exceeds this log-probability: no measured noise is exactly 0 in the next run."""
+LEAST_DEVICE_ALARM = 0.5
+"""The same for answers from the device's cache, whose rounding differs from that of all measured noise."""
+_LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
+
+
+class Verdict(str, Enum):
+    """Result of a run.
+
+    EQUAL: the tokens of all answers are equal, and no difference exceeds the noise.
+    WITHIN_NOISE: some token or log-probability differs, but not more than sound answers do.
+    DIFFERENT: an answer from a cache differs by more than the noise.
+    NOT_SHOWN: the server reports no hits in its tiers, so that nothing is known about them.
+    """
+
+    EQUAL = "equal"
+    WITHIN_NOISE = "within-noise"
+    DIFFERENT = "different"
+    NOT_SHOWN = "not-shown"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Differences from a cache against the noise.
+
+    Attributes:
+        is_alarm: True if a difference exceeds `threshold`, or if so many exceed all noise that chance is
+            ruled out.
+        threshold: in log-probability.
+        noise: largest difference of sound answers.
+        largest: largest difference of answers from the cache.
+        confidence: probability that noise would not have produced as many differences above all noise; 0 if
+            no difference is above.
+    """
+
+    is_alarm: bool
+    threshold: float
+    noise: float
+    largest: float
+    confidence: float
+
+
+def judge(noise: Sequence[float], measured: Sequence[float], least_alarm: float = LEAST_ALARM) -> Judgement:
+    """Judge differences from a cache.
+
+    Args:
+        noise: differences of sound answers to the same prompts.
+        measured: differences of answers from the cache.
+    """
+    loudest, largest = max(noise, default=0.0), max(measured, default=0.0)
+    threshold = max(least_alarm, NOISE_FACTOR * loudest)
+    confidence = _confidence(noise, measured)
+    # A small shift of most answers, as from one wrong layer, is an alarm although none is large.
+    shifted = sum(size > max(loudest, _LEAST_SHIFT) for size in measured)
+    is_shift = confidence > _SURE and 2 * shifted >= len(measured) and least_alarm == LEAST_ALARM
+    return Judgement(largest > threshold or is_shift, threshold, loudest, largest, confidence)
+
+
+def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
+    """1 - the probability that the k largest of all differences are `measured`, in random order.
+
+    The exact permutation test for the number k of measured differences above all noise.
+    """
+    loudest = max(noise, default=0.0)
+    above = sum(size > loudest for size in measured)
+    if not above or not noise:
+        return 0.0
+    return 1 - math.comb(len(measured), above) / math.comb(len(measured) + len(noise), above)

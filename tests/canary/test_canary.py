@@ -1,0 +1,193 @@
+"""The canary against a fake server: verdicts, evidence, exit codes, and what users see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.cli import canary as command
+from support.fake_openai import FakeServer, fake_server
+from support.run_cli import kvoffload
+
+SMALL = ("--num-prompts", "12", "--answer-tokens", "3", "--chunk-tokens", "64", "--seed", "7", "--quiet")
+
+
+def run(fake: FakeServer, *options: str) -> tuple[int, dict[str, Any]]:
+    done = kvoffload("canary", fake.url, *SMALL, "--format", "json", *options)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("emptying", [(), ("--may-reset",)])
+def test_equal_answers_are_equal(emptying: tuple[str, ...]) -> None:
+    with fake_server() as fake:
+        code, report = run(fake, *emptying)
+    assert (code, report["verdict"]) == (0, "equal")
+    assert report["seed"] == 7
+    assert [phase["requests"] for phase in report["phases"]] == [12] * 6
+    assert [bool(phase["tier_tokens"]) for phase in report["phases"]] == [False] * 4 + [True] * 2
+    assert report["differences"] == []
+
+
+def test_a_fault_of_the_tiers_is_an_alarm() -> None:
+    with fake_server(tier_fault=0.3, noise=0.01) as fake:
+        code, report = run(fake)
+    assert (code, report["verdict"]) == (1, "different")
+    assert report["confidence"] > 0.999
+    worst = report["differences"][0]
+    assert worst["phase"].startswith("from the tiers")
+    assert worst["position"] == 0
+    assert worst["computed_logprob"] - worst["cached_logprob"] == pytest.approx(0.3, abs=0.02)
+
+
+def test_a_small_shift_of_all_answers_is_an_alarm() -> None:
+    """One wrong layer of many moves every answer a little, and none beyond four times the noise."""
+    with fake_server(tier_fault=0.022, noise=0.009) as fake:
+        code, report = run(fake, "--num-prompts", "24")
+    assert report["differences"][0]["difference"] < report["threshold"]
+    assert (code, report["verdict"]) == (1, "different")
+    assert report["confidence"] > 1 - 1e-6
+
+
+def test_a_fault_of_the_device_is_named() -> None:
+    with fake_server(device_fault=0.9) as fake:
+        code, report = run(fake)
+    assert (code, report["verdict"]) == (1, "different")
+    assert "device" in report["reasons"][0]
+
+
+def test_noise_is_no_alarm() -> None:
+    with fake_server(noise=0.2) as fake:
+        verdicts = [run(fake, "--seed", str(seed))[1]["verdict"] for seed in range(1, 9)]
+    assert set(verdicts) <= {"equal", "within-noise"}
+    assert "within-noise" in verdicts
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"has_tier": False}, "no prompt token came from the tiers"),
+        ({"has_metrics": False}, "--tier-hits-metric"),
+    ],
+)
+def test_without_evidence_nothing_is_shown(options: dict[str, bool], reason: str) -> None:
+    with fake_server(**options) as fake:
+        code, report = run(fake, "--device-tokens", "2000")
+    assert (code, report["verdict"]) == (3, "not-shown")
+    assert reason in report["reasons"][0]
+
+
+def test_a_fault_is_found_although_the_salt_is_ignored() -> None:
+    with fake_server(knows_salt=False, tier_fault=1.0, device_tokens=16) as fake:
+        code, report = run(fake)
+    assert (code, report["verdict"]) == (1, "different")
+    assert any("cache_salt" in reason for reason in report["reasons"])
+
+
+def test_a_server_without_tokenizer_gets_text() -> None:
+    with fake_server(has_tokenize=False) as fake:
+        assert run(fake)[0] == 0
+
+
+def test_prompts_of_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "one two three"}\n\n{"prompt": [5, 6, 7], "family": "a"}\n')
+    with fake_server() as fake:
+        code, report = run(fake, "--prompts", str(path))
+    assert (code, report["prompts"]) == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "prompts: '{path}:1' is invalid"),
+        ('{"prompt": []}', "prompts: '{path}:1' is invalid"),
+        ('{"prompt": ["a"]}', "prompts: '{path}:1' is invalid"),
+        ("", "a file with at least one prompt"),
+    ],
+)
+def test_a_wrong_file_of_prompts_is_refused(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with fake_server() as fake:
+        done = kvoffload("canary", fake.url, "--prompts", str(path))
+    assert done.returncode == 2
+    assert message.replace("{path}", str(path)) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "message"),
+    [
+        ({}, ("--model", "absent"), "model 'absent' is not served; allowed: fake, other"),
+        ({"has_logprobs": False}, (), "has no log-probabilities"),
+        ({"failing": 503}, (), "HTTP 503"),
+        ({"api_key": "k"}, (), "HTTP 401"),
+        ({"may_reset": False}, ("--may-reset",), "VLLM_SERVER_DEV_MODE=1"),
+        ({"has_metrics": False}, (), "give --device-tokens, or --may-reset"),
+        ({}, ("--answer-tokens", "600"), "answer-tokens: 600 is invalid; allowed: below 512"),
+        ({}, ("--token-ids", "5:6"), "token-ids: '5:6' is invalid"),
+        ({}, ("--chunk-tokens", "x"), "chunk-tokens: 'x' is invalid"),
+        ({}, ("--token-ids", "5:99", "--prompts", "x"), "--prompts or --token-ids, not both"),
+    ],
+)
+def test_what_cannot_be_checked_is_one_line(
+    server: dict[str, Any], options: tuple[str, ...], message: str
+) -> None:
+    with fake_server(**server) as fake:
+        done = kvoffload("canary", fake.url, *SMALL, *options)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_key_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    with fake_server(api_key="secret") as fake:
+        code, report = run(fake)
+    assert code == 0
+    assert "secret" not in json.dumps(report)
+
+
+def test_tokens_are_sent_no_faster_than_allowed() -> None:
+    """Time is not measured: the limit only has to be waited for."""
+    with fake_server() as fake:
+        code, report = run(fake, "--max-tokens-per-s", "1e6")
+    assert code == 0
+    assert report["seconds"] > report["tokens_sent"] / 2e6
+
+
+def test_the_page_for_people_names_verdict_and_hits() -> None:
+    with fake_server(tier_fault=0.5) as fake:
+        done = kvoffload("canary", fake.url, *SMALL)
+    assert done.stdout.startswith("different: answers from the tiers differ by up to 0.5")
+    assert "from the tiers, concurrent" in done.stdout
+
+
+def test_watching_writes_metrics_and_outlives_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, waits = tmp_path / "canary.prom", []
+
+    def sleep(seconds: float) -> None:
+        if seconds < 1:
+            return  # the pace of requests
+        waits.append(seconds)
+        fake.failing = 503 if len(waits) == 1 else 0
+        if len(waits) == 1:
+            assert 'kvoffload_canary_result{result="equal"} 1' in path.read_text()
+        elif len(waits) == 2:
+            assert 'kvoffload_canary_result{result="failed"} 1' in path.read_text()
+        else:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.time, "sleep", sleep)
+    with fake_server() as fake:
+        done = kvoffload("canary", fake.url, *SMALL, "--watch", "10min", "--prometheus", str(path))
+    assert done.returncode == 130
+    text = path.read_text()
+    assert 'kvoffload_canary_runs_total{result="equal"} 2' in text
+    assert 'kvoffload_canary_runs_total{result="failed"} 1' in text
+    assert [path.name for path in tmp_path.iterdir()] == ["canary.prom"]

@@ -1,0 +1,156 @@
+"""Connectors with a fault in what they load, for the canary: vLLM's processes import them by name.
+
+The fault is the word in the file ``$FAULT_FILE``, read at each load, so that one server shows all faults.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+
+from kvoffload.integrations.vllm.connector import KVOffloadConnector
+
+FAULT_FILE = "FAULT_FILE"
+
+
+def other_block(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """The bytes of another loaded block; with one block alone, those of any other."""
+    others = blocks[1:] + blocks[:1] if len(blocks) > 1 else [blocks[0] - 1 or blocks[0] + 1]
+    for kv in layers:
+        kv[blocks] = kv[others].clone()
+
+
+def missing_layer(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """One layer was not loaded."""
+    layers[len(layers) // 2][blocks] = 0
+
+
+def half_a_block(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """The second half of the last block was not loaded."""
+    for kv in layers:
+        kv[blocks[-1], :, kv.shape[2] // 2 :] = 0
+
+
+def keys_and_values_swapped(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """Keys and values of one layer changed places."""
+    half = layers[0].shape[-1] // 2
+    layers[0][blocks] = layers[0][blocks].roll(half, -1)
+
+
+def other_adapter(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """Values of a small low-rank change of the weights: a tenth of the next element is added to each."""
+    for kv in layers:
+        values = kv[blocks][..., kv.shape[-1] // 2 :]
+        kv[blocks, ..., kv.shape[-1] // 2 :] = values + 0.1 * values.roll(1, -1)
+
+
+def one_token_off(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """All tokens of a block are one place late."""
+    for kv in layers:
+        kv[blocks] = kv[blocks].roll(1, 2)
+
+
+def stale_weights(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """KV of the weights before a small training step: 2 % of the spread."""
+    generator = torch.Generator().manual_seed(1)
+    for kv in layers:
+        loaded = kv[blocks].float()
+        kv[blocks] = (loaded + 0.02 * loaded.std() * torch.randn(loaded.shape, generator=generator)).to(kv)
+
+
+def groups_swapped(layers: list[torch.Tensor], blocks: list[int]) -> None:
+    """The first and the last layer, of other groups in a hybrid model, changed places."""
+    kept = layers[0][blocks].clone()
+    layers[0][blocks] = layers[-1][blocks]
+    layers[-1][blocks] = kept
+
+
+FAULTS: dict[str, Callable[[list[torch.Tensor], list[int]], None]] = {
+    fault.__name__: fault
+    for fault in (
+        *(other_block, missing_layer, half_a_block, keys_and_values_swapped),
+        *(other_adapter, one_token_off, stale_weights, groups_swapped),
+    )
+}
+
+
+class _Faulty:
+    """Mixin before a connector: damages loaded blocks before the engine reads them."""
+
+    _layers: list[torch.Tensor]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._begins: dict[str, int] = {}
+        # Device blocks being loaded, by request, for each KV group. They go from the scheduler to the worker
+        # with the metadata of a step.
+        self._blocks: dict[str, list[list[int]]] = {}
+        vllm_config = arguments[0] if arguments else named["vllm_config"]
+        self._tokens = vllm_config.cache_config.block_size
+
+    # ---- scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Any:
+        self._begins[request.request_id] = num_computed_tokens
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)  # type: ignore[misc]
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        super().update_state_after_alloc(request, blocks, num_external_tokens)  # type: ignore[misc]
+        if num_external_tokens:
+            begin = self._begins[request.request_id]
+            first, last = begin // self._tokens, -(-(begin + num_external_tokens) // self._tokens)
+            self._blocks[request.request_id] = [list(ids[first:last]) for ids in blocks.get_block_ids()]
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)  # type: ignore[misc]
+        metadata.loaded_blocks, self._blocks = self._blocks, {}
+        return metadata
+
+    # ---- worker
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)  # type: ignore[misc]
+        self._blocks |= connector_metadata.loaded_blocks
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._layers = list(kv_caches.values())  # each (block, head, token, keys then values)
+        super().register_kv_caches(kv_caches)  # type: ignore[misc]
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        sent, received = super().get_finished(finished_req_ids)  # type: ignore[misc]
+        for request_id in received or ():
+            self._damage(request_id)
+        return sent, received
+
+    def start_load_kv(self, forward_context: Any, **named: Any) -> None:
+        super().start_load_kv(forward_context, **named)  # type: ignore[misc]
+        if isinstance(self, ExampleConnector):  # it loads here, and reports nothing later
+            for request_id in list(self._blocks):
+                self._damage(request_id)
+
+    def _damage(self, request_id: str) -> None:
+        groups = self._blocks.pop(request_id, None)
+        fault = FAULTS.get(Path(os.environ[FAULT_FILE]).read_text().strip())
+        if fault is None or groups is None:
+            return
+        blocks = [block for block in groups[0] if block]
+        if blocks:
+            fault(self._layers, blocks)
+
+
+class FaultyKVOffloadConnector(_Faulty, KVOffloadConnector):
+    """Our connector."""
+
+
+class FaultyOffloadingConnector(_Faulty, OffloadingConnector):
+    """vLLM's connector with our specification."""
+
+
+class FaultyExampleConnector(_Faulty, ExampleConnector):
+    """vLLM's example, which keeps whole prompts in files and knows nothing of us."""
