@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -462,6 +463,49 @@ def test_wrong_hints_of_a_user_are_named_and_ignored(
     rig.manager.on_new_request(ctx)
     assert rig.manager.lookup(key(1), ctx) is MISS
     rig.manager.on_request_finished(ctx)
+    assert not rig.manager.broken
+
+
+def with_actions(*actions: tuple[str, Any], name: str = "a") -> Any:
+    protocol = pytest.importorskip("vllm.v1.kv_hints.protocol", reason="vLLM before 0.31 has no kv_hints")
+    made = [protocol.KvHintAction(str(n), kind, "1.0", payload) for n, (kind, payload) in enumerate(actions)]
+    return base.ReqContext(name, kv_hints=protocol.KvHintsEnvelope("0.1", "message", made))
+
+
+@pytest.mark.parametrize(
+    ("actions", "hints", "counted"),
+    [
+        (
+            [("kv.retain", {"priority": 5, "duration_ms": 1500})],
+            Hints(priority=5, time_to_live_s=1.5),
+            ["retain"],
+        ),
+        ([("Pin", {"ttl_s": 60, "target": "session"})], Hints(priority=1, time_to_live_s=60.0), ["retain"]),
+        ([("kv.demote", {})], Hints(priority=-1), ["demote"]),
+        ([("kv.retain", {}), ("kv.demote", {})], Hints(priority=-1), ["retain", "demote"]),
+        ([("end-session", {})], Hints(session_over=True), ["end_session"]),
+        ([("kv.prefetch", {"hash": "00"})], NO_HINTS, ["prefetch"]),
+        ([("kv.share", {}), ("", {})], NO_HINTS, ["unknown", "unknown"]),
+        ([("kv.retain", {"ttl_s": -1})], NO_HINTS, ["invalid"]),
+        ([("kv.retain", {"priority": "high"})], NO_HINTS, ["invalid"]),
+        ([("kv.retain", None)], NO_HINTS, ["invalid"]),
+        ([], NO_HINTS, []),
+    ],
+)
+def test_hints_of_an_orchestrator_are_labels(
+    tmp_path: Path, actions: list[tuple[str, Any]], hints: Hints, counted: list[str]
+) -> None:
+    rig = World(tmp_path, 4)
+    ctx = with_actions(*actions)
+    rig.manager.on_new_request(ctx)
+    rig.manager.lookup(key(1), ctx)
+    began = rig.manager._requests["a"].ctx
+    assert began.hints == hints
+    rig.manager.on_request_finished(ctx)
+    assert began.hints == hints
+    assert rig.manager.metrics.kv_hints == Counter(counted)
+    assert "vllm:kvoffload_kv_hint_actions" in repr(rig.manager.get_stats().data)
+    assert not rig.manager.metrics.kv_hints, "reported once"
     assert not rig.manager.broken
 
 

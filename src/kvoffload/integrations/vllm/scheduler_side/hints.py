@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -10,6 +11,44 @@ from kvoffload.core.hints import NO_HINTS, Hints
 
 PARAMETER = "kvoffload"
 """Key of the user's hints in a request's ``kv_transfer_params``."""
+
+RETAIN, DEMOTE, PREFETCH, END_SESSION = "retain", "demote", "prefetch", "end_session"
+UNKNOWN, INVALID = "unknown", "invalid"
+KV_HINTS = {
+    RETAIN: "priority and time to live of the request's blocks",
+    DEMOTE: "priority below all requests without a hint",
+    PREFETCH: "no effect: the lookup of the request reads its blocks ahead",
+    END_SESSION: "the conversation is over",
+    UNKNOWN: "not known to this version, ignored",
+    INVALID: "wrong payload, ignored",
+}
+"""Actions of vLLM's ``kv_hints`` as they are counted, with their effect."""
+_SPELLINGS = {
+    **{name: name for name in (RETAIN, DEMOTE, PREFETCH, END_SESSION)},
+    "pin": RETAIN,
+    "fetch": PREFETCH,
+    "session_end": END_SESSION,
+    "release": END_SESSION,
+}
+_LOWEST_PRIORITY = -1
+_RETAIN_PRIORITY = 1
+
+
+class _Retain(msgspec.Struct):
+    """Payload of a retain action. vLLM defines none yet, so the names of the open proposals are read."""
+
+    priority: int | None = None
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    duration_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    retention_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    ttl_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+    duration_ms: Annotated[float, msgspec.Meta(ge=0)] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        given = [self.ttl_s, self.duration_s, self.retention_seconds]
+        given += [None if value is None else value / 1000 for value in (self.ttl_ms, self.duration_ms)]
+        return next((value for value in given if value is not None), None)
 
 
 class _UserHints(msgspec.Struct, forbid_unknown_fields=True):
@@ -34,6 +73,37 @@ def user_hints(kv_transfer_params: Any) -> Hints:
         allowed = ", ".join(_UserHints.__struct_fields__)
         raise ValueError(f"kv_transfer_params: {PARAMETER}: {error}; allowed: {allowed}") from error
     return Hints("", hints.session_over, hints.priority or 0, hints.time_to_live_s, hints.tenant or "")
+
+
+def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
+    """Translate the actions of a request's ``kv_hints`` (vLLM 0.31 and later) into hints; raises nothing.
+
+    An action is a label, never an order: a policy learns how useful it is. The last part of the action's type
+    counts (``kv.retain`` is ``retain``); later actions replace earlier ones.
+
+    Returns:
+        the hints, and the name of each action in `KV_HINTS`, for the metrics.
+    """
+    hints, names = NO_HINTS, list[str]()
+    for action in getattr(envelope, "actions", None) or ():
+        kind = str(action.action_type).lower().replace("-", "_").rpartition(".")[2]
+        name = _SPELLINGS.get(kind, UNKNOWN)
+        try:
+            hints = hints.updated(_action_hints(name, action.payload))
+        except msgspec.ValidationError:
+            name = INVALID
+        names.append(name)
+    return hints, names
+
+
+def _action_hints(name: str, payload: Mapping[str, Any]) -> Hints:
+    if name == RETAIN:
+        retain = msgspec.convert(payload, _Retain)
+        priority = _RETAIN_PRIORITY if retain.priority is None else retain.priority
+        return Hints(priority=priority, time_to_live_s=retain.seconds)
+    if name == DEMOTE:
+        return Hints(priority=_LOWEST_PRIORITY)
+    return Hints(session_over=True) if name == END_SESSION else NO_HINTS
 
 
 def arrival_hints(request: Any) -> Hints:

@@ -21,7 +21,7 @@ from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.integrations.vllm.scheduler_side.containment import Method, T, contained
 from kvoffload.integrations.vllm.scheduler_side.events import Events
-from kvoffload.integrations.vllm.scheduler_side.hints import user_hints
+from kvoffload.integrations.vllm.scheduler_side.hints import envelope_hints, user_hints
 from kvoffload.integrations.vllm.scheduler_side.inflight import InFlight
 from kvoffload.integrations.vllm.scheduler_side.lookups import (
     BEFORE_ANY_STEP,
@@ -189,6 +189,10 @@ class KVOffloadManager(OffloadingManager):
         except ValueError as error:
             self._log.warn("hints", "kvoffload: %s; ignored", error)
         else:
+            self.add_hints(req_context.req_id, hints)
+        if (envelope := getattr(req_context, "kv_hints", None)) is not None:
+            hints, actions = envelope_hints(envelope)
+            self.metrics.kv_hints.update(actions)
             self.add_hints(req_context.req_id, hints)
 
     def add_hints(self, request_id: str, hints: Hints) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvoffload.core.plans import ManagerStats
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.integrations.vllm.scheduler_side.hints import KV_HINTS
 from kvoffload.tiering.lane import TieringCounts
 
 PREFIX = "vllm:kvoffload_"
@@ -53,6 +54,7 @@ GAUGES = {
     "pinned_blocks": "Blocks being loaded or verified.",
     "writing_blocks": "Blocks being stored.",
 }
+KV_HINT_ACTIONS = "kv_hint_actions"
 POLICY = "policy_state"
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
@@ -109,6 +111,10 @@ def definitions() -> dict[str, Any]:
     made[PREFIX + REFUSED] = OffloadingCounterMetadata(
         documentation=f"Blocks offered and not stored, by reason ({reasons}).", labelnames=("reason",)
     )
+    actions = "; ".join(f"{action}: {text}" for action, text in KV_HINTS.items())
+    made[PREFIX + KV_HINT_ACTIONS] = OffloadingCounterMetadata(
+        documentation=f"Actions in the kv_hints of requests ({actions}).", labelnames=("action",)
+    )
     reasons = "; ".join(f"{reason}: {text}" for reason, text in NOT_PROMOTED_REASONS.items())
     made[PREFIX + NOT_PROMOTED] = OffloadingCounterMetadata(
         documentation=f"Blocks found in a tier and not loaded from it, by reason ({reasons}).",
@@ -140,11 +146,13 @@ class Metrics:
 
     Attributes:
         counts: the adapter's own counts since the last report; keys as in `COUNTERS`.
+        kv_hints: actions in vLLM's ``kv_hints`` since the last report; keys as in `KV_HINTS`.
         num_lookups: ``lookup_blocks``; an attribute because it is counted for each block.
     """
 
     def __init__(self, interval_s: float = METRICS_INTERVAL_S) -> None:
         self.counts: Counter[str] = Counter()
+        self.kv_hints: Counter[str] = Counter()
         self.num_lookups = 0
         self.interval_s, self._reported_s = interval_s, 0.0
         self._before = ManagerStats()
@@ -173,6 +181,9 @@ class Metrics:
         for name in COUNTERS if is_first else counts:
             if is_first or counts[name]:
                 taken.increase_counter(PREFIX + name, counts[name])
+        kv_hints, self.kv_hints = self.kv_hints, Counter()
+        for action in KV_HINTS if is_first else kv_hints:
+            taken.increase_counter(PREFIX + KV_HINT_ACTIONS, kv_hints[action], (action,))
         refused = {
             "admission": counters.refused - before.refused,
             "no_room": counters.dropped - before.dropped,

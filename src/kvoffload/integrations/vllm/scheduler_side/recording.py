@@ -14,7 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.core.hints import Hints
-from kvoffload.integrations.vllm.scheduler_side.hints import arrival_hints, finish_hints, user_hints
+from kvoffload.integrations.vllm.scheduler_side.hints import (
+    arrival_hints,
+    envelope_hints,
+    finish_hints,
+    user_hints,
+)
 from kvoffload.integrations.vllm.scheduler_side.record import FinishedRequest, Recorder
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import VLLMOptions
@@ -93,7 +98,8 @@ def _hints(request: Any) -> Hints:
     """Return all hints of a request, without a stop string, because that is a user's text."""
     with suppress(ValueError):  # wrong hints are ignored; the manager has logged them
         given = user_hints(request.kv_transfer_params)
-        hints = arrival_hints(request).updated(given).updated(finish_hints(request))
+        enveloped, _ = envelope_hints(getattr(request, "kv_hints", None))
+        hints = arrival_hints(request).updated(given).updated(enveloped).updated(finish_hints(request))
         if not isinstance(request.stop_reason, str):
             return hints
         return replace(hints, finish_reason=str(request.get_finished_reason()))
