@@ -106,7 +106,13 @@ def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) 
 
 
 class Engine:
-    """A vLLM engine in this process, with access to our parts in it."""
+    """A vLLM engine in this process, with access to our parts in it.
+
+    Args:
+        offload: options of our specification; None for an engine without offloading.
+        connector: use our connector instead of vLLM's.
+        settings: of vLLM, in place of the small engine's.
+    """
 
     def __init__(
         self, model: Path, offload: dict[str, Any] | None, *, connector: bool = False, **settings: Any
@@ -142,9 +148,9 @@ class Engine:
             model=str(model),
             skip_tokenizer_init=True,
             seed=0,
-            kv_transfer_config=transfer,
             disable_log_stats=False,
             **{
+                "kv_transfer_config": transfer,
                 "enforce_eager": True,
                 "distributed_executor_backend": "uni",
                 "dtype": "float32",
@@ -169,7 +175,9 @@ class Engine:
     @property
     def manager(self) -> Any:
         """Our adapter on the scheduler's side."""
-        return self.connector.connector_scheduler.manager
+        children = getattr(self.connector, "_connectors", [self.connector])
+        (ours,) = (child for child in children if hasattr(child, "connector_scheduler"))
+        return ours.connector_scheduler.manager
 
     @property
     def worker(self) -> Any:

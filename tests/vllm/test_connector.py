@@ -236,3 +236,35 @@ def test_who_is_preempted_waits_again(
     assert len({id(ctx) for ctx in waited}) == 60
     assert core.counters().expected == 0
     audit(core)
+
+
+@pytest.mark.parametrize("store", ["on-compute", "on-device-eviction"])
+def test_works_inside_a_multi_connector(
+    start_engine: Callable[..., Any], llama: Path, on_llama: Expected, tmp_path: Path, store: str
+) -> None:
+    """The child's configuration names no specification: its metrics ended the engine at the first report."""
+    ours = {
+        "kv_connector": "KVOffloadConnector",
+        "kv_connector_module_path": "kvoffload.integrations.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"ram": "4MiB", "store": store},
+    }
+    other = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [ours, other]},
+    }
+    engine = start_engine(llama, None, kv_transfer_config=transfer)
+    for _ in range(3):
+        on_llama.check(engine, 4)
+    stats = engine.manager.core.stats()
+    assert stats.loaded > 0
+    assert stats.stored > 0
+    assert not engine.manager.broken
+    audit(engine.manager.core)

@@ -45,9 +45,7 @@ class KVOffloadConnector(OffloadingConnector):
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         check_version(vllm_version, SINCE_CONNECTOR, "KVOffloadConnector")
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        extra_config.setdefault("spec_name", "KVOffloadSpec")
-        extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")
+        extra_config = _with_spec(vllm_config)
         options = checked_options(extra_config)
         victim_mode = options.store == ON_DEVICE_EVICTION
         if victim_mode and not vllm_config.cache_config.enable_prefix_caching:
@@ -72,6 +70,15 @@ class KVOffloadConnector(OffloadingConnector):
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
         self._recording = recording(options, self._tokens_per_hash(), self._count_unrecorded)
+
+    @classmethod
+    def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
+        """Return the metrics of our specification.
+
+        In a ``MultiConnector`` vLLM calls this with another copy of the configuration than the constructor.
+        """
+        _with_spec(vllm_config)
+        return super().build_prom_metrics(vllm_config, *arguments)
 
     def _tokens_per_hash(self) -> int:
         group = self.connector_scheduler.config.kv_group_configs[0]
@@ -114,3 +121,11 @@ class KVOffloadConnector(OffloadingConnector):
         super().bind_gpu_block_pool(gpu_block_pool)
         if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)
+
+
+def _with_spec(vllm_config: Any) -> dict[str, Any]:
+    """Name our specification in the connector's configuration, if the user has not; return its options."""
+    extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra_config.setdefault("spec_name", "KVOffloadSpec")
+    extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")
+    return extra_config
