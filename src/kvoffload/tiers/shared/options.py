@@ -78,10 +78,10 @@ class SharedTierOptions(TierOptions):
         try:
             tier.wait_until_open(self.start_s if owner.on_unavailable is None else self.engine_start_s)
         except UnavailableError as error:
-            why = None if error.__cause__ is None else self.refusal(error.__cause__)
-            if why is not None:
+            refusal = None if error.__cause__ is None else self.refusal(error.__cause__)
+            if refusal is not None:
                 tier.close()
-                raise ConfigError("tier", tier.place, why) from None
+                raise ConfigError("tier", tier.place, refusal) from None
             if owner.on_unavailable is None:
                 tier.close()
                 raise
