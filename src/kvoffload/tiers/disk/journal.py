@@ -84,8 +84,7 @@ class Journal:
     def _split(
         self, removed: SlabSlots, entries: Records, accessed: Records
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
-        """Yield the records of each group: all records if they fit into one, else pieces of one kind, in
-        order."""
+        """Yield groups of records: one group if all records fit, else pieces of one kind, in order."""
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
             return

@@ -111,7 +111,7 @@ class Peer:
 
     @property
     def needs_maintenance(self) -> bool:
-        """True if `maintain` may have something to do."""
+        """True if `maintain` must be called."""
         return self.epoch is None or self.is_partial or self.breakers.is_any_open
 
     def is_open(self, kind: str | None = None) -> bool:
