@@ -69,7 +69,8 @@ def test_two_names_of_an_option(ours: str, vllms: str, one: Any, other: Any, fie
     expected = getattr(parse_options({**base, ours: one}), field)
     for given in ({vllms: one}, {ours: one, vllms: one}):
         assert getattr(parse_options({**base, **given}), field) == expected
-    assert f"{vllms}: {other!r} is invalid; {ours} is {one!r}" in message(**base, **{ours: one, vllms: other})
+    problem = f"{vllms}: {other!r} is invalid; {ours}, another name of this option, is {one!r}"
+    assert problem in message(**base, **{ours: one, vllms: other})
 
 
 @pytest.mark.parametrize("policy", [*POLICIES.names(), "kvoffload.policies.arc:ARC", f"{EXAMPLE}:MyPolicy"])
