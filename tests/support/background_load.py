@@ -13,10 +13,9 @@ Action = Callable[[np.random.Generator], object]
 
 @contextmanager
 def background_load(actions: Sequence[Action]) -> Iterator[None]:
-    """Repeat each action in a thread of its own until the end of the context.
+    """Repeat each action in its own thread until the end of the context, and at least 10 times.
 
-    Every action gets random numbers of its own, and is made at least 10 times. Raises the first exception of
-    an action, at the end.
+    An action gets a generator of random numbers. Raises the first exception of an action at the end.
     """
     over, errors, counts = threading.Event(), list[BaseException](), [0] * len(actions)
 

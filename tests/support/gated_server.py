@@ -1,6 +1,6 @@
-"""A server in this process for a `RemoteTier`: each type of operation answers, fails, or hangs at a gate.
+"""A server in this process for a `RemoteTier`: each type of operation is answered, fails, or hangs at a gate.
 
-Nothing takes time: a failure is a deadline that counts as exceeded. A soak run can set the modes from a seed.
+A failure is a deadline exceeded, without delay. A soak run can set the modes from a seed.
 """
 
 from __future__ import annotations

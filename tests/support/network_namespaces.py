@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 TIMEOUT_S, PROBE_S, LATE = 2.0, 0.2, 10
-"""A job may take so long; ten times that is far from what a partition takes."""
+"""Deadlines in seconds, and the factor of a deadline within which a job must end."""
 
 
 def ip(*words: str) -> None:
@@ -24,17 +24,17 @@ def ip(*words: str) -> None:
 
 
 def made(kind: type[T]) -> Iterator[T]:
-    """One of these, closed at the end; the test is skipped where none can be made."""
+    """Make namespaces and close them at the end; skip the test if this machine does not allow them."""
     try:
-        found: Any = kind()
+        namespaces: Any = kind()
     except (AssertionError, OSError) as error:
         pytest.skip(f"no {kind.__name__} of network namespaces can be made here: {error}")
-    yield found
-    found.close()
+    yield namespaces
+    namespaces.close()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
+def wait_until(is_done: Callable[[], bool]) -> None:
     until = time.monotonic() + PATIENCE_S
-    while not is_so():
+    while not is_done():
         assert time.monotonic() < until
         time.sleep(0.0005)

@@ -234,8 +234,10 @@ class SharedTierContract:
         self, rig: Rig, caplog: pytest.LogCaptureFixture
     ) -> None:
         rig.proxy.set(refuse=True)
+        begun = time.monotonic()
         with pytest.raises(UnavailableError, match="cannot be used now"):
             rig.connect_through_proxy()
+        assert time.monotonic() - begun < 20.0
         client = rig.connect_through_proxy(on_unavailable=lambda error: pytest.fail("there is a tier"))
         assert "does not answer yet" in caplog.text
         assert client.believes(1) == [False]

@@ -1,8 +1,8 @@
-"""Two machines and what they share, in any order: writes, reads, resets, and all that an engine, a network
-and others may do to it.
+"""A state machine of two machines that share a server, a cluster or a bucket.
 
-Every block says which key it has, and after how many resets it was written. So the model need not know what
-is where: whatever is served must have the right key, and be of now. Engines differ in how they are damaged.
+Rules write, read and reset; damage, remove and restore values; and cut the network. Every block contains its
+key and the number of resets before its write. So the model need not know the contents of the server: a served
+block must have its own key and the present number of resets.
 """
 
 from __future__ import annotations
@@ -25,91 +25,91 @@ from support.valkey_server import PATIENCE_S
 
 NUM_KEYS = 8
 SEALED_BYTES = HEADER_BYTES - 8
-"""All of a header but the checksum."""
+"""Bytes of a header before the checksum."""
 EVERY = (*range(1, NUM_KEYS + 1),)
 numbers = st.lists(st.sampled_from(EVERY), min_size=1, max_size=NUM_KEYS, unique=True)
 machines = st.integers(0, 1)
 any_number = st.integers(0, 2**32)
 readers = st.sampled_from([0, 1, 0, 1, None])
 MOMENT_S = 0.1
-"""The deadline of a read that will not be answered."""
+"""Deadline of a read without a reply."""
 
 Place = Any
-"""Where a value is: as `SharingMachine.values` names it."""
+"""Name of a value, as `SharingMachine.values` returns it."""
 
 
 class SharingMachine(RuleBasedStateMachine):
-    """Two machines with an engine that they share.
+    """Two machines that share a server.
 
     Attributes:
-        block_bytes: of each block.
-        told: of each machine the blocks that its tier has told of, and not taken back.
-        given_away: the memory of the last reads, and what it had when they ended.
+        block_bytes: bytes of a block.
+        reported: for each machine, the blocks that its tier has reported as stored and not as lost.
+        ended_reads: the rows of the last reads, and a copy from the end of each read.
     """
 
     block_bytes: ClassVar[int] = 512
 
     @abstractmethod
     def begin(self) -> list[Any]:
-        """Empty the engine; the tiers of both machines."""
+        """Empty the server; returns the tiers of both machines."""
 
     @abstractmethod
     def values(self) -> list[Place]:
-        """All values with blocks that the engine has."""
+        """Return the names of all values with blocks."""
 
     @abstractmethod
     def get(self, place: Place) -> bytes:
-        """What is there."""
+        """Return a value."""
 
     @abstractmethod
     def put(self, place: Place, value: bytes) -> None:
-        """What is there from now on."""
+        """Replace a value."""
 
     def whole(self, place: Place) -> list[Place]:
-        """All values of the block that this is one of."""
+        """Return the names of all values of the block with this value."""
         return [place]
 
     @abstractmethod
     def remove(self, place: Place) -> None:
-        """It leaves, as by an eviction."""
+        """Remove a value, as an eviction does."""
 
     @abstractmethod
     def remove_epoch(self, place: Place) -> None:
-        """The epoch of the blocks there leaves, as by an eviction."""
+        """Remove the epoch of a value, as an eviction does."""
 
     @abstractmethod
     def snapshot(self) -> dict[Place, bytes]:
-        """All that the engine has, epochs included."""
+        """Return all values, with those of epochs."""
 
     @abstractmethod
     def restore(self, snapshot: dict[Place, bytes]) -> None:
-        """Replace the contents of the engine."""
+        """Replace the contents of the server."""
 
     @abstractmethod
     def is_epoch(self, place: Place) -> bool:
-        """Whether a place of a snapshot has an epoch."""
+        """Return True if a value of a snapshot is an epoch."""
 
     def parts(self, tier: Any) -> list[Any]:
-        """What has hints, a circuit and greetings of its own."""
+        """Return the tiers with a presence cache, circuit breaker and handshakes: the tier, or its nodes."""
         return [tier]
 
     def is_well(self, tier: Any) -> bool:
-        """Whether it can use all that is there, as far as it knows."""
+        """Return True if a tier can read all blocks, as far as the tier knows."""
         return bool(tier.is_open("read"))
 
     def epochs(self, tier: Any) -> list[int]:
-        """The numbers of the epochs that it finds blocks of."""
+        """Return the numbers of the epochs that a tier uses."""
         return [tier.peer.epoch.number]
 
     def some_place(self, number: int, reader: int | None = None) -> Place | None:
-        """Any value; one that this machine finds, if there is one that reads next."""
-        found = self.values()
+        """Return any value, or with a reader a value in an epoch of the reader."""
+        places = self.values()
         if reader is not None:
-            numbers = [f"{one:016x}" for one in self.epochs(self.tiers[reader])]
-            found = [place for place in found if any(one in str(place) for one in numbers)]
-        return found[number % len(found)] if found else None
+            epochs = [f"{epoch:016x}" for epoch in self.epochs(self.tiers[reader])]
+            places = [place for place in places if any(epoch in str(place) for epoch in epochs)]
+        return places[number % len(places)] if places else None
 
-    # ---- what machines do
+    # ---- rules of the machines
 
     @initialize()
     def start(self) -> None:
@@ -117,10 +117,10 @@ class SharingMachine(RuleBasedStateMachine):
         self.saved: dict[Place, bytes] | None = None
         self.reset_since_saved: set[int] = set()
         self.tiers = self.begin()
-        self.told: list[set[bytes]] = [set(), set()]
-        self.hear()
+        self.reported: list[set[bytes]] = [set(), set()]
+        self.take_reports()
         self.pool = np.zeros((NUM_KEYS, self.block_bytes), np.uint8)
-        self.given_away: deque[tuple[Any, Any]] = deque(maxlen=20)
+        self.ended_reads: deque[tuple[Any, Any]] = deque(maxlen=20)
 
     def wait(self, machine: int, job: int) -> JobResult:
         until = time.monotonic() + PATIENCE_S
@@ -149,11 +149,11 @@ class SharingMachine(RuleBasedStateMachine):
         self.served(machine, of)
 
     def served(self, machine: int, of: list[int]) -> int:
-        """How many of these blocks the machine gets."""
+        """Read blocks; returns the number of served blocks, whose bytes are right."""
         pool = np.full((NUM_KEYS, self.block_bytes), 0xEE, np.uint8)
         job = self.tiers[machine].submit_read(some_keys(*of), pool, np.arange(len(of)))
         ok = self.wait(machine, job).ok
-        self.given_away.append((pool, pool.copy()))
+        self.ended_reads.append((pool, pool.copy()))
         for row in np.flatnonzero(ok).tolist():
             assert (pool[row, 4:] == of[row]).all(), "another block was served"
             age = int.from_bytes(pool[row, :4].tobytes(), "big")
@@ -161,7 +161,7 @@ class SharingMachine(RuleBasedStateMachine):
         return int(np.count_nonzero(ok))
 
     def read_in_vain(self, machine: int) -> None:
-        """A read that ends at its deadline."""
+        """Read with a deadline that is exceeded."""
         parts = self.parts(self.tiers[machine])
         before = [part.options for part in parts]
         for part in parts:
@@ -191,21 +191,21 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule()
     def try_again_now(self) -> None:
-        """The pauses of circuits, greetings and full servers are over."""
+        """End the pauses of circuit breakers, handshakes and full servers."""
         for tier in self.tiers:
             for part in self.parts(tier):
                 part.end_pauses()
 
     @rule(machine=machines)
     def forget(self, machine: int) -> None:
-        """Whatever it believed is too long ago."""
+        """Clear the presence cache of a machine, as if all entries had expired."""
         for part in self.parts(self.tiers[machine]):
             part.presence.clear()
 
     def network_heals(self) -> None:
-        """Where one can fail."""
+        """End all faults of the network."""
 
-    # ---- what others do
+    # ---- rules of the server
 
     @rule(number=any_number, at=st.integers(0, 2 * (HEADER_BYTES + 512)), reader=readers)
     def a_byte_flips(self, number: int, at: int, reader: int | None) -> None:
@@ -224,23 +224,23 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(first=any_number, reader=readers)
     def values_become_others(self, first: int, reader: int | None) -> None:
-        """As a whole; all but what says whose they are; all but that and the checksum."""
+        """Replace values: whole, without the header up to the checksum, and without the header."""
         self.will_be_read_by(reader)
         for row, kept_bytes in enumerate((0, SEALED_BYTES, HEADER_BYTES)):
-            one, other = (
+            source_place, place = (
                 self.some_place(first + 2 * row, reader),
                 self.some_place(first + 2 * row + 1, reader),
             )
-            if one is not None and other is not None:
+            if source_place is not None and place is not None:
                 # Only the first value of a block has a header.
                 for source, to, kept in zip(
-                    self.whole(one), self.whole(other), (kept_bytes, 0), strict=False
+                    self.whole(source_place), self.whole(place), (kept_bytes, 0), strict=False
                 ):
                     self.put(to, self.get(to)[:kept] + self.get(source)[kept:])
         self.is_read_by(reader)
 
     def will_be_read_by(self, reader: int | None) -> None:
-        """All blocks are there for this machine, and it knows."""
+        """Write all blocks, and let the reader know of them."""
         if reader is not None:
             self.network_heals()
             self.share([reader])
@@ -256,29 +256,29 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(number=any_number)
     def an_epoch_leaves(self, number: int) -> None:
-        """What was under it must not come back with the next one."""
+        """Remove an epoch: blocks of this epoch must not return with the next epoch."""
         if (place := self.some_place(number)) is not None:
             self.remove_epoch(place)
 
     @rule()
     def a_snapshot_is_saved(self) -> None:
-        """Of epochs that both machines have seen: of others none can know later that they are old."""
+        """Save a snapshot whose epochs both machines have seen: they can recognize the epochs later."""
         self.network_heals()
-        self.come_to_terms()
+        self.reconnect()
         for machine in (0, 1):
             self.probe(machine, [*EVERY])
-        self.come_to_terms()
+        self.reconnect()
         saved = self.snapshot()
         if all(self.numbers_in(saved).issuperset(self.epochs(tier)) for tier in self.tiers):
             self.saved, self.reset_since_saved = saved, set()
 
     @rule()
     def a_snapshot_returns(self) -> None:
-        """As after a crash. A machine that has reset since asks first, and no other is told before."""
+        """Restore the snapshot, as after a crash. A machine that has reset since then reads first."""
         if self.saved is None:
             return
         self.network_heals()
-        self.come_to_terms()
+        self.reconnect()
         self.restore(self.saved)
         if self.reset_since_saved:
             machine = min(self.reset_since_saved)
@@ -291,43 +291,45 @@ class SharingMachine(RuleBasedStateMachine):
 
     @rule(machine=machines)
     def a_crash_undoes_a_reset(self, machine: int) -> None:
-        """All three in a row, which chance alone seldom plays."""
+        """Save a snapshot, reset, and restore the snapshot: random sequences seldom do."""
         self.network_heals()
-        self.come_to_terms()
+        self.reconnect()
         self.write_all(machine)
         self.a_snapshot_is_saved()
         self.reset(machine)
         self.a_snapshot_returns()
 
     def numbers_in(self, snapshot: dict[Place, bytes]) -> set[int]:
-        """The epochs of a snapshot."""
+        """Return the numbers of the epochs in a snapshot."""
         epochs = [value for place, value in snapshot.items() if self.is_epoch(place)]
         return {int(value, 16) for value in epochs if len(value) == 16}
 
     def has_blocks(self, snapshot: dict[Place, bytes], number: int) -> bool:
-        """Whether a snapshot has blocks of this epoch."""
+        """Return True if a snapshot has blocks of this epoch."""
         return any(f"{number:016x}" in str(place) for place in snapshot if not self.is_epoch(place))
 
-    # ---- what always holds
+    # ---- invariants
 
-    def hear(self) -> None:
-        for told, tier in zip(self.told, self.tiers, strict=True):
-            for keys, removed in tier.take_changes():
-                assert told.isdisjoint(keys) != removed, "a block is told of once, and taken back once"
-                told.difference_update(keys) if removed else told.update(keys)
+    def take_reports(self) -> None:
+        for reported, tier in zip(self.reported, self.tiers, strict=True):
+            for keys, are_lost in tier.take_changes():
+                assert reported.isdisjoint(keys) != are_lost, "a change was reported twice"
+                reported.difference_update(keys) if are_lost else reported.update(keys)
 
     @invariant()
     def nothing_is_left_over(self) -> None:
         if not hasattr(self, "tiers"):
             return
-        self.hear()
-        assert all((pool == then).all() for pool, then in self.given_away), "written to after its deadline"
+        self.take_reports()
+        assert all((pool == then).all() for pool, then in self.ended_reads), (
+            "a row was written after its read"
+        )
         for tier in self.tiers:
             assert tier.stats().in_flight == 0
             keys = some_keys(*EVERY)
             assert not (tier.contains(keys) & tier.unknown(keys)).any()
 
-    def come_to_terms(self) -> None:
+    def reconnect(self) -> None:
         until = time.monotonic() + PATIENCE_S
         while not all(self.is_well(tier) for tier in self.tiers):
             self.try_again_now()
@@ -335,19 +337,19 @@ class SharingMachine(RuleBasedStateMachine):
             time.sleep(0.001)
 
     def share(self, readers: list[int]) -> None:
-        """All blocks are there for these machines."""
+        """Write all blocks until these machines are served all of them."""
         until = time.monotonic() + PATIENCE_S
-        # Damage, resets and where blocks are now are found by the first reads.
+        # The first reads find damage, resets and moved slots.
         while min(self.served(machine, [*EVERY]) for machine in readers) < NUM_KEYS:
-            assert time.monotonic() < until, "what was written is not served"
+            assert time.monotonic() < until, "written blocks are not served"
             for machine in readers:
-                self.come_to_terms()
+                self.reconnect()
                 self.forget(machine)
                 self.probe(machine, [*EVERY])
             self.write(readers[0], [*EVERY])
 
     def teardown(self) -> None:
-        """When all is well both machines share again."""
+        """Check that both machines share blocks again without faults."""
         if not hasattr(self, "tiers"):
             return
         try:
@@ -360,11 +362,11 @@ class SharingMachine(RuleBasedStateMachine):
             self.over()
 
     def over(self) -> None:
-        """What is to be closed besides the tiers."""
+        """Close everything besides the tiers."""
 
 
 class BehindAProxy(SharingMachine):
-    """Both machines reach the engine through one proxy."""
+    """Two machines before a proxy."""
 
     proxy: FaultProxy
 
@@ -387,7 +389,7 @@ class BehindAProxy(SharingMachine):
 
     @rule(machine=machines)
     def the_network_hangs(self, machine: int) -> None:
-        """And goes on: what was under way arrives when nobody waits for it any more."""
+        """Let the network hang for a moment: replies arrive after the deadline."""
         self.proxy.set(hang=True)
         self.read_in_vain(machine)
         self.network_heals()

@@ -1,4 +1,4 @@
-"""Whole machines that share a tier: manager, RAM, and one tier behind it."""
+"""Whole machines that share a tier: a manager with RAM and the shared tier."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def some_keys(*numbers: int) -> list[bytes]:
 
 
 class Machine:
-    """RAM, a server behind it, and an engine that computes blocks: a block has the bytes of its number."""
+    """A manager with RAM and a shared tier, and an engine. The bytes of a block repeat its number."""
 
     def __init__(self, described: TierOptions, **more: Any) -> None:
         self.described = described
@@ -43,7 +43,7 @@ class Machine:
         )
 
     def serve(self, *numbers: int) -> int:
-        """A request: how many of its blocks were hits; the others are computed, and stored."""
+        """Serve a request: load hits, compute and store the other blocks; returns the number of hits."""
         ctx = self.manager.begin_request("r", some_keys(*numbers))
         num_ready = self.look_up(ctx, *numbers)
         plan = self.manager.prepare_load(some_keys(*numbers[:num_ready]), ctx)
@@ -63,9 +63,9 @@ class Machine:
     def look_up(self, ctx: RequestContext, *numbers: int) -> int:
         until = time.monotonic() + PATIENCE_S
         while True:
-            found = self.manager.lookup(some_keys(*numbers), ctx)
-            if found.stopped_by is not RETRY:
-                return found.num_ready
+            result = self.manager.lookup(some_keys(*numbers), ctx)
+            if result.stopped_by is not RETRY:
+                return result.num_ready
             assert time.monotonic() < until
             self.manager.poll()
             time.sleep(0.0005)

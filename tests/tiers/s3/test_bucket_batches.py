@@ -123,7 +123,7 @@ def write(tier: RemoteTier) -> None:
 
 @pytest.mark.parametrize("how", ["hangs", "500"])
 def test_read_overtaken_by_a_reset_serves_nothing(objects: Objects, tier: RemoteTier, how: str) -> None:
-    """One object arrives, the other request fails: the first is still from before a confirmed reset."""
+    """An object from before a confirmed reset arrives, and the request for the other object fails."""
     write(tier)
     (epoch,) = objects.names("/epochs/")
     objects.held[epoch] = b"%016x" % 12345  # the reset of another machine
@@ -225,7 +225,7 @@ def test_request_that_swallows_cancellations_ends(objects: Objects) -> None:
 def test_exceptions_of_all_requests_are_read(
     objects: Objects, caplog: pytest.LogCaptureFixture, last: float
 ) -> None:
-    """asyncio logs a traceback for each exception that nobody has read."""
+    """Asyncio logs a traceback for each unread exception."""
 
     async def fail(delay_s: float) -> None:
         await asyncio.sleep(delay_s)

@@ -131,12 +131,12 @@ def test_object_of_another_size_is_absent_and_replaced(
 
 
 def test_every_read_asks_for_a_range(client: Client, server: HostileS3) -> None:
-    asked: list[str] = []
+    ranges: list[str] = []
     honest = server.honest
 
     def listening(request: Any) -> Any:
         if request.method == "GET":
-            asked.append(request.headers["range"])
+            ranges.append(request.headers["range"])
         return honest(request)
 
     server.honest = listening  # type: ignore[method-assign]
@@ -145,7 +145,7 @@ def test_every_read_asks_for_a_range(client: Client, server: HostileS3) -> None:
     assert client.read(2, 3) == [2, 3]
     client.reset()
     parts = {f"bytes=0-{PACK * STRIDE - 1}", f"bytes={STRIDE}-{3 * STRIDE - 1}"}
-    assert {*asked} == parts | {"bytes=0-15"}
+    assert {*ranges} == parts | {"bytes=0-15"}
 
 
 @pytest.mark.parametrize(
@@ -425,10 +425,10 @@ class Unsigned:
 
 
 def test_slow_name_server_costs_no_more_than_the_deadline(server: HostileS3) -> None:
-    may_answer, asked = threading.Event(), []
+    may_answer, lookups = threading.Event(), []
 
     def slow(host: str, port: int) -> list[SocketAddress]:
-        asked.append(host)
+        lookups.append(host)
         assert may_answer.wait(PATIENCE_S)
         return [(socket.AF_INET, ("127.0.0.1", port))]
 
@@ -445,12 +445,12 @@ def test_slow_name_server_costs_no_more_than_the_deadline(server: HostileS3) -> 
         with pytest.raises(TimeoutError):
             bucket.run([size()], time.monotonic() + 0.05)
     assert time.monotonic() - begun < 5.0
-    assert len(asked) == 1, "one thread asks"
+    assert len(lookups) == 1, "one thread asks"
     may_answer.set()
     bucket.run([size()], time.monotonic() + PATIENCE_S)
     server.drop_connections()
     bucket.run([size()], time.monotonic() + PATIENCE_S)
-    assert (sizes, len(asked)) == ([5, 5], 1), "the address is kept"
+    assert (sizes, len(lookups)) == ([5, 5], 1), "the address is kept"
     bucket.close()
     bucket.close()
 

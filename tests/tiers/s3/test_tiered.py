@@ -129,7 +129,7 @@ class TestTieredBucket(TieredContract):
         assert second.serve(*range(1, 12)) == 8
 
     def test_queued_writes_are_whole_groups(self, server: Rclone, make: Callable[..., Machine]) -> None:
-        """There is room for one object and a half at a time."""
+        """The bytes in flight have room for 1.5 objects."""
         first, second = make(server.port), make(server.port)
         for machine in (first, second):
             machine.tier.jobs.in_flight_bytes = 6 * BLOCK_BYTES

@@ -93,7 +93,7 @@ def silent() -> Iterator[SocketAddress]:
 
 
 def test_lookup_ends_at_the_deadline_of_a_connection(server: FakeServer) -> None:
-    """Once a name server that took 8 s delayed a probe with a deadline of 50 ms by 8 s."""
+    """Regression: a name server that took 8 s delayed a probe with a deadline of 50 ms by 8 s."""
     names = NameServer(there(server.port))
     addresses = Addresses(names)
     for _ in range(3):
@@ -179,7 +179,7 @@ def test_lookup_without_a_thread_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_all_addresses_share_one_deadline(silent: SocketAddress, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once eight silent addresses took eight deadlines."""
+    """Regression: eight silent addresses took eight deadlines."""
     tried = []
     begin = room._begin
     monkeypatch.setattr(room, "_begin", lambda address, *more: (tried.append(address), begin(address, *more)))
@@ -213,7 +213,7 @@ def test_next_address_is_tried_at_once_after_a_refusal(server: FakeServer) -> No
 
 
 def test_close_of_a_cluster_waits_once_for_all_threads() -> None:
-    """Once the close took 30 s with ten nodes whose connections hung."""
+    """Regression: the close took 30 s with ten nodes whose connections hung."""
     server, over, ports = FakeServer(1), threading.Event(), range(1, 11)
     server.slots = lambda: encoded(
         [[n * 1600, n * 1600 + 1599, [b"127.0.0.1", port, b"id"]] for n, port in enumerate(ports)]
@@ -244,14 +244,14 @@ def test_close_of_a_cluster_waits_once_for_all_threads() -> None:
 
 
 def test_changed_password_file_is_read_for_the_next_connection(server: FakeServer, tmp_path: Path) -> None:
-    """Once the tier was unavailable until the engine was restarted."""
-    asked: list[bytes] = []
-    right = [b"old"]
+    """Regression: the tier was unavailable until the engine was restarted."""
+    passwords: list[bytes] = []
+    accepted = [b"old"]
 
     def attack(moment: Moment) -> Any:
         if moment.verb == b"AUTH":
-            asked.append(moment.words[1])
-            return [moment.right if moment.words[1] == right[0] else b"-WRONGPASS invalid\r\n"]
+            passwords.append(moment.words[1])
+            return [moment.right if moment.words[1] == accepted[0] else b"-WRONGPASS invalid\r\n"]
         return [moment.right]
 
     server.attack = attack
@@ -261,16 +261,16 @@ def test_changed_password_file_is_read_for_the_next_connection(server: FakeServe
     tier = ValkeyOptions(url=url, password_file=str(path), **patient).open(TierOwner(4096, 36, "model"))
     keys, pool, rows = some_keys(1), np.ones((1, 4096), np.uint8), np.arange(1)
     assert tier.submit_write(keys, pool, rows)[1].all()
-    right[0] = b"new"
+    accepted[0] = b"new"
     server.disconnect()
     path.write_text("")  # the file is being replaced
     until = later()
     while not isinstance(tier.peer.last_error, ServerError):
         step(tier, keys)
         assert time.monotonic() < until
-    assert asked[-1] == b"old"
+    assert passwords[-1] == b"old"
     path.write_text("new\n")
-    while b"new" not in asked or not tier.is_open():  # a connection made before may ask with "old" last
+    while b"new" not in passwords or not tier.is_open():  # a connection made before may ask with "old" last
         step(tier, keys)
         assert time.monotonic() < until
     tier.close()

@@ -91,7 +91,7 @@ def settle(tier: Any) -> None:
 def test_queued_jobs_end_when_the_breaker_opens(
     server: GatedServer, make: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 40 writes to a hanging server two have been sent; the others end and keep no RAM pinned."""
+    """The server hangs at the first two of 40 writes; the other writes end and keep no RAM pinned."""
     tier = make(lines=2)
     server.modes = {"write": HANGS, "probe": FAILS}
     jobs = [write(tier, number) for number in range(40)]

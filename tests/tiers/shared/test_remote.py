@@ -107,7 +107,7 @@ def jemalloc_class(num_bytes: int) -> int:
 
 
 def test_blocks_are_split_where_that_saves_memory() -> None:
-    """As docs/formats.md says, because other versions of this code have to split at the same place."""
+    """Other versions of this code have to split at the same place, which docs/formats.md documents."""
     documented = {
         512: 512,
         24 << 10: 64,
@@ -146,11 +146,11 @@ def test_epoch_keys_of_a_divided_epoch() -> None:
     keys = some_keys(*range(200))
     divisions = keys.digests >> np.uint64(56)
     epoch = DividedEpoch("ns", EPOCH.producer, (int(divisions[0]), int(divisions[1])), (5, None))
-    asked = epoch.epoch_keys(keys)
-    assert len(asked.names) == len({*divisions.tolist()}) == len(asked.numbers)
+    epoch_keys = epoch.epoch_keys(keys)
+    assert len(epoch_keys.names) == len({*divisions.tolist()}) == len(epoch_keys.numbers)
     for row, division in enumerate(divisions.tolist()):
-        assert asked.names[asked.row_of[row]] == epoch_names("ns", EPOCH.producer, [division])[0]
-        assert asked.numbers[asked.row_of[row]] == (5 if division == divisions[0] else None)
+        assert epoch_keys.names[epoch_keys.row_of[row]] == epoch_names("ns", EPOCH.producer, [division])[0]
+        assert epoch_keys.numbers[epoch_keys.row_of[row]] == (5 if division == divisions[0] else None)
 
 
 def sealed(epoch: SingleEpoch = EPOCH, key: int = 1, fill: int = 5) -> tuple[Any, Any]:
@@ -167,12 +167,12 @@ def is_sound(
 def test_block_is_sound_only_under_its_own_name() -> None:
     headers, block = sealed()
     assert is_sound(headers, block)
-    others = [
+    epochs = [
         SingleEpoch("sn", EPOCH.producer, 7),
         SingleEpoch("ns", producer_of("other"), 7),
         SingleEpoch("ns", EPOCH.producer, 8),
     ]
-    for other in others:
+    for other in epochs:
         assert not is_sound(headers, block, other)
         # Nor with correct fields of the header, except for the checksum.
         forged, _ = sealed(other)

@@ -231,7 +231,7 @@ def test_reset_waits_for_a_hanging_node_alone(tmp_path: Path, make: Callable[...
         client, other = make(cluster, timeout=0.3, probe_timeout=0.2), make(cluster)
         client.write(*NUMBERS)
         hanging, *_ = cluster.masters
-        theirs = client.numbers_on(hanging, NUMBERS)
+        lost = client.numbers_on(hanging, NUMBERS)
         with hanging.stopped():
             client.tier.clear()
             until = time.monotonic() + PATIENCE_S
@@ -240,7 +240,7 @@ def test_reset_waits_for_a_hanging_node_alone(tmp_path: Path, make: Callable[...
                 assert time.monotonic() < until
             assert None in client.believes(*NUMBERS), "the other nodes have confirmed the reset"
             assert not client.tier.drain(0.0)
-            assert client.read(*theirs) == [], "their reset is not confirmed"
+            assert client.read(*lost) == [], "their reset is not confirmed"
         until = time.monotonic() + PATIENCE_S
         while not client.tier.drain(0.1):
             client.tier.end_pauses()
@@ -277,10 +277,10 @@ def test_failed_master_costs_its_own_blocks_until_failover(
         client, busy = (make(cluster, timeout=1.0, probe_timeout=1.0) for _ in range(2))
         writer = make(cluster)
         assert writer.write(*NUMBERS) == NUMBERS
-        gone = cluster.masters[1]
-        theirs = writer.numbers_on(gone, NUMBERS)
-        others = [number for number in NUMBERS if number not in theirs]
-        assert theirs
+        failed = cluster.masters[1]
+        lost = writer.numbers_on(failed, NUMBERS)
+        others = [number for number in NUMBERS if number not in lost]
+        assert lost
         assert {*client.probe(*NUMBERS)} <= {*NUMBERS}
         client.reconnect()
         client.forget()
@@ -290,7 +290,7 @@ def test_failed_master_costs_its_own_blocks_until_failover(
         with background_load(
             [lambda random: busy.write(*range(start := int(random.integers(1000, 60_000)), start + 20))]
         ):
-            gone.signal(number)
+            failed.signal(number)
             until, longest = time.monotonic() + PATIENCE_S, 0.0
             while not served or served[-1] != NUMBERS:
                 begun = time.monotonic()
@@ -301,13 +301,13 @@ def test_failed_master_costs_its_own_blocks_until_failover(
                 assert time.monotonic() < until
         assert longest < 10.0, "ten times the deadline"
         partial_reads = served[:-1]
-        assert partial_reads, "the master was gone"
+        assert partial_reads, "the master was down"
         assert any({*others} <= {*numbers} for numbers in partial_reads), "the other masters answered"
         assert client.tier.stats().mismatches == busy.tier.stats().mismatches == 0
         pool = client.pool.copy()
         if number is signal.SIGSTOP:
-            gone.signal(signal.SIGCONT)
-            cluster.wait(lambda: b"role:slave" in gone.ask("INFO", "replication"))
+            failed.signal(signal.SIGCONT)
+            cluster.wait(lambda: b"role:slave" in failed.ask("INFO", "replication"))
         assert (client.pool == pool).all(), "late bytes are written nowhere"
         assert client.read(*NUMBERS) == NUMBERS
 

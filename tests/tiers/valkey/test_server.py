@@ -152,7 +152,7 @@ def test_forked_child_cannot_use_the_tier(client: Client) -> None:
 
 @pytest.mark.parametrize("block_bytes", [64 << 10, 512 << 10, 9 << 18])
 def test_server_memory_per_block(tmp_path: Path, make: Callable[..., Client], block_bytes: int) -> None:
-    """A block of a power of two and its header in one value would take jemalloc a quarter more."""
+    """Jemalloc would need a quarter more for a value with a header and a block of 2^n bytes."""
     with running(tmp_path, program=redis()) as server:
         if b"mem_allocator:jemalloc" not in server.ask("INFO", "memory"):
             pytest.skip("this redis-server is not built with jemalloc")
@@ -246,8 +246,13 @@ def test_write_log_is_bounded() -> None:
     log.stored(some_keys(2, 3))
     log.lost(some_keys(1, 9))
     log.lost_all()
-    one, two, three = some_keys(1, 2, 3)
-    assert log.take() == [([one, two], False), ([three], False), ([one], True), ([two, three], True)]
+    first, second, third = some_keys(1, 2, 3)
+    assert log.take() == [
+        ([first, second], False),
+        ([third], False),
+        ([first], True),
+        ([second, third], True),
+    ]
     log.lost_all()
     assert log.take() == []
 
@@ -267,7 +272,7 @@ def test_block_has_two_values(client: Client, server: Server) -> None:
 def test_block_with_one_of_two_values_is_absent(
     client: Client, server: Server, make: Callable[..., Client], value: int
 ) -> None:
-    """As after the eviction of one value."""
+    """The server may evict one value of a block."""
     client.write(1, 2)
     server.say("DEL", client.names(1)[value])
     result = client.wait(client.begin_read(1, 2))
