@@ -121,6 +121,7 @@ class TestCluster(ValkeyContract):
                 cluster.announce(rig.proxy.ports)
 
     test_rights_keep_tenants_apart = slow(ValkeyContract.test_rights_keep_tenants_apart)
+    test_blocks_return_over_tls = slow(ValkeyContract.test_blocks_return_over_tls)
     test_other_certificates_are_refused = slow(ValkeyContract.test_other_certificates_are_refused)
     test_unreachable_server_stops_a_command_and_no_engine = slow(
         ValkeyContract.test_unreachable_server_stops_a_command_and_no_engine
