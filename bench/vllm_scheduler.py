@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +30,14 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.metadata import (
+    INVALID_JOB_ID,
+    SimpleCPUOffloadMetadata,
+    SimpleCPUOffloadWorkerMetadata,
+)
 from vllm.v1.structured_output import StructuredOutputManager
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -80,50 +86,80 @@ TRAFFIC = (
 )
 
 
-class Side:
-    """A scheduler, its connector, and stand-ins for model and transfers."""
+class Layout(NamedTuple):
+    """Sizes of a scheduler and of RAM: tokens of a block, of a step and of the longest request; blocks."""
 
-    def __init__(self, model: Path, options: dict[str, Any] | None, traffic: Traffic) -> None:
-        tokens, per_prompt = traffic.block_tokens, traffic.prompt_tokens // traffic.block_tokens
-        block_bytes = 2 * HEADS * HEAD_BYTES * 2 * tokens
-        transfer = None
-        if options is not None:
-            extra = dict(options)
-            ours, connector = extra["spec_name"] == "KVOffloadSpec", extra.pop("connector", False)
-            extra["ram" if ours else "cpu_bytes_to_use"] = RAM_PROMPTS * per_prompt * block_bytes
-            transfer = {
-                "kv_connector": "KVOffloadConnector" if connector else "OffloadingConnector",
-                "kv_role": "kv_both",
-                "kv_connector_extra_config": extra,
-                **({"kv_connector_module_path": _CONNECTOR} if connector else {}),
-            }
+    block_tokens: int
+    step_tokens: int
+    max_model_tokens: int
+    gpu_blocks: int
+    ram_blocks: int
+
+    @classmethod
+    def of(cls, traffic: Traffic) -> Layout:
+        per_prompt = traffic.prompt_tokens // traffic.block_tokens
+        return cls(
+            traffic.block_tokens,
+            traffic.step_tokens,
+            traffic.prompt_tokens + 64,
+            GPU_PROMPTS * per_prompt,
+            RAM_PROMPTS * per_prompt,
+        )
+
+    def transfer(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return vLLM's ``--kv-transfer-config`` of a side."""
+        extra = dict(options)
+        simple, connector = extra.pop("simple", False), extra.pop("connector", False)
+        is_ours = extra.get("spec_name") == "KVOffloadSpec"
+        ram_bytes = self.ram_blocks * 2 * HEADS * HEAD_BYTES * 2 * self.block_tokens
+        extra["ram" if is_ours else "cpu_bytes_to_use"] = ram_bytes
+        name = "KVOffloadConnector" if connector else "OffloadingConnector"
+        return {
+            "kv_connector": "SimpleCPUOffloadConnector" if simple else name,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": extra,
+            **({"kv_connector_module_path": _CONNECTOR} if connector else {}),
+        }
+
+
+class Side:
+    """A scheduler, its connector, and stand-ins for model and transfers.
+
+    Attributes:
+        manager_s, whole_s: CPU seconds in calls of the offloading manager, and of the scheduler.
+        num_stored: blocks copied to RAM.
+        num_device_hits, num_ram_hits: prompt tokens.
+    """
+
+    def __init__(self, model: Path, options: dict[str, Any] | None, layout: Layout) -> None:
+        tokens, num_blocks = layout.block_tokens, layout.gpu_blocks
         self._config = EngineArgs(
             model=str(model),
             skip_tokenizer_init=True,
             block_size=tokens,
             enable_prefix_caching=True,
             max_num_seqs=AT_ONCE,
-            max_num_batched_tokens=traffic.step_tokens,
-            max_model_len=traffic.prompt_tokens + 64,
-            kv_transfer_config=transfer,
+            max_num_batched_tokens=layout.step_tokens,
+            max_model_len=layout.max_model_tokens,
+            kv_transfer_config=None if options is None else layout.transfer(options),
         ).create_engine_config()
-        num_blocks = GPU_PROMPTS * per_prompt
         self._config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(
             block_size=tokens, num_kv_heads=HEADS, head_size=HEAD_BYTES, dtype=torch.bfloat16
         )
-        layout = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        block_bytes = 2 * HEADS * HEAD_BYTES * 2 * tokens
+        tensors = [KVCacheTensor(num_blocks * block_bytes, ["layer"], num_blocks * block_bytes, block_bytes)]
         self._scheduler = Scheduler(
             self._config,
-            layout,
+            KVCacheConfig(num_blocks, tensors, [KVCacheGroupSpec(["layer"], spec)]),
             StructuredOutputManager(self._config),
             block_size=tokens,
             log_stats=True,
         )
         self._hasher = get_request_block_hasher(tokens, sha256)
-        self._ended: tuple[dict[int, int], set[str], set[str]] = {}, set(), set()
-        self._traffic = traffic
+        self._ended: tuple[dict[int, int], set[str]] = {}, set()
         self.manager_s = self.whole_s = 0.0
+        self.num_stored = self.num_device_hits = self.num_ram_hits = 0
         side = getattr(self._scheduler.connector, "connector_scheduler", None)
         if side is not None:
             self._watch(side.manager)
@@ -144,28 +180,42 @@ class Side:
 
         return timed
 
-    def serve(self, prompts: list[list[int]], names: str) -> None:
-        """Serve these requests, and add up their CPU time."""
-        waiting = [
-            Request(
-                f"{names}-{number}",
-                prompt,
-                SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True),
-                None,
-                block_hasher=self._hasher,
-            )
-            for number, prompt in enumerate(prompts)
-        ]
-        for request in waiting:
-            self._scheduler.add_request(request)
-        while self._scheduler.has_requests():
+    def serve(self, prompts: Iterable[list[int]], names: str, at_once: int | None = None) -> None:
+        """Serve these requests, and add up their CPU time, stored blocks and hits.
+
+        Args:
+            at_once: requests in the scheduler at a time; None for all.
+        """
+        numbered = iter(enumerate(prompts))
+        while self._add(numbered, names, at_once) or self._scheduler.has_requests():
             began = time.thread_time()
             step = self._scheduler.schedule()
             self.whole_s += time.thread_time() - began
             answers = self._answers(step)
             began = time.thread_time()
-            self._scheduler.update_from_output(step, answers)
+            outputs = self._scheduler.update_from_output(step, answers)
             self.whole_s += time.thread_time() - began
+            for output in outputs.values():
+                self._count_hits(output.scheduler_stats)
+
+    def _add(self, prompts: Iterator[tuple[int, list[int]]], names: str, at_once: int | None) -> bool:
+        """Add the next requests while there is room; returns False if none was added."""
+        has_added = False
+        while at_once is None or len(self._scheduler.requests) < at_once:
+            if (following := next(prompts, None)) is None:
+                break
+            number, prompt = following
+            sampling = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
+            name = f"{names}-{number}"
+            self._scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=self._hasher))
+            has_added = True
+        return has_added
+
+    def _count_hits(self, stats: Any) -> None:
+        if stats is not None:
+            self.num_device_hits += stats.prefix_cache_stats.hits
+            if stats.connector_prefix_cache_stats is not None:
+                self.num_ram_hits += stats.connector_prefix_cache_stats.hits
 
     def _answers(self, step: Any) -> ModelRunnerOutput:
         """Return a token for every request whose prompt is computed; the last step's transfers end."""
@@ -175,23 +225,29 @@ class Side:
             request = self._scheduler.requests[name]
             done = request.num_computed_tokens
             sampled.append([7] if done >= request.num_tokens else [])
-        jobs, received, _ = self._ended
+        jobs, received = self._ended
         output = None
         if self._scheduler.connector is not None:
-            meta = step.kv_connector_metadata
-            begun = {**meta.load_jobs, **meta.store_jobs}
-            loads = {job.req_id for job in meta.load_jobs.values()}
-            self._ended = dict.fromkeys(begun, 1), loads, set()
-            output = KVConnectorOutput(
-                finished_recving=received or None,
-                kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=jobs),
-            )
+            self._ended = self._begun(step.kv_connector_metadata)
+            is_simple = isinstance(step.kv_connector_metadata, SimpleCPUOffloadMetadata)
+            ended = SimpleCPUOffloadWorkerMetadata(jobs) if is_simple else OffloadingWorkerMetadata(jobs)
+            output = KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=ended)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: row for row, name in enumerate(names)},
             sampled_token_ids=sampled,
             kv_connector_output=output,
         )
+
+    def _begun(self, meta: Any) -> tuple[dict[int, int], set[str]]:
+        """Count the stores that a step begins; returns its jobs, and the requests whose loads it begins."""
+        if isinstance(meta, SimpleCPUOffloadMetadata):
+            self.num_stored += len(meta.store_gpu_blocks)
+            jobs = {} if meta.store_event == INVALID_JOB_ID else {meta.store_event: 1}
+            return jobs, set(meta.load_event_to_reqs.get(meta.load_event, ()))
+        self.num_stored += sum(len(job.src_spec.block_ids) for job in meta.store_jobs.values())
+        loads = {job.req_id for job in meta.load_jobs.values()}
+        return dict.fromkeys({**meta.load_jobs, **meta.store_jobs}, 1), loads
 
     def reset(self) -> None:
         """Reset the measurements."""
@@ -200,7 +256,8 @@ class Side:
 
 def measure(model: Path, traffic: Traffic, rounds: int, requests: int) -> None:
     """Measure a kind of traffic and print its rows."""
-    sides = {name: Side(model, options, traffic) for name, options in SIDES.items()}
+    layout = Layout.of(traffic)
+    sides = {name: Side(model, options, layout) for name, options in SIDES.items()}
     chance = random.Random(11)
 
     def prompt(seed: int) -> list[int]:
