@@ -214,12 +214,19 @@ def test_times_in_mixed_units_are_refused(tmp_path: Path) -> None:
     assert converted(path)[0].timestamps_ms.tolist() == [0, 2500]
 
 
-def test_requests_before_the_first_are_counted(tmp_path: Path) -> None:
-    times = 1000, 400, 1700
+@pytest.mark.parametrize("out", ["out.jsonl", "out.jsonl.zst"])
+def test_requests_out_of_order_keep_their_times_and_are_sorted(
+    tmp_path: Path, out: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first request's time was given to all that were earlier."""
+    times = 1000, 400, 1700, 1600
     path = write(tmp_path / "in.jsonl", [request([t], timestamp=t) for t in times])
-    trace, done = converted(path)
-    assert trace.timestamps_ms.tolist() == [0, 0, 700]
-    assert done.early_requests == 1
+    done = convert(str(path), tmp_path / out, salt="s")
+    trace = read_trace(tmp_path / out)
+    assert trace.timestamps_ms.tolist() == [0, 600, 1200, 1300]
+    assert done.unordered_requests == 2
+    assert not caplog.records, "the header announces it"
+    assert sorted(tmp_path.iterdir()) == sorted([path, tmp_path / out])
 
 
 # ---- tables of lengths

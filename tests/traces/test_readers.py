@@ -63,9 +63,9 @@ def assert_equal(one: Trace, other: Trace) -> None:
 
 def test_reads_the_full_blocks_in_file_order(chat: Callable[..., Path]) -> None:
     path = chat(
-        line([70, 80, 90], input_length=3 * 512 - 1, timestamp=3000, session=4),
+        line([70, 80, 90], input_length=3 * 512 - 1, timestamp=0, session=4),
         line([70, -5], timestamp=1000),
-        line([1], input_length=511),
+        line([1], input_length=511, timestamp=3000),
         "",
         "  ",
     )
@@ -75,7 +75,7 @@ def test_reads_the_full_blocks_in_file_order(chat: Callable[..., Path]) -> None:
     assert trace.block_ids.tolist() == [70, 80, -5]
     assert trace.refs.tolist() == [0, 1, 0, 2]
     assert trace.offsets.tolist() == [0, 2, 4, 4]
-    assert trace.timestamps_ms.tolist() == [3000, 1000, 0]
+    assert trace.timestamps_ms.tolist() == [0, 1000, 3000]
     assert trace.output_tokens.tolist() == [7, 7, 7]
     assert trace.skipped_lines == 0
     assert [a.dtype for a in (trace.block_ids, trace.refs, trace.offsets)] == [np.int64, np.int32, np.int64]
@@ -481,6 +481,23 @@ def test_unordered_lines_are_sorted_by_time(chat: Callable[..., Path]) -> None:
         read_trace(path)
     trace = read_trace(path, skip_bad_lines=True)
     assert (chains(trace), trace.skipped_lines) == ([[1], [4], [7, 2]], 1), "the earlier one is believed"
+
+
+def test_lines_out_of_order_without_notice_are_sorted_with_a_warning(
+    chat: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logs of two servers, one behind the other, were replayed in the order of the file."""
+    path = chat(*(line([number], timestamp=time) for number, time in enumerate((10, 30, 50, 20, 40, 60))))
+    trace = read_trace(path)
+    assert trace.timestamps_ms.tolist() == [10, 20, 30, 40, 50, 60]
+    assert chains(trace) == [[0], [3], [1], [4], [2], [5]]
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{path}: 2 of 6 requests are earlier than a request before them; sorted by time"
+    )
+    caplog.clear()
+    read_trace(chat(*(line([number], timestamp=7) for number in range(3))))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

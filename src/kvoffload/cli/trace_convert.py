@@ -68,9 +68,10 @@ def convert(options: ConvertOptions) -> None:
         remarks.append(f"assumed: {done.assumed}; reports of this trace mention it")
     if done.skipped_lines:
         remarks.append(f"{done.skipped_lines:,} bad lines left out")
-    if done.early_requests:
+    if done.unordered_requests:
         remarks.append(
-            f"{done.early_requests:,} requests are earlier than the first record: they get its time"
+            f"{done.unordered_requests:,} of {done.requests:,} requests are earlier than a request before "
+            "them; readers of the trace sort them by time"
         )
     for remark in remarks:
         click.echo(f"kvoffload: {remark}", err=True)

@@ -1,8 +1,8 @@
 """The offloading manager, which decides the contents of a cache and owns the life cycle of its blocks.
 
-Owns index, slots, events and counters. A policy chooses the victims and an admission rule the blocks that
-enter. The manager moves no bytes and does no I/O: it returns plans, and the caller copies and reports
-results.
+Owns index, slots, events and counters. A policy chooses the victims; an admission rule chooses
+the blocks that enter. The manager moves no bytes and does no I/O: it returns plans, and the caller copies
+and reports results.
 """
 
 from __future__ import annotations

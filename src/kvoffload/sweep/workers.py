@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -104,7 +105,8 @@ def _sigint_waits() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a worker process, which ends with its parent."""
+    """Prepare a worker process, which ends with its parent. The parent has warned about its traces."""
+    logging.getLogger("kvoffload.traces").setLevel(logging.ERROR)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

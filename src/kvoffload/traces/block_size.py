@@ -26,8 +26,8 @@ class Header(msgspec.Struct, omit_defaults=True):
         block_tokens: tokens in one block.
         source: origin of the file.
         assumed: assumption that replaces data that the source lacks; empty if there is none.
-        in_order: True if lines are in order of arrival. A recorder writes requests when they end; a reader
-            sorts such lines by time.
+        in_order: False if lines are known to be out of order, as those of a recorder, which writes requests
+            when they end. A reader sorts them without a warning.
     """
 
     kvoffload_trace: Literal[1]

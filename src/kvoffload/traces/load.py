@@ -30,7 +30,7 @@ def at_load(trace: Trace, load: float) -> Trace:
 
 
 def one_session_in(trace: Trace, number: int) -> Trace:
-    """Keep one session in `number`, in the order of their begins.
+    """Keep every `number`-th session; sessions are ordered by their first request.
 
     Sessions are inferred. Cost: 0.2 s per million block references.
     """

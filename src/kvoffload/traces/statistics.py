@@ -166,7 +166,10 @@ def _first_positions(trace: Trace) -> _Int64s:
 
 
 def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s) -> _Int64s:
-    """Return the request that each request continues, or `_NONE`; `shared` counts its known blocks."""
+    """Return for each request the earlier request that it continues, or `_NONE`.
+
+    `shared` has for each request the number of its leading blocks that earlier requests used.
+    """
     starts, is_head = trace.offsets[:-1], np.zeros(trace.block_refs + 1, np.bool_)
     is_head[starts] = True
     parents = trace.refs[first_seen[~is_head[first_seen]] - 1]

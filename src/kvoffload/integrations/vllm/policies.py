@@ -36,7 +36,10 @@ def __getattr__(name: str) -> Any:
 
 
 class _Request:
-    """Our record of a vLLM request. `missed`: keys that were absent when the request stored or used them."""
+    """Our record of a vLLM request.
+
+    `missed`: keys that were not in the cache when vLLM offered or touched them for this request.
+    """
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()

@@ -23,8 +23,8 @@ class ShadowLRU(Struct):
     Attributes:
         blocks: the positions that LRU holds, most recent first.
         lead: blocks served by LRU minus blocks served by the policy. The policy may set it.
-        own_run, lru_run: length of the current request's run of blocks, from the last compared block on, that
-            the policy and LRU hold.
+        own_run, lru_run: number of consecutive blocks of the current request that the policy, or LRU, holds,
+            counted from the block compared last towards the end of the request.
 
     Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """

@@ -199,8 +199,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self.peer.start()
 
     def begin(self) -> None:
-        """Start all threads and the handshake of a node. Raises `RuntimeError` if a thread cannot be started;
-        then call it again."""
+        """Start all threads, and begin to send handshakes. A node of a cluster sends nothing before that.
+
+        Raises `RuntimeError` if a thread cannot be started; then call it again.
+        """
         self.jobs.start()
         self.peer.start()
 

@@ -226,7 +226,10 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Count these names, and sample some of them."""
+    """Add the blocks with these names to the reports of their producers, in the current epoch or older.
+
+    Reads size and time to live of the first few blocks only, and the texts about producers.
+    """
     # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
     by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
     for name in names:

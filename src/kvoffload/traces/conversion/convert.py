@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from kvoffload.errors import ConfigError, TraceError
-from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, stated_header
-from kvoffload.traces.compressed import STDIN, compressing
+from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in, stated_header
+from kvoffload.traces.compressed import STDIN, compressing, decompressing
 from kvoffload.traces.conversion.keys import KeptKeys, Keys
 from kvoffload.traces.conversion.live import is_address
 from kvoffload.traces.conversion.source import SOURCES, Given, Request, Source, kind_of
@@ -20,6 +23,7 @@ from kvoffload.traces.formats.mooncake import Line, encode_line
 from kvoffload.traces.lines import BadLineError
 
 _LATEST_MS = 2**53
+_ANY_TIME = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Converted:
 
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
-        early_requests: requests earlier than the first request in the file; they get its time.
+        unordered_requests: requests that were earlier than a request before them; readers of the trace sort
+            them.
         remarks: notes of the source for the user.
     """
 
@@ -37,7 +42,7 @@ class Converted:
     block_tokens: int
     requests: int
     block_refs: int
-    early_requests: int
+    unordered_requests: int
     skipped_lines: int
     remarks: tuple[str, ...]
 
@@ -141,8 +146,8 @@ def _write(requests: _Requests, source: Source, out: Path, block_tokens: int) ->
 def _write_lines(
     requests: _Requests, source: Source, out: Path, partial: Path, block_tokens: int
 ) -> tuple[int, int, int]:
-    """Write all requests; returns the numbers of requests, block references and early requests."""
-    num_requests = num_refs = num_early = 0
+    """Write all requests; returns the numbers of requests, block references and unordered requests."""
+    num_requests = num_refs = num_unordered = latest_ms = earliest_ms = 0
     iterator = iter(requests)
     first = next(iterator, None)
     if first is None:
@@ -160,14 +165,35 @@ def _write_lines(
                 raise TraceError(
                     f"{requests.place}: request {num_requests + 1}: {request.time_s} s is too late"
                 )
-            num_early += time_ms < 0
+            num_unordered += in_order and time_ms < latest_ms
+            latest_ms, earliest_ms = max(latest_ms, time_ms), min(earliest_ms, time_ms)
             num_requests += 1
             num_refs += len(request.ids)
-            line = Line.of(
-                max(0, time_ms), request.input_tokens, request.output_tokens, request.ids, request.hints
-            )
+            line = Line.of(time_ms, request.input_tokens, request.output_tokens, request.ids, request.hints)
             file.write(encode_line(line) + b"\n")
-    return num_requests, num_refs, num_early
+    if num_unordered:
+        _announce_disorder(partial, out.suffix, -earliest_ms)
+    return num_requests, num_refs, num_unordered
+
+
+def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
+    """Rewrite a trace whose lines turned out not to be in order: its header says so, and times begin at 0."""
+    shifted = partial.with_name(partial.name + ".shifted")
+    try:
+        with (
+            partial.open("rb") as read, decompressing(read, suffix) as lines,
+            shifted.open("wb") as raw, compressing(raw, suffix) as file,
+        ):  # fmt: skip
+            header = header_in(next(iter(lines)))
+            assert header is not None
+            file.write(msgspec.structs.replace(header, in_order=False).line())
+            for text in lines:
+                line = _ANY_TIME.decode(text)
+                line["timestamp"] += shift_ms
+                file.write(encode_line(line) + b"\n")
+        os.replace(shifted, partial)
+    finally:
+        shifted.unlink(missing_ok=True)
 
 
 def _check_name(out: Path, assumed: str) -> None:

@@ -8,12 +8,16 @@ occurrences of an id have the same predecessor. A line that breaks these rules i
 
 The first line may be a `Header`. Headers may also occur later, in concatenated files.
 
+Requests are sorted by time if their lines are not in order; unless a header announces that, a warning of the
+logger ``kvoffload.traces`` names their number.
+
 Variants of other writers are accepted: ids that are texts or wider numbers (which are renumbered), and times
 in seconds (all times are in seconds if any time has a fraction).
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -40,6 +44,7 @@ _Time = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 _NO_PARENT = -1
+_LOGGER = logging.getLogger("kvoffload.traces")
 
 
 class Line(msgspec.Struct, omit_defaults=True):
@@ -113,7 +118,7 @@ class Mooncake(TraceFormat):
             raise TraceError(
                 f"{path}: field hash_ids: negative ids mixed with ids that are not 64-bit numbers"
             )
-        requests = requests.in_order()
+        requests = requests.in_order(path)
         try:
             block_ids, refs = requests.chained()
         except BadLineError as bad:
@@ -211,11 +216,16 @@ class _Requests:
         if header.assumed and header.assumed not in self._assumed:
             self._assumed.append(header.assumed)
 
-    def in_order(self) -> _Requests:
-        """Return the requests in order of arrival: sorted by time if the header declares them unordered."""
-        if self._is_in_order:
+    def in_order(self, path: Path) -> _Requests:
+        """Return the requests in order of arrival."""
+        times = np.array(self.timestamps, np.float64)
+        num_late = int(np.count_nonzero(times < np.maximum.accumulate(times)))
+        if not num_late:
             return self
-        return self._select(np.argsort(self.timestamps, kind="stable").tolist())
+        if self._is_in_order:
+            text = "%s: %s of %s requests are earlier than a request before them; sorted by time"
+            _LOGGER.warning(text, path, f"{num_late:,}", f"{len(times):,}")
+        return self._select(np.argsort(times, kind="stable").tolist())
 
     def _select(self, requests: Iterable[int]) -> _Requests:
         kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()

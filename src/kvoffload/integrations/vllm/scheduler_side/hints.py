@@ -115,8 +115,8 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    After ``stop`` follows the stop token or string, except the usual end-of-text token: some models end a
-    tool call with a special token.
+    If a stop token or stop string ended the request, the reason contains it after ``stop``, except the usual
+    end-of-text token. This shows tool calls, because some models end them with a special token.
     """
     reason = request.get_finished_reason()
     if reason is None:
