@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "transfer": {"structures", "errors"},
     "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
-    "traces": {"core", "settings", "structures", "errors"},
+    "traces": {"core", "settings", "structures", "text", "errors"},
     "replay": {
         *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"),
         "_version",

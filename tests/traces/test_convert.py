@@ -214,6 +214,14 @@ def test_times_in_mixed_units_are_refused(tmp_path: Path) -> None:
     assert converted(path)[0].timestamps_ms.tolist() == [0, 2500]
 
 
+def test_whole_seconds_are_converted_when_they_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "in.jsonl", [request([t], timestamp=t) for t in (5, 7)])
+    assert converted(path)[0].timestamps_ms.tolist() == [0, 2]
+    assert converted(path, source="mooncake,time_unit=s")[0].timestamps_ms.tolist() == [0, 2000]
+    with pytest.raises(ConfigError, match="time_unit: 'h' is invalid; allowed: s, ms"):
+        converted(path, source="mooncake,time_unit=h")
+
+
 @pytest.mark.parametrize("out", ["out.jsonl", "out.jsonl.zst"])
 def test_requests_out_of_order_keep_their_times_and_are_sorted(
     tmp_path: Path, out: str, caplog: pytest.LogCaptureFixture

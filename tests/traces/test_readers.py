@@ -483,6 +483,35 @@ def test_unordered_lines_are_sorted_by_time(chat: Callable[..., Path]) -> None:
     assert (chains(trace), trace.skipped_lines) == ([[1], [4], [7, 2]], 1), "the earlier one is believed"
 
 
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    chat: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.traces.lines._LONGEST_LINE", 1 << 20)
+    path = chat(line([1]), "x" * (1 << 21))
+    with pytest.raises(TraceError, match=f"^{path}:2: longer than 1 MiB; not a trace$"):
+        read_trace(path)
+    assert read_trace(chat(line([1]), " " * ((1 << 20) - 1))).requests == 1
+
+
+def test_whole_seconds_are_not_taken_for_milliseconds(chat: Callable[..., Path]) -> None:
+    """A recording of five minutes lasted 0.3 s, and a plan of it bought nothing."""
+    path = str(chat(*(line([number], timestamp=number) for number in range(300))))
+    with pytest.raises(TraceError, match="300 requests in 299 ms are 1,003 a second; give --time-unit s if"):
+        load_trace(path)
+    assert load_trace(path, time_unit="s").timestamps_ms[-1] == 299_000
+    assert load_trace(path, time_unit="ms").timestamps_ms[-1] == 299
+    few = chat(*(line([number], timestamp=number) for number in range(99)))
+    assert load_trace(few).timestamps_ms[-1] == 98, "too few for a rate"
+    fractions = chat(line([1], timestamp=0.5), line([2], timestamp=3.5))
+    with pytest.raises(ConfigError, match=r"time-unit: 'ms' is invalid; the times of .* are in s"):
+        load_trace(fractions, time_unit="ms")
+    said = json.dumps({"kvoffload_trace": 1, "block_tokens": 512})
+    sure = chat(said, *(line([number], timestamp=number) for number in range(300)))
+    assert load_trace(sure).timestamps_ms[-1] == 299
+    with pytest.raises(ConfigError, match="are in ms"):
+        load_trace(sure, time_unit="s")
+
+
 def test_lines_out_of_order_without_notice_are_sorted_with_a_warning(
     chat: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,7 +33,7 @@ from kvoffload.settings.read import Count, Duration, OneOf, Size, convert, parse
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.tiers.spec import NO_TIERS, TierOptions, parse_tiers
 from kvoffload.traces.sources import load_trace
-from kvoffload.traces.trace import Trace
+from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace
 
 T = TypeVar("T")
 Command = Callable[..., None]
@@ -45,6 +45,7 @@ PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]
 Store = Annotated[str, OneOf(STORES)]
 Format = Annotated[str, OneOf(("terminal", "json"))]
+TimeUnit = Annotated[str, OneOf((SECONDS, MILLISECONDS))]
 
 _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
 
@@ -249,9 +250,17 @@ class ReadOptions:
         None, "Tokens per block, for a trace whose header lacks the number.  [default: 512]"
     )
     skip_bad_lines: bool = option(False, "Skip bad lines, and count them.")
+    time_unit: TimeUnit | None = option(
+        None, "Unit of the times in a trace without header: s or ms.  [default: ms, s with fractions]"
+    )
 
     def read(self, trace: str) -> Trace:
-        return load_trace(trace, block_tokens=self.block_tokens, skip_bad_lines=self.skip_bad_lines)
+        return load_trace(
+            trace,
+            block_tokens=self.block_tokens,
+            skip_bad_lines=self.skip_bad_lines,
+            time_unit=self.time_unit,
+        )
 
     def read_requests(self, trace: str) -> Trace:
         """Read a trace with at least one block."""

@@ -151,7 +151,9 @@ def plan(options: PlanOptions) -> None:
     """
     fleet = options.fleet()
     run = Plan(
-        TraceSource(options.trace, options.block_tokens, options.skip_bad_lines),
+        TraceSource(
+            options.trace, options.block_tokens, options.skip_bad_lines, time_unit=options.time_unit
+        ),
         fleet, options.target(), options.setups(),
         output=options.output, force=options.force, jobs=options.jobs, scheduler=options.scheduler,
         seed=options.seed, resamples=options.resamples, one_in=options.one_in,

@@ -124,9 +124,9 @@ def sweep(options: SweepOptions) -> None:
     """
     run = Sweep(
         options.traces, options.grid(), block_tokens=options.block_tokens,
-        skip_bad_lines=options.skip_bad_lines, output=options.output, force=options.force,
-        jobs=options.jobs, scheduler=options.scheduler, seed=options.seed, resamples=options.resamples,
-        timings=options.timings,
+        skip_bad_lines=options.skip_bad_lines, time_unit=options.time_unit, output=options.output,
+        force=options.force, jobs=options.jobs, scheduler=options.scheduler, seed=options.seed,
+        resamples=options.resamples, timings=options.timings,
     )  # fmt: skip
     with stopping_cleanly(run), shown(options.quiet) as on_progress:
         result = run.run(on_progress)

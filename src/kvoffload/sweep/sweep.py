@@ -51,7 +51,7 @@ class Sweep:
     Args:
         traces: files, or names of built-in workloads.
         grid: the axes.
-        block_tokens, skip_bad_lines: arguments of `load_trace`.
+        block_tokens, skip_bad_lines, time_unit: arguments of `load_trace`.
         output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
         timings: add a column with the seconds of each replay.
 
@@ -66,6 +66,7 @@ class Sweep:
         *,
         block_tokens: int | None = None,
         skip_bad_lines: bool = False,
+        time_unit: str | None = None,
         output: Path | None = None,
         force: bool = False,
         jobs: int | None = None,
@@ -77,7 +78,10 @@ class Sweep:
         if not traces:
             raise ConfigError("trace", "", "allowed: one trace or more")
         self._work = Work(output, force, jobs, scheduler, seed, resamples)
-        self._sources = [TraceSource(trace, block_tokens, skip_bad_lines) for trace in dict.fromkeys(traces)]
+        self._sources = [
+            TraceSource(trace, block_tokens, skip_bad_lines, time_unit=time_unit)
+            for trace in dict.fromkeys(traces)
+        ]
         self._grid, self._timings = grid, timings
         self.progress = Progress()
 

@@ -79,7 +79,7 @@ class TraceSource:
     """Location and identity of a trace, for workers.
 
     Attributes:
-        name_or_path, block_tokens, skip_bad_lines: arguments of `load_trace`.
+        name_or_path, block_tokens, skip_bad_lines, time_unit: arguments of `load_trace`.
         share: part of the trace.
         digest: `content_digest` of that part; empty before the trace is read.
     """
@@ -89,6 +89,7 @@ class TraceSource:
     skip_bad_lines: bool
     share: Share = ALL
     digest: str = ""
+    time_unit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ def _read(source: TraceSource) -> tuple[Trace, str]:
 @functools.lru_cache(maxsize=2)
 def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
     trace = load_trace(
-        source.name_or_path, block_tokens=source.block_tokens, skip_bad_lines=source.skip_bad_lines
+        source.name_or_path,
+        block_tokens=source.block_tokens,
+        skip_bad_lines=source.skip_bad_lines,
+        time_unit=source.time_unit,
     )
     return ((trace, content_digest(trace)),)
 

@@ -61,7 +61,7 @@ def read_trace(
 ) -> Trace:
     """Read a trace, compressed if its suffix is ``.gz``, ``.xz`` or ``.zst``.
 
-    Requests arrive in the order of the file, regardless of timestamps. Blank lines are ignored.
+    Blank lines are ignored.
 
     Args:
         block_tokens: tokens in one block; None: from the header, or 512.

@@ -16,6 +16,8 @@ from kvoffload.traces.compressed import DAMAGE, STDIN, decompressing, opened
 T = TypeVar("T")
 
 _PROGRESS_LINES = 256
+_LONGEST_LINE = 256 << 20
+"""Bytes. A request of a million tokens in blocks of 16 has half a megabyte; text has a few."""
 
 
 class BadLineError(Exception):
@@ -34,7 +36,10 @@ def numbered_lines(
     try:
         with opened(path) as raw:
             size = 0 if path == STDIN else path.stat().st_size  # 0 for a pipe, whose size is unknown
-            for number, line in enumerate(decompressing(raw, path.suffix), 1):
+            content = decompressing(raw, path.suffix)
+            for number, line in enumerate(iter(lambda: content.readline(_LONGEST_LINE + 1), b""), 1):
+                if len(line) > _LONGEST_LINE:
+                    raise TraceError(f"{path}:{number}: longer than {_LONGEST_LINE >> 20} MiB; not a trace")
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if progress is not None and size > 0 and number % _PROGRESS_LINES == 0:

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from kvoffload.core.hints import NO_HINTS, Hints
 
+SECONDS, MILLISECONDS = "s", "ms"
+
 
 def codes_by_appearance(
     ids: npt.NDArray[Any],
@@ -68,6 +70,8 @@ class Trace:
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
         skipped_lines: bad lines that were skipped on request.
+        time_unit: unit of the times in the file, as it was read: ``s`` or ``ms``; empty if the file does not
+            tell it, and ms was assumed.
         hints: hints of the requests; None if there are none.
     """
 
@@ -79,6 +83,7 @@ class Trace:
     timestamps_ms: npt.NDArray[np.int64]
     output_tokens: npt.NDArray[np.int64]
     skipped_lines: int = 0
+    time_unit: str = MILLISECONDS
     hints: TraceHints | None = None
 
     @property

@@ -12,7 +12,7 @@ Requests are sorted by time if their lines are not in order; unless a header ann
 logger ``kvoffload.traces`` names their number.
 
 Variants of other writers are accepted: ids that are texts or wider numbers (which are renumbered), and times
-in seconds (all times are in seconds if any time has a fraction).
+in seconds (all times are in seconds if any time has a fraction; `load_trace` can be told so, too).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header,
 from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.format import TraceFormat
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
-from kvoffload.traces.trace import Trace, TraceHints, codes_by_appearance
+from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace, TraceHints, codes_by_appearance
 
 _Int64s = npt.NDArray[np.int64]
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -138,6 +138,7 @@ class Mooncake(TraceFormat):
             timestamps_ms=requests.in_ms(),
             output_tokens=_int64s(requests.output_tokens),
             skipped_lines=skipped,
+            time_unit=requests.time_unit(),
             hints=TraceHints.of(requests.hints),
         )
 
@@ -181,7 +182,7 @@ class _Requests:
         self.skipped_lines = 0
         self._are_seconds = False
         self._given_block_tokens, self._assumed = block_tokens, list[str]()
-        self._is_in_order = True
+        self._is_in_order, self._has_header = True, False
         self._number_of: dict[int | str, int] = {}
         self._num_numbered = 0
 
@@ -205,6 +206,7 @@ class _Requests:
         self.hints.append(line.hints)
 
     def _apply(self, header: Header) -> None:
+        self._has_header = True
         given, tokens = self._given_block_tokens, self.block_size.tokens
         if given is not None and header.block_tokens != given:
             raise BadLineError(f"field block_tokens: {header.block_tokens}, but --block-tokens is {given}")
@@ -230,7 +232,7 @@ class _Requests:
     def _select(self, requests: Iterable[int]) -> _Requests:
         kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
         kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
-        kept._assumed = self._assumed
+        kept._assumed, kept._has_header = self._assumed, self._has_header
         for request in requests:
             kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
             for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
@@ -252,6 +254,10 @@ class _Requests:
     def has_unclear_ids(self) -> bool:
         """True if renumbered ids may collide with negative ids of the file."""
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
+
+    def time_unit(self) -> str:
+        """Return the unit of the times; empty for whole numbers in a file without a header."""
+        return SECONDS if self._are_seconds else MILLISECONDS if self._has_header else ""
 
     def in_ms(self) -> _Int64s:
         """Return all times in ms. The file's times are in seconds if any time has a fraction, else in ms."""

@@ -6,7 +6,7 @@ import csv
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Positive
@@ -32,6 +32,7 @@ class Lengths(Source):
     """
 
     name = "lengths"
+    block_tokens: ClassVar[int | None] = 16
     reuse: Literal["", "none", "continued", "sessions"] = ""
     within_s: Positive = 600.0
 

@@ -6,20 +6,28 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import ClassVar
 
+from kvoffload.errors import ConfigError
 from kvoffload.traces.block_size import Header, header_in
 from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.formats.mooncake import decode_line
 from kvoffload.traces.lines import BadLineError
+from kvoffload.traces.trace import MILLISECONDS, SECONDS
 
 
 class Mooncake(Source):
-    """Lines with `timestamp`, `input_length`, `output_length`, `hash_ids`; docs/formats.md describes them."""
+    """Lines with `timestamp`, `input_length`, `output_length`, `hash_ids`; docs/formats.md describes them.
+
+    `time_unit`: ``s`` for whole seconds; by default whole numbers are ms, and numbers with fractions s.
+    """
 
     name = "mooncake"
+    time_unit: str = ""
     has_ids: ClassVar[bool] = True
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
+        if self.time_unit not in ("", SECONDS, MILLISECONDS):
+            raise ConfigError("time_unit", self.time_unit, f"allowed: {SECONDS}, {MILLISECONDS}")
         self._per_second = 0
 
     @classmethod
@@ -35,7 +43,7 @@ class Mooncake(Source):
             self._compare(header)
             return []
         line = decode_line(record)
-        unit = 1 if isinstance(line.timestamp, float) else 1000
+        unit = 1 if isinstance(line.timestamp, float) or self.time_unit == SECONDS else 1000
         if unit != (self._per_second or unit):
             # Earlier lines are already written in the other unit.
             raise BadLineError(f"field timestamp: {line.timestamp}: some times are seconds, some are ms")

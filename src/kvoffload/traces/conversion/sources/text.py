@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -44,6 +44,7 @@ class Text(PacedSource):
     """
 
     name = "text"
+    block_tokens: ClassVar[int | None] = 16
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:

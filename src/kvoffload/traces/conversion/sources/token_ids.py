@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -37,6 +37,7 @@ class TokenIds(PacedSource):
     """
 
     name = "token_ids"
+    block_tokens: ClassVar[int | None] = 16
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
