@@ -19,7 +19,7 @@ class ConfigError(KVOffloadError, ValueError):
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         self.field, self.value, self.allowed = field, value, allowed
-        super().__init__(f"{field}: {value!r} is invalid; {allowed}")
+        super().__init__(f"{field}: {'missing' if value is None else f'{value!r} is invalid'}; {allowed}")
 
 
 class UnavailableError(ConfigError):

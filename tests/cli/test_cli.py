@@ -218,6 +218,19 @@ def test_a_full_disk_is_one_clear_line(trace_file: Path, option: str) -> None:
     )
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_standard_output_is_one_clear_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [Path(sys.executable).with_name("kvoffload"), "policies"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "kvoffload: the output cannot be written (No space left on device)\n"
+
+
+def test_a_name_in_capitals_is_corrected() -> None:
+    assert "(did you mean lru?)" in kvoffload("replay", "chat", "--policy", "LRU").stderr
+
+
 def test_help_names_the_commands() -> None:
     done = kvoffload("--help")
     assert done.returncode == 0

@@ -49,7 +49,7 @@ def test_the_title_has_the_load(chat: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "model: None is invalid; copies need the bytes of a token"),
+        ((), "model: missing; copies need the bytes of a token"),
         ((*ON_MACHINE, "--machine", "h100"), "machine: 'h100' is invalid; allowed: a file from"),
         ((*ON_MACHINE, "--machine", "gone.json"), "machine: 'gone.json' is invalid; it cannot be read"),
         ((*ON_MACHINE, "--load", "dense"), "load: 'dense' is invalid"),

@@ -133,8 +133,8 @@ def test_damage_in_ram_never_reaches_the_disk_as_sound(small_chat: Trace, tmp_pa
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("disk:/x", "tier.path: None is invalid; it must be given"),
-        ("disk::10%", "tier.path: None is invalid; it must be given"),
+        ("disk:/x", "tier: 'disk:/x' is invalid; its capacity is missing; allowed: disk:PATH:CAPACITY, such"),
+        ("disk::10%", "tier.path: missing; give a directory"),
         ("ssd:/x:10%", "tier.type: 'ssd' is invalid; allowed: disk, s3, simulated"),
         ("simulated:/x:10%", "tier.path: ['/x'] is invalid; there is no such option"),
         ("disk:/x:ten", "tier.capacity: 'ten' is invalid; allowed: a size"),

@@ -384,7 +384,7 @@ def test_text_without_times_needs_a_rate(tmp_path: Path, tokenizer: Path) -> Non
     path = write(tmp_path / "in.jsonl", [sharegpt(0)])
     with pytest.raises(ConfigError, match=r"give the number of conversations per minute: text,per_min"):
         converted(path, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match=r"tokenizer: None is invalid; .* give its tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"tokenizer: missing; .* give its tokenizer.json"):
         converted(path, source="text:60")
     for wrong, why in (("no", "there is no such file"), ("in.jsonl", "it is not a tokenizer.json")):
         with pytest.raises(ConfigError, match=why):
@@ -700,7 +700,7 @@ MISTAKES = {
                 "source: 'no-such' is invalid; there is no such file; allowed: a file, -, or "
                 "tcp://host:port"),
     "stdin": (["-"],
-              f"from: None is invalid; the format of standard input cannot be detected; allowed: {KINDS}"),
+              f"from: missing; the format of standard input cannot be detected; allowed: {KINDS}"),
     "no kind": (["-", "--from", "bailan"],
                 f"from: 'bailan' is invalid; allowed: {KINDS}, module:Class, or path/to/file.py:Class "
                 "(did you mean bailian?)"),

@@ -53,7 +53,7 @@ def test_impossible_sizes(value: object) -> None:
 
 @pytest.mark.parametrize("given", [{}, {"ram": None}])
 def test_size_must_be_given(given: dict[str, Any]) -> None:
-    assert "it must be given" in message(**given)
+    assert "missing; give" in message(**given)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import logging
 import sys
@@ -11,6 +12,7 @@ import click
 from kvoffload._version import __version__
 from kvoffload.errors import CanaryError, ConfigError, PolicyError, TraceError
 
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _COMMANDS = {
     "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
     "canary": ("kvoffload.cli.canary:canary", "Check a server's answers from its caches."),
@@ -75,3 +77,9 @@ def main() -> None:
         # The reader of our output is gone (``| head``); Python would report it again at exit.
         sys.stdout = None
         sys.exit(141)
+    except OSError as error:
+        if error.errno not in _NO_OUTPUT:
+            raise
+        sys.stdout = None  # Python would report the same error again at exit
+        click.echo(f"kvoffload: the output cannot be written ({error.strerror})", err=True)
+        sys.exit(2)

@@ -159,6 +159,10 @@ def _shared(url: str) -> TierOptions:
 
 
 def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
+    if "://" not in url:
+        raise ConfigError(
+            "url", url, "allowed: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,.../NAMESPACE"
+        )
     options = _shared(url)
     if not isinstance(options, ValkeyOptions):
         raise ConfigError("tier", str(options), "allowed: valkey://; only bench takes other shared tiers")

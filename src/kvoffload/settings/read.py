@@ -235,8 +235,9 @@ def possible_values(kind: Any) -> str:
 
 def nearest(value: object, known: Iterable[str]) -> str:
     """Format the nearest known name, `` (did you mean lru?)``; empty if none is near."""
-    near = difflib.get_close_matches(str(value), known, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
+    name_of = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(str(value).lower(), name_of, 1)
+    return f" (did you mean {name_of[near[0]]}?)" if near else ""
 
 
 def _bounds(meta: msgspec.Meta) -> str:
@@ -291,7 +292,7 @@ def read_options(
             if spellings:
                 values[attribute] = _value(spellings, given, hints[attribute])
             elif attribute in required:
-                raise ConfigError(option, None, f"it must be given: {possible_values(hints[attribute])}")
+                raise ConfigError(option, None, f"give {possible_values(hints[attribute])}")
         refused += collected.found
     if refused:
         raise CombinedConfigError(where, refused)

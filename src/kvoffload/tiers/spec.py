@@ -299,6 +299,8 @@ def _fields_of_text(field: str, text: str) -> dict[str, Any]:
     path, _, capacity = location.rpartition(":")
     if not kind or not capacity:
         raise ConfigError(field, text, f"allowed: {_EXAMPLE}, or simulated:CAPACITY in a replay without data")
+    if kind == "disk" and not path and "/" in capacity:
+        raise ConfigError(field, text, f"its capacity is missing; allowed: {_EXAMPLE}, such as {text}:1TiB")
     given: dict[str, Any] = {"type": kind, "capacity": capacity}
     if path:
         given["path"] = path.split("|")

@@ -56,7 +56,7 @@ def test_addresses_of_a_cluster_behind_a_disk() -> None:
         ("valkey://host:6379/a:b", "tier.url: "),
         ("valkey://host:port/ns", "tier.url: "),
         ("valkey:///ns", "tier.url: "),
-        ("valkey:host:6379", "tier.url: None is invalid; it must be given"),
+        ("valkey:host:6379", "tier.url: missing; give"),
         ("valkey://host/ns?ttl=soon", "tier.ttl: 'soon' is invalid; allowed: seconds"),
         ("valkey://host/ns?timeout=0", "tier.timeout: '0' is invalid"),
         ("valkey://host/ns?admission=some", "tier.admission: 'some' is invalid"),
