@@ -274,15 +274,30 @@ def test_a_class_is_one_gpu_and_an_engine_has_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "said"),
+    ("step_ms", "said", "first", "waits"),
     [
-        (1000, "Requests arrive faster than the GPUs compute"),
-        (2500, "Without the purchase: requests arrive faster"),
-        (10_000, None),
+        (
+            1000,
+            "Requests arrive faster than the GPUs compute",
+            "takes 3.94 times as long",
+            "grow without end",
+        ),
+        (
+            2500,
+            "Without the purchase: requests arrive faster",
+            "takes 1.60 times as long",
+            "; without the purchase",
+        ),
+        (10_000, None, "Buy ", "p90 4 s -> "),
     ],
 )
-def test_more_than_can_be_served_is_said(step_ms: int, said: str | None, tmp_path: Path) -> None:
+def test_more_than_can_be_served_is_said_first(
+    step_ms: int, said: str | None, first: str, waits: str, tmp_path: Path
+) -> None:
+    """An overloaded fleet was told to buy RAM, and waits that only show how long the recording is."""
     answer = timed(written(tmp_path / "dense.jsonl", TURNS, step_ms))
+    assert first in answer.words[0]
+    assert any(waits in sentence for sentence in answer.words)
     found = [one for one in answer.cannot_tell if "faster than the GPUs compute" in one]
     assert len(found) == (said is not None)
     assert said is None or found[0].startswith(said)

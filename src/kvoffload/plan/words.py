@@ -5,6 +5,7 @@ Owns the sentences. Knows findings; measures nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvoffload.plan.clock import InTime
@@ -28,7 +29,7 @@ _NO_MORE = 0.0005
 def answer(findings: Findings) -> list[str]:
     """Write the answer, the most important sentence first."""
     fleet, choice, row = findings.fleet, findings.choice, findings.row
-    sentences = [_recommendation(findings)]
+    sentences = [*_overload(findings), _recommendation(findings)]
     if row.ram_modules:
         sentences += [_use(row, fleet), *_ssds(row), *_servers(row)]
     if findings.in_time is not None:
@@ -107,6 +108,29 @@ def _saving(row: PlanRow) -> str:
     return text
 
 
+def _overload(findings: Findings) -> list[str]:
+    """Report that the GPUs cannot serve the requests: then more GPUs are the first purchase."""
+    timed = findings.in_time
+    if timed is None or not timed.without.is_overloaded or not findings.evidence.duration_s:
+        return []
+    arrival_s = findings.evidence.duration_s / timed.load
+
+    def needed(run: TimedOutcome) -> float:
+        return run.seconds * run.device_busy_share / arrival_s
+
+    without, with_purchase = needed(timed.without), needed(timed.with_offload)
+    if without <= 1:
+        return []
+    missing = math.ceil(findings.fleet.gpus * (without - 1))
+    text = (
+        f"The GPUs are overloaded: serving the requests takes {without:.2f} times as long as their arrival. "
+        f"About {_several(missing, 'more GPU')} would serve them without a purchase."
+    )
+    if findings.row.ram_modules:
+        text += f" With the purchase below serving takes {with_purchase:.2f} times as long."
+    return [text]
+
+
 def _recommendation(findings: Findings) -> str:
     choice, row, target, currency = findings.choice, findings.row, findings.target, findings.currency
     within = "" if target.budget is None else f" for {money(target.budget, currency)}"
@@ -169,20 +193,9 @@ def _ssds(row: PlanRow) -> list[str]:
 
 
 def _waits(timed: InTime, row: PlanRow) -> list[str]:
-    run, without = timed.with_offload, timed.without
-    where = f", on the busiest of {timed.engines:,} engines" if timed.engines > 1 else ""
-    waiting, loading = shares(run)
-    # A request stays in the queue while SSDs are read for it.
-    queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
-    split = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
-    if not row.ram_modules:
-        numbers = ", ".join(f"{name} {duration(value)}" for name, value in ttft(run))
-        sentences = [f"Time to first token: {numbers}{where}. {split}."]
-    else:
-        pairs = zip(ttft(run), ttft(without), strict=True)
-        numbers = ", ".join(f"{name} {duration(old)} -> {duration(new)}" for (name, new), (_, old) in pairs)
-        sentences = [f"Time to first token: {numbers}{where}."]
-        sentences.append(f"{split}; without the purchase, {shares(without)[0]} is waiting.")
+    run = timed.with_offload
+    sentences = _first_tokens(timed, row)
+    if row.ram_modules:
         sentences += _hits(timed, row)
         tiers = "RAM and SSDs keep up with their" if row.ssd_drives else "RAM keeps up with its"
         slow = [_slow_tier(tier) for tier in run.tiers if not tier.keeps_up]
@@ -191,6 +204,26 @@ def _waits(timed: InTime, row: PlanRow) -> list[str]:
     if row.ssd_drives:
         sentences.append(break_even_sentence("SSDs", timed.ssd_break_even_tokens))
     return sentences
+
+
+def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
+    run, without = timed.with_offload, timed.without
+    where = f", on the busiest of {timed.engines:,} engines" if timed.engines > 1 else ""
+    if run.is_overloaded:
+        # A wait in a queue without end is the length of the recording, not a property of the machine.
+        return [f"Times to first token grow without end{where}."]
+    waiting, loading = shares(run)
+    # A request stays in the queue while SSDs are read for it.
+    queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
+    split = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
+    if row.ram_modules and not without.is_overloaded:
+        pairs = zip(ttft(run), ttft(without), strict=True)
+        numbers = ", ".join(f"{name} {duration(old)} -> {duration(new)}" for (name, new), (_, old) in pairs)
+        split += f"; without the purchase, {shares(without)[0]} is waiting"
+    else:
+        numbers = ", ".join(f"{name} {duration(value)}" for name, value in ttft(run))
+    end = "; without the purchase it grows without end" if row.ram_modules and without.is_overloaded else ""
+    return [f"Time to first token: {numbers}{where}{end}.", f"{split}."]
 
 
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
