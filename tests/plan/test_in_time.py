@@ -338,7 +338,12 @@ def test_the_cheapest_that_waits_no_longer_is_found(turns: str) -> None:
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", Purchase(20, 0))
     assert answer.chosen.ttft_p90_s == pytest.approx(1.85)
     said = "Buy 100 MiB of RAM for 2,000 USD: p90 of time to first token is 1.85 s, and the target is 2 s"
-    assert answer.words[0].startswith(f"{said}. It saves 95.0% of the prefill")
+    in_time = (
+        "It saves 71.2% of the prefill in time, 95.0% of the prefill (87.1% to 100.0%) without a clock: "
+    )
+    assert answer.words[0].startswith(f"{said}. {in_time}")
+    assert answer.words[0].endswith("The purchase does the work of 0.29 GPUs."), "what is saved in time"
+    assert answer.chosen.gpus_worth == pytest.approx(0.38, abs=0.005), "counted"
     assert answer.smaller is not None
     assert answer.smaller.ttft_p90_s == pytest.approx(4), "the one below was timed, and does not reach it"
     assert answer.smaller.purchase == Purchase(19, 0), "single modules"

@@ -13,7 +13,7 @@ from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.rows import Measured, PlanRow, age
-from kvoffload.plan.targets import ABOUT, ENOUGH, Choice, Outcome, beside
+from kvoffload.plan.targets import ABOUT, ENOUGH, Outcome, beside
 from kvoffload.simulate.report import OVERLOADED, TimedOutcome, TimedTierReport, break_even_sentence
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.verdict import Certainty, certainty_of
@@ -96,15 +96,25 @@ def certainty(lead: Interval | None) -> str:
     return f"not sure: {100 * lead.low:+.1f} to {100 * lead.high:+.1f} points"
 
 
-def _saving(row: PlanRow) -> str:
-    """Describe savings: ``saves 31.4% of the prefill (28.0% to 34.2%): 12.0% by ..., 19.4% by RAM``."""
+def _saving(row: PlanRow, timed: InTime | None) -> str:
+    """Describe savings: ``saves 31.4% of the prefill (28.0% to 34.2%): 12.0% by ..., 19.4% by RAM``.
+
+    With a machine the saving of the timed replay comes first, and the GPUs' work follows from it.
+    """
     places = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
     places += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []
     places += [f"{percent(row.by_servers)} by servers"] if row.servers else []
     chance = interval(row.saved_low, row.saved_high)
-    text = f"saves {percent(row.saved)} of the prefill{chance and f' ({chance})'}: {', '.join(places)}"
+    counted = f"{percent(row.saved)} of the prefill{chance and f' ({chance})'}"
+    share = 1.0
+    if timed is not None and timed.engines == 1 and row.saved - timed.with_offload.hit_ratio >= _NO_MORE:
+        in_time = timed.with_offload.hit_ratio
+        counted = f"{percent(in_time)} of the prefill in time, {counted} without a clock"
+        gain = max(0.0, in_time - timed.without.hit_ratio)
+        share = min(1.0, gain / (row.saved - row.by_gpus)) if row.saved > row.by_gpus else 0.0
+    text = f"saves {counted}: {', '.join(places)}"
     if row.gpus_worth is not None:
-        text += f". The purchase does the work of {row.gpus_worth:,.2f} GPUs"
+        text += f". The purchase does the work of {share * row.gpus_worth:,.2f} GPUs"
     return text
 
 
@@ -135,21 +145,22 @@ def _recommendation(findings: Findings) -> str:
     choice, row, target, currency = findings.choice, findings.row, findings.target, findings.currency
     within = "" if target.budget is None else f" for {money(target.budget, currency)}"
     if target.ttft_p90_s is not None:
-        return _recommendation_by_wait(choice, currency, target.ttft_p90_s, within)
+        return _recommendation_by_wait(findings, target.ttft_p90_s, within)
     if choice.outcome is Outcome.NOT_REACHED:
         assert choice.needed is not None
-        most = f"Buying {goods(row)} for {money(row.price, currency)} {_saving(row)}."
+        most = f"Buying {goods(row)} for {money(row.price, currency)} {_saving(row, findings.in_time)}."
         return f"No feasible purchase{within} saves {percent(choice.needed)} of the prefill. {most}"
     if choice.outcome is Outcome.BUY_NOTHING:
         why = "no feasible purchase is better beyond chance"
         if choice.needed is not None:
             why = f"the target is {percent(choice.needed)}"
         return f"Buy nothing: the GPUs' own memory saves {percent(row.saved)} of the prefill, and {why}."
-    return f"Buy {goods(row)} for {money(row.price, currency)}: it {_saving(row)}."
+    return f"Buy {goods(row)} for {money(row.price, currency)}: it {_saving(row, findings.in_time)}."
 
 
-def _recommendation_by_wait(choice: Choice, currency: str, limit_s: float, within: str) -> str:
-    row = choice.chosen.row
+def _recommendation_by_wait(findings: Findings, limit_s: float, within: str) -> str:
+    choice, currency = findings.choice, findings.currency
+    row, saving = choice.chosen.row, _saving(choice.chosen.row, findings.in_time)
     assert row.ttft_p90_s is not None
     limit, wait = duration(limit_s), duration(row.ttft_p90_s)
     bought = f"{goods(row)} for {money(row.price, currency)}" if row.ram_modules else "the GPUs' own memory"
@@ -157,11 +168,11 @@ def _recommendation_by_wait(choice: Choice, currency: str, limit_s: float, withi
     if choice.outcome is Outcome.NOT_REACHED:
         return (
             f"No feasible purchase{within} that was timed reaches a p90 of time to first token of {limit}. "
-            f"The nearest is {wait}, with {bought}: it {_saving(row)}."
+            f"The nearest is {wait}, with {bought}: it {saving}."
         )
     if choice.outcome is Outcome.BUY_NOTHING:
         return f"Buy nothing: with {bought} {reached}."
-    return f"Buy {bought}: {reached}. It {_saving(row)}."
+    return f"Buy {bought}: {reached}. It {saving}."
 
 
 def _use(row: PlanRow, fleet: Fleet) -> str:
