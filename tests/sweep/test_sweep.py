@@ -578,10 +578,12 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         "    def replace(self, *arguments):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
+    others = multiprocessing.active_children()  # those of another test's cluster
     with pytest.raises(SweepError, match="a worker process ended unexpectedly; is there enough memory"):
         Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), jobs=2).run()
     deadline = time.monotonic() + HANGS_S
-    while multiprocessing.active_children():  # the pool has told the other workers to end
+    # The pool has told the other workers to end.
+    while any(child not in others for child in multiprocessing.active_children()):
         assert time.monotonic() < deadline, "workers are left behind"
         time.sleep(0.02)
 
