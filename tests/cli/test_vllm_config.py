@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from kvoffload.cli.vllm_config import vllm_config
-from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.options import parse_options
+from support.run_cli import kvoffload
 
 HOME = "kvoffload.integrations.vllm"
 
@@ -61,25 +63,25 @@ def test_storing_on_device_eviction_brings_its_connector() -> None:
 
 def test_a_path_with_a_quote_survives_the_shell() -> None:
     done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--policy", "/it's not here.py:X"])
-    assert isinstance(done.exception, CombinedConfigError)
+    assert isinstance(done.exception, ConfigError)
     assert "there is no file /it's not here.py" in str(done.exception)
 
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
     [
-        (["--ram", "x"], "cpu_bytes_to_use: 'x'"),
+        (["--ram", "x"], "--ram: 'x'"),
         (["--policy", "lruu"], "did you mean lru?"),
         (["--ram", "64"], "ram: '64' is invalid; allowed: a size such as 64GiB"),
         (
             ["--tier", "disk:relative/kv:1TiB"],
-            "tiers[0].path: 'relative/kv' is invalid; allowed: an abso",
+            "--tier[0].path: 'relative/kv' is invalid; allowed: an abso",
         ),
         (
             ["--tier", "disk:/kv:1TiB", "--tiers", "disk:/x/../kv:2TiB"],
-            "tiers[1].path: '/x/../kv' is inval",
+            "--tier[1].path: '/x/../kv' is inval",
         ),
-        (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "blocks_per_chunk: 4 is invalid"),
+        (["--store", "on-device-eviction", "--blocks-per-chunk", "4"], "--blocks-per-chunk: 4 is invalid"),
     ],
 )
 def test_what_is_wrong_is_not_printed(bad: list[str], reason: str) -> None:
@@ -96,7 +98,7 @@ def test_a_tier_behind_ram() -> None:
         "disk:/hdd:2TiB",
     ]
     done = CliRunner().invoke(vllm_config, ["--ram", "1GiB", "--tier", "tape:/x:1TiB"])
-    assert "tiers[0].type: 'tape'" in str(done.exception)
+    assert "--tier[0].type: 'tape'" in str(done.exception)
 
 
 def test_a_server_behind_ram() -> None:
@@ -114,3 +116,26 @@ def test_a_server_behind_ram() -> None:
     assert isinstance(done.exception, ConfigError)
     assert "hunter2" not in f"{done.output} {done.exception}"
     assert "valkey://***@cache/team-a" in str(done.exception)
+
+
+def test_problems_name_options_as_they_were_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = kvoffload("vllm-config", "--ram", "0", "--policy", "lfru", "--tier", "disk:/x")
+    assert [line.split(" is invalid")[0] for line in done.stderr.splitlines()] == [
+        "kvoffload: vllm-config:", "  --ram: '0'", "  --policy: 'lfru'", "  --tier[0]: 'disk:/x'",
+    ]  # fmt: skip
+    file = tmp_path / "kvoffload.toml"
+    file.write_text('policy = "lfru"\n')
+    done = kvoffload("vllm-config", "--ram", "4GiB", "--config", str(file))
+    assert done.stderr.startswith(f"kvoffload: {file}: policy: 'lfru' is invalid")
+    monkeypatch.setenv("KVOFFLOAD_POLICY", "lfru")
+    done = kvoffload("vllm-config", "--ram", "4GiB")
+    assert done.stderr.startswith("kvoffload: KVOFFLOAD_POLICY: 'lfru' is invalid")
+
+
+@pytest.mark.parametrize(("name", "meant"), [("POLCY", "POLICY"), ("TIER", "TIERS"), ("RECORDS", "RECORD")])
+def test_a_misspelt_variable_is_refused(name: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"KVOFFLOAD_{name}", "secret")
+    done = kvoffload("vllm-config", "--ram", "4GiB")
+    assert done.returncode == 2
+    assert f"KVOFFLOAD_{name}' is invalid; no option; did you mean KVOFFLOAD_{meant}?" in done.stderr
+    assert "secret" not in done.stderr

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import click
+from click.core import ParameterSource
 
 from kvoffload.cli.options import CONFIG, Store, TiersOptions, option, options_of
 from kvoffload.core.plans import ON_DEVICE_EVICTION
-from kvoffload.errors import ConfigError
+from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.options import VERIFY, VLLMS_NAMES, parse_options
-from kvoffload.settings.layers import OF_ENGINES, gathered
+from kvoffload.settings.layers import OF_ENGINES, PREFIX, gathered
 from kvoffload.settings.read import OneOf
 
 _HOME = "kvoffload.integrations.vllm"
+_OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "all_tokens"}
+"""vLLM's names of our options."""
+_FLAGS = {"tiers": "tier"}
 _LEAST_RAM_BYTES = 2**20
 """Smallest RAM accepted: a smaller number probably lacks its unit."""
 
@@ -74,8 +80,28 @@ def vllm_config(options: VLLMConfigOptions) -> None:
     # Options that are set only in the file or the environment are added to the flag.
     merged = gathered({**given, "config": click.get_current_context().meta[CONFIG]}, OF_ENGINES, VLLMS_NAMES)
     given |= {name: value for name, value in merged.items() if name != "config"}
-    config = transfer_config(given, connector=options.connector)
+    try:
+        config = transfer_config(given, connector=options.connector)
+    except CombinedConfigError as several:
+        problems = [_as_typed(problem) for problem in several.problems]
+        raise (problems[0] if len(problems) == 1 else CombinedConfigError("vllm-config", problems)) from None
+    except ConfigError as problem:
+        raise _as_typed(problem) from None
     click.echo(json.dumps(config, indent=2) if options.form == "json" else as_flag(config))
+
+
+def _as_typed(problem: ConfigError) -> ConfigError:
+    """Name the option of a problem as the user gave it: flag, variable or file."""
+    name, rest = re.fullmatch(r"(\w*)(.*)", problem.field, re.DOTALL).groups()  # type: ignore[union-attr]
+    name = _OPTIONS.get(name, name)
+    context, variable = click.get_current_context(), PREFIX + name.upper()
+    if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+        name = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+    elif os.environ.get(variable):
+        name = variable
+    elif name in OF_ENGINES and (path := context.meta[CONFIG] or os.environ.get(f"{PREFIX}CONFIG")):
+        name = f"{path}: {name}"
+    return ConfigError(name + rest, problem.value, problem.allowed)
 
 
 def transfer_config(options: Mapping[str, Any], *, connector: bool) -> dict[str, Any]:

@@ -7,6 +7,7 @@ overrides the environment, and the environment overrides the file. An option is 
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.settings.read import unknown_options
 
 PREFIX = "KVOFFLOAD_"
+_NEARLY = 0.8
 
 SHARED = ("admission", "policy", "ram", "store", "tiers")
 """Options that engines, replays and sweeps share."""
@@ -48,8 +50,10 @@ def gathered(
         names: options to take from environment and file. Other options in the file are ignored.
         other_names: aliases of options in `given`: alias -> option.
 
-    Raises: `ConfigError` for a file that cannot be read or has an unknown option.
+    Raises: `ConfigError` for a file that cannot be read or has an unknown option, and for a variable whose
+    name is nearly an option's.
     """
+    _check_environment()
     given = {name: value for name, value in given.items() if value is not None}
     path = given.get("config") or os.environ.get(f"{PREFIX}CONFIG")
     from_file = read_file(path) if path else {}
@@ -61,6 +65,16 @@ def gathered(
             taken |= _ONE_MEANING
         merged |= {name: value for name, value in layer.items() if name in names and name not in taken}
     return merged
+
+
+def _check_environment() -> None:
+    """Refuse misspelt variables. Other names with the prefix may belong to something else."""
+    known = {name.upper() for name in (*OF_ENGINES, "config")}
+    names = (name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
+    for name in names:
+        near = difflib.get_close_matches(name, known, 1, cutoff=_NEARLY)
+        if near and name not in known:
+            raise ConfigError("environment", PREFIX + name, f"no option; did you mean {PREFIX}{near[0]}?")
 
 
 def read_file(path: object) -> dict[str, Any]:
