@@ -159,7 +159,7 @@ def _shared(url: str) -> TierOptions:
 
 
 def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
-    if "://" not in url:
+    if ":" not in url:
         raise ConfigError(
             "url", url, "allowed: valkey://HOST:PORT/NAMESPACE, valkey+cluster://HOST:PORT,.../NAMESPACE"
         )
