@@ -143,6 +143,14 @@ def test_what_cannot_be_checked_is_one_line(
     assert "Traceback" not in done.stderr
 
 
+def test_a_server_that_dies_in_a_reply_is_one_line() -> None:
+    with fake_server(dies_in_reply=True) as fake:
+        done = kvoffload("canary", fake.url, *SMALL)
+    assert done.returncode == 2
+    assert "does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_the_key_is_taken_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with fake_server(api_key="secret") as fake:

@@ -32,6 +32,7 @@ class FakeServer:
         may_reset: ``POST /reset_prefix_cache`` is allowed.
         device_tokens: capacity of the device's cache.
         failing: HTTP status of all completions; 0 for none.
+        dies_in_reply: completions end in the middle of the reply.
         api_key: required if not empty.
     """
 
@@ -47,6 +48,7 @@ class FakeServer:
     may_reset: bool = True
     device_tokens: int = 2048
     failing: int = 0
+    dies_in_reply: bool = False
     api_key: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
     num_requests: int = 0
@@ -150,7 +152,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, content: Any, status: int = 200) -> None:
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        is_cut = self.fake.dies_in_reply and self.path == "/v1/completions"
+        self.send_header("Content-Length", str(len(data) + is_cut))
         self.end_headers()
         self.wfile.write(data)
 

@@ -46,33 +46,32 @@ class Difference:
 
 def compare(reference: Answer, other: Answer) -> Difference:
     """Return the largest difference between two answers."""
-    pairs = zip(reference.tokens, other.tokens, strict=False)
-    diverges_at = next((at for at, (left, right) in enumerate(pairs) if left != right), None)
+    tokens = enumerate(zip(reference.tokens, other.tokens, strict=False))
+    diverges_at = next((position for position, pair in tokens if pair[0] != pair[1]), None)
     if diverges_at is None and len(reference.tokens) != len(other.tokens):
         diverges_at = min(len(reference.tokens), len(other.tokens))
     largest = Difference(0.0, 0, "", (None, None), diverges_at)
-    both = list(zip(reference.logprobs, other.logprobs, strict=False))
-    for position, (left, right) in enumerate(both if diverges_at is None else both[: diverges_at + 1]):
-        for token in dict.fromkeys(chain(left, right)):
-            size = _difference(left, right, token)
+    compared = None if diverges_at is None else diverges_at + 1
+    rows = zip(reference.logprobs[:compared], other.logprobs[:compared], strict=False)
+    for position, (expected, actual) in enumerate(rows):
+        for token in dict.fromkeys(chain(expected, actual)):
+            size = _difference(expected, actual, token)
             if size > largest.size:
-                largest = Difference(size, position, token, (left.get(token), right.get(token)), diverges_at)
+                logprobs = expected.get(token), actual.get(token)
+                largest = Difference(size, position, token, logprobs, diverges_at)
     return largest
 
 
-def _difference(left: Mapping[str, float], right: Mapping[str, float], token: str) -> float:
-    if not left or not right:
+def _difference(expected: Mapping[str, float], actual: Mapping[str, float], token: str) -> float:
+    """Return the difference of a token that one of these lists has; 0 if the other list is empty."""
+    if not expected or not actual:
         return 0.0
-    first, second = left.get(token), right.get(token)
-    if first is None and second is None:
-        return 0.0
-    if first is None:
-        # Not among the most probable tokens: its log-probability is at most the least of the list.
-        return max(0.0, _floor(second) - _floor(min(left.values())))
-    if second is None:
-        return max(0.0, _floor(first) - _floor(min(right.values())))
-    return abs(_floor(first) - _floor(second))
+    # A token that is not listed has at most the least log-probability of the list.
+    bounds = [_floor(row.get(token, min(row.values()))) for row in (expected, actual)]
+    if token in expected and token in actual:
+        return abs(bounds[0] - bounds[1])
+    return max(0.0, bounds[0] - bounds[1] if token in expected else bounds[1] - bounds[0])
 
 
-def _floor(logprob: float | None) -> float:
-    return LEAST_LOGPROB if logprob is None else max(logprob, LEAST_LOGPROB)
+def _floor(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

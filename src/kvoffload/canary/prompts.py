@@ -102,7 +102,7 @@ def generated(
     """Generate prompts: half of them alone, a quarter with common beginnings, a quarter conversations.
 
     With `token_ids` prompts are random token ids of this range, for servers whose tokenizer knows no English.
-    Raises `ConfigError` if the server's tokens cannot tell prompts apart.
+    Raises `ConfigError` if the server's tokenizer maps the prompts to too few tokens.
     """
     rng, lengths = random.Random(seed), sizes.lengths()
     build = _Builder(rng, sizes.longest, tokenize, token_ids)
@@ -132,7 +132,7 @@ class _Builder:
         return self.turns([length])[0]
 
     def turns(self, lengths: Sequence[int]) -> list[str | tuple[int, ...]]:
-        """Prompts of which each one begins with the records of the one before it."""
+        """Build prompts; each begins with the records of the previous prompt."""
         records = self._records(max(lengths))
         return [self._cut(records, length) for length in lengths]
 

@@ -1,4 +1,4 @@
-"""One run of the canary: every prompt computed, computed again, from the device, and from the tiers."""
+"""A run of the canary, which gets each answer from computation, from the device and from the tiers."""
 
 from __future__ import annotations
 
@@ -240,8 +240,8 @@ class _Phases:
         self._reference, self._device, self._prompts = reference, device, prompts
         self._differences: dict[str, list[Difference | None]] = {
             phase.name: [
-                compare(left, right) if left is not None and right is not None else None
-                for left, right in zip(reference.answers, phase.answers, strict=True)
+                compare(expected, answer) if expected is not None and answer is not None else None
+                for expected, answer in zip(reference.answers, phase.answers, strict=True)
             ]
             for phase in (*computed, device, *tiers)
         }

@@ -9,13 +9,15 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import astuple, dataclass
+from http.client import HTTPException
 from typing import Any
 
 from kvoffload.canary.answers import Answer
 from kvoffload.canary.prompts import Prompt
 from kvoffload.errors import CanaryError
 
-_METRIC = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)(?: \d+)?")
+_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
+_METRIC = re.compile(rf"([a-z_:][\w:]*)(?:\{{(.*)\}})? ({_NUMBER})(?: \d+)?", re.IGNORECASE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _NUM_LOGPROBS = 5
 _MOST_TEXT = 300
@@ -48,7 +50,7 @@ class Counters:
     def plus(self, other: Counters) -> Counters:
         """Return the sum of two readings."""
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return Counters(*(None if one is None or two is None else one + two for one, two in pairs))
+        return Counters(*(None if None in pair else sum(pair) for pair in pairs))
 
 
 class Pace:
@@ -225,7 +227,7 @@ class Server:
         except urllib.error.HTTPError as error:
             shown = error.read()[:_MOST_TEXT].decode(errors="replace")
             raise CanaryError(f"{self.url}{path}: HTTP {error.code}: {shown}", error.code) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:  # HTTPException: half a reply
             reason = getattr(error, "reason", error)
             raise CanaryError(f"{self.url}{path} does not answer: {reason}") from None
 

@@ -150,11 +150,11 @@ def _run(server: Server, options: Options) -> CanaryReport:
         filler_tokens=min(longest, _LONGEST_FILLER),
     )
 
-    def say(phase: str) -> None:
+    def show_phase(phase: str) -> None:
         if not options.quiet and not options.is_json:
             click.echo(f"{phase} ...", err=True)
 
-    return Canary(server, _prompts(server, options, seed, longest), run_options, say).run()
+    return Canary(server, _prompts(server, options, seed, longest), run_options, show_phase).run()
 
 
 def _prompts(server: Server, options: Options, seed: int, longest: int) -> list[Prompt]:

@@ -92,7 +92,7 @@ def vllm_config(options: VLLMConfigOptions) -> None:
 
 def _as_typed(problem: ConfigError) -> ConfigError:
     """Name the option of a problem as the user gave it: flag, variable or file."""
-    name, rest = re.fullmatch(r"(\w*)(.*)", problem.field, re.DOTALL).groups()  # type: ignore[union-attr]
+    name, subfield = re.fullmatch(r"(\w*)(.*)", problem.field, re.DOTALL).groups()  # type: ignore[union-attr]
     name = _OPTIONS.get(name, name)
     context, variable = click.get_current_context(), PREFIX + name.upper()
     if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
@@ -101,7 +101,7 @@ def _as_typed(problem: ConfigError) -> ConfigError:
         name = variable
     elif name in OF_ENGINES and (path := context.meta[CONFIG] or os.environ.get(f"{PREFIX}CONFIG")):
         name = f"{path}: {name}"
-    return ConfigError(name + rest, problem.value, problem.allowed)
+    return ConfigError(name + subfield, problem.value, problem.allowed)
 
 
 def transfer_config(options: Mapping[str, Any], *, connector: bool) -> dict[str, Any]:

@@ -131,10 +131,11 @@ def _overload(findings: Findings) -> list[str]:
     without, with_purchase = needed(timed.without), needed(timed.with_offload)
     if without <= 1:
         return []
+    where = ", if all engines were as busy as the busiest" if timed.engines > 1 else ""
     missing = math.ceil(findings.fleet.gpus * (without - 1))
     text = (
         f"The GPUs are overloaded: serving the requests takes {without:.2f} times as long as their arrival. "
-        f"About {_several(missing, 'more GPU')} would serve them without a purchase."
+        f"About {_several(missing, 'more GPU')} would serve them without a purchase{where}."
     )
     if findings.row.ram_modules:
         text += f" With the purchase below serving takes {with_purchase:.2f} times as long."

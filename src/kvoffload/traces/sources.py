@@ -31,7 +31,7 @@ def load_trace(
     """Generate a built-in workload or read a file.
 
     Args:
-        time_unit: ``s`` or ``ms``, for a file that does not tell the unit of its times; None: ms, if the rate
+        time_unit: ``s`` or ``ms``, for a file without the unit of its times; None: ms, if the rate
             of requests is then plausible.
 
     Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. Arguments as

@@ -28,7 +28,6 @@ _SPELLINGS = {
     "pin": RETAIN,
     "fetch": PREFETCH,
     "session_end": END_SESSION,
-    "release": END_SESSION,
 }
 _LOWEST_PRIORITY = -1
 _RETAIN_PRIORITY = 1
