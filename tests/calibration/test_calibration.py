@@ -19,7 +19,7 @@ from kvoffload.calibration.copies import device_copies, memory_copies
 from kvoffload.calibration.disk import disk_speed
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.calibration.samples import quantity_of, rate_and_latency
-from kvoffload.calibration.server import Server, server_speed
+from kvoffload.calibration.server import Server, ServerTimes, time_server
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.machine import read_machine
 from kvoffload.tiers.disk.files import Files
@@ -164,17 +164,39 @@ def server() -> Iterator[Any]:
 
 
 def test_prompts_of_all_usable_lengths_are_new_and_streamed(server: Any) -> None:
-    speeds = server_speed(Server(f"{server.url}/v1"), (64, 128, 256, 8192), 3, 8192)
-    assert set(speeds) == {
-        *("step_s", "prefill_s_per_token", "prefill_s_per_token_squared"),
-        "decode_tokens_per_s",
-    }
-    assert all(quantity.value >= 0 for quantity in speeds.values())
-    assert all(quantity.source.startswith("measured: tiny") for quantity in speeds.values())
+    times = time_server(Server(f"{server.url}/v1"), (64, 128, 256, 8192), 3)
+    assert times.model == "tiny"
+    assert [sorted(order) for order, _ in times.rounds] == [[64, 128, 256]] * 3
+    assert min(seconds for _, of_round in times.rounds for seconds in of_round) > 0
+    assert len(times.decode_rates) == 9
     lengths = sorted(len(body["prompt"]) for body in server.bodies)
     assert lengths == sorted([64, *[64, 128, 256] * 3])  # one to warm up; 8,192 exceeds the model's limit
     assert all(body["stream"] and body["model"] == "tiny" for body in server.bodies)
     assert len({tuple(body["prompt"][:16]) for body in server.bodies}) == len(server.bodies)
+
+
+def test_speeds_are_fitted_to_all_rounds_and_bounded_by_single_rounds() -> None:
+    lengths = [100, 200, 400]
+    rounds = [(lengths, [0.01 + slope * length for length in lengths]) for slope in (0.001, 0.002, 0.003)]
+    speeds = ServerTimes("tiny", rounds, [10.0, 20.0, 30.0]).speeds(1000)
+    assert set(speeds) == {
+        *("step_s", "prefill_s_per_token", "prefill_s_per_token_squared"),
+        "decode_tokens_per_s",
+    }
+    per_token = speeds["prefill_s_per_token"]
+    assert per_token.p10 < per_token.value < per_token.p90
+    assert 0.001 < per_token.value < 0.003
+    assert speeds["decode_tokens_per_s"].value == 20.0
+    assert all(quantity.source.startswith("measured: tiny") for quantity in speeds.values())
+
+
+def test_a_server_whose_time_does_not_grow_with_the_prompt_is_refused() -> None:
+    """Otherwise prefill would cost nothing, and a plan would never load a block."""
+    times = ServerTimes("tiny", [([64, 128, 256], [0.012, 0.011, 0.010])], [10.0])
+    with pytest.raises(
+        ConfigError, match=r"12 ms after 64 tokens and 10 ms after 256; allowed: an idle server"
+    ):
+        times.speeds(1000)
 
 
 def test_the_api_key_is_sent_and_never_shown(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +222,7 @@ def test_an_unusable_server_is_refused_with_the_reason(server: Any) -> None:
     ):
         Server(server.url, "gpt")
     with pytest.raises(ConfigError, match="a model that takes 3 or more of these prompt lengths"):
-        server_speed(Server(server.url, "other"), (64, 128, 256), 1, 8192)
+        time_server(Server(server.url, "other"), (64, 128, 256), 1)
     server.refuses = "prompts must be text"
     with pytest.raises(ConfigError, match=r"url: .*/v1/completions answers 400.*prompts must be text"):
         Server(server.url).ask([1])
@@ -209,7 +231,7 @@ def test_an_unusable_server_is_refused_with_the_reason(server: Any) -> None:
         Server(server.url).ask([1])
     server.num_events = 1
     with pytest.raises(ConfigError, match="it sent all tokens at once"):
-        server_speed(Server(server.url), (64, 128, 256), 1, 8192)
+        time_server(Server(server.url), (64, 128, 256), 1)
     url = server.url
     server.shutdown()
     server.server_close()

@@ -14,7 +14,7 @@ import msgspec
 from kvoffload._version import __version__
 from kvoffload.calibration.copies import device_copies, memory_copies
 from kvoffload.calibration.disk import disk_speed
-from kvoffload.calibration.server import LENGTHS, Server, server_speed
+from kvoffload.calibration.server import LENGTHS, Server, time_server
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.machine import Machine, Quantity
 from kvoffload.transfer.device import gpu_name
@@ -76,7 +76,8 @@ def calibrate(options: Calibration, report: Callable[[str], None] = lambda line:
     quantities |= device_copies(size, num_blocks, options.repeats)
     if server is not None:
         report(f"server {server.model}")
-        quantities |= server_speed(server, options.lengths, options.repeats, options.step_tokens, report)
+        times = time_server(server, options.lengths, options.repeats, report)
+        quantities |= times.speeds(options.step_tokens)
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = Machine(name=options.name, model=server.model if server else "", made=now, facts=_facts())
     return msgspec.structs.replace(machine, **quantities)

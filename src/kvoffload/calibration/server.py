@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -142,17 +143,68 @@ class Server:
         return ConfigError("url", self._shown_url, allowed)
 
 
-def server_speed(
+@dataclass(frozen=True)
+class ServerTimes:
+    """Times of a server's answers to prompts without a cached prefix, one request at a time.
+
+    Attributes:
+        model: name of the served model.
+        rounds: per round, the prompt lengths in tokens and the seconds to the first token of each.
+        decode_rates: tokens/s of each answer with two or more tokens.
+    """
+
+    model: str
+    rounds: list[tuple[list[int], list[float]]]
+    decode_rates: list[float]
+
+    def speeds(self, step_tokens: int) -> dict[str, Quantity]:
+        """Return `step_s`, `prefill_s_per_token`, `prefill_s_per_token_squared` and `decode_tokens_per_s`.
+
+        Values are fitted to all rounds; p10 and p90 come from single rounds. A step computes at most
+        `step_tokens` tokens.
+
+        Raises:
+            ConfigError: the time to the first token does not grow with the prompt, so prefill would cost
+                nothing.
+        """
+        tokens = [length for order, _ in self.rounds for length in order]
+        seconds = [first_s for _, times in self.rounds for first_s in times]
+        values = fit_prefill(tokens, seconds, step_tokens)
+        if values[1] + values[2] <= 0.0:
+            shortest, longest = (
+                (
+                    length,
+                    1e3 * statistics.median(s for n, s in zip(tokens, seconds, strict=True) if n == length),
+                )
+                for length in (min(tokens), max(tokens))
+            )
+            allowed = (
+                f"the first token takes {shortest[1]:.3g} ms after {shortest[0]} tokens and "
+                f"{longest[1]:.3g} ms after {longest[0]}; allowed: an idle server whose time grows "
+                "with the prompt; try longer prompts or more repeats"
+            )
+            raise ConfigError("url", self.model, allowed)
+        fits = list(zip(*(fit_prefill(*times, step_tokens) for times in self.rounds), strict=True))
+        label = f"{self.model}, time to first token of {len(tokens)} prompts, one at a time"
+        names = ("step_s", "prefill_s_per_token", "prefill_s_per_token_squared")
+        quantities = {name: quantity_of(fits[row], label, values[row]) for row, name in enumerate(names)}
+        decode = quantity_of(self.decode_rates, f"{self.model}, one at a time")
+        return quantities | {"decode_tokens_per_s": decode}
+
+
+def time_server(
     server: Server,
     lengths: Sequence[int],
     repeats: int,
-    step_tokens: int,
     report: Callable[[str], None] = lambda line: None,
-) -> dict[str, Quantity]:
-    """Measure `step_s`, `prefill_s_per_token`, `prefill_s_per_token_squared` and `decode_tokens_per_s`.
+) -> ServerTimes:
+    """Send prompts of these lengths, one at a time, and time the answers.
 
-    Requests run one at a time. Each round sends a prompt of every length, in random order. Every prompt is
-    random, so that no cache has it. Values are fitted to all rounds; p10 and p90 come from single rounds.
+    Each round sends a prompt of every length that the model takes, in random order. Every prompt is random,
+    so that no cache has it.
+
+    Raises:
+        ConfigError: the model takes fewer than 3 of the lengths; the server does not stream each token.
     """
     limit = server.max_tokens
     usable = [length for length in lengths if limit is None or length + _ANSWER_TOKENS <= limit]
@@ -161,25 +213,17 @@ def server_speed(
         raise ConfigError("url", server.model, allowed)
     rng = random.Random()
     server.ask(_prompt(rng, usable[0]))
-    rounds = list[tuple[list[int], list[float]]]()
-    decode_rates = list[float]()
+    times = ServerTimes(server.model, [], [])
     for number in range(repeats):
         order = rng.sample(usable, len(usable))
         answers = [server.ask(_prompt(rng, length)) for length in order]
-        rounds.append((order, [answer.first_s for answer in answers]))
-        decode_rates += [1.0 / answer.further_s for answer in answers if answer.further_s > 0]
+        times.rounds.append((order, [answer.first_s for answer in answers]))
+        times.decode_rates.extend(1.0 / answer.further_s for answer in answers if answer.further_s > 0)
         report(f"prompts of {usable[0]} to {usable[-1]} tokens: round {number + 1} of {repeats}")
-    if not decode_rates:
+    if not times.decode_rates:
         allowed = "it sent all tokens at once; allowed: a server that streams each token"
         raise ConfigError("url", server.model, allowed)
-    tokens = [length for order, _ in rounds for length in order]
-    seconds = [first_s for _, times in rounds for first_s in times]
-    values = fit_prefill(tokens, seconds, step_tokens)
-    fits = list(zip(*(fit_prefill(*times, step_tokens) for times in rounds), strict=True))
-    label = f"{server.model}, time to first token of {len(tokens)} prompts, one at a time"
-    names = ("step_s", "prefill_s_per_token", "prefill_s_per_token_squared")
-    quantities = {name: quantity_of(fits[row], label, values[row]) for row, name in enumerate(names)}
-    return quantities | {"decode_tokens_per_s": quantity_of(decode_rates, f"{server.model}, one at a time")}
+    return times
 
 
 def _prompt(rng: random.Random, length: int) -> list[int]:
