@@ -268,6 +268,13 @@ def test_quantities_without_a_measurement_stay_unknown(tmp_path: Path) -> None:
     out = tmp_path / "machine.json"
     assert kvoffload("calibrate", "--out", str(out), *SMALL).returncode == 0
     assert read_machine(out).prefill_s_per_token is None
+    kept = out.read_bytes()
+    refused = kvoffload("calibrate", "--out", str(out), "--repeats", "0")
+    assert "the file exists; --force replaces it" in refused.stderr
+    assert "repeats: 0 is invalid" in refused.stderr
+    assert out.read_bytes() == kept
+    assert kvoffload("calibrate", "--out", str(out), "--force", *SMALL).returncode == 0
+    assert out.read_bytes() != kept
     done = kvoffload("simulate", "chat", "--bytes-per-token", "1KiB", "--device-blocks", "2000",
                      "--machine", str(out), "--quiet")  # fmt: skip
     assert done.returncode == 2

@@ -68,6 +68,15 @@ def test_an_assumed_speed_is_said(trace_file: Path) -> None:
     assert "Requests end" not in kvoffload("replay", trace_file, *SMALL).stdout
 
 
+def test_bytes_of_a_token_below_1_kib_give_one_warning(trace_file: Path) -> None:
+    options = (*SMALL, "--no-data", "--bytes-per-token")
+    warning = "kvoffload: bytes-per-token: 128 B is less than 1 KiB, and models have more: is it 128KiB?\n"
+    assert kvoffload("replay", trace_file, *options, "128").stderr == warning
+    assert kvoffload("replay", trace_file, *options, "1KiB").stderr == ""
+    swept = kvoffload("sweep", trace_file, "--policies", "lru", "--capacities", "64MiB", *options[-1:], "128")
+    assert swept.stderr.count(warning) == 1
+
+
 def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
     arguments = ("--capacity", "100%", "--inject", "bitflip:0.05", "--seed", "3", "--format", "json")
     done = kvoffload("replay", trace_file, "--block-bytes", "4KiB", *arguments)
@@ -124,7 +133,9 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
         (["--inject", "zero:1", "--no-data"], "inject: 'zero:1' is invalid; it needs bytes to damage: "
                                               "leave out --no-data"),
         (["--decode-tokens-per-s", "-1"],
-         "decode-tokens-per-s: -1 is invalid; allowed: a number, 0 or more"),
+         "decode-tokens-per-s: -1 is invalid; allowed: a number above 0"),
+        (["--decode-tokens-per-s", "0"],
+         "decode-tokens-per-s: 0 is invalid; allowed: a number above 0"),
         (["--no-data", "--output", "/no/such/dir/x"], "output: '/no/such/dir/x' is invalid; the file "
                                                       "cannot be written (No such file or directory)"),
     ],

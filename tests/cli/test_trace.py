@@ -82,7 +82,7 @@ def test_info_for_people(tmp_path: Path) -> None:
     request = '{"timestamp": 0, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}\n'
     path.write_text(request * 2 + "bad\n")
     assert isinstance(invoke("info", str(path)).exception, TraceError)
-    output = invoke("info", str(path), "--skip-bad-lines").output
+    output = invoke("info", str(path), "--skip-bad-lines", "--quiet").output
     assert "trace two" in output
     assert "skipped lines" in output
     assert "no limit" in output

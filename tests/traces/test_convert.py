@@ -708,6 +708,8 @@ MISTAKES = {
                "keep-ids: True is invalid; text has no block ids to keep"),
     "two wishes": (["-", "--salt", "x", "--keep-ids"],
                    "salt: 'x' is invalid; leave out --salt or --keep-ids"),
+    "no such reuse": (["-", "--from", "lengths:maybe"],
+                      "from: 'lengths:maybe' is invalid; reuse: allowed: none, continued, sessions"),
     "no gap": (["-", "--from", "kv_events:0"],
                "from: 'kv_events:0' is invalid; gap_s: allowed: a number above 0"),
 }  # fmt: skip

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
 from kvoffload.cli.options import option, options_of
-from kvoffload.cli.output import terminal_table, write_output
+from kvoffload.cli.output import check_new, terminal_table, write_output
 from kvoffload.errors import Problems
 from kvoffload.pages.page import Table
 from kvoffload.settings.read import Count, Size
@@ -37,6 +37,7 @@ class CalibrateOptions:
     )
     repeats: Count = option(7, "Repetitions of every measurement.")
     step_tokens: Count = option(8192, "Tokens that the server computes in a step (--max-num-batched-tokens).")
+    force: bool = option(False, "Replace an existing file.")
     quiet: bool = option(False, "Show no progress.")
 
     def calibration(self) -> Calibration:
@@ -53,6 +54,9 @@ class CalibrateOptions:
     def check(self) -> None:
         """Check everything before the first measurement. Raises `ConfigError`, all problems at once."""
         problems = Problems("calibrate")
+        with problems:
+            if self.out is not None:
+                check_new("out", self.out, force=self.force)
         with problems:
             self.rest()
         with problems:

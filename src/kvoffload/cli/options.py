@@ -25,11 +25,20 @@ from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.model import kv_bytes
-from kvoffload.replay.ends import DecodeSpeed
 from kvoffload.replay.queue import QueueLength
 from kvoffload.replay.routing import SESSION, Routing
 from kvoffload.settings.layers import SHARED, gathered
-from kvoffload.settings.read import Count, Duration, OneOf, Size, convert, parser_of, without_none
+from kvoffload.settings.read import (
+    Count,
+    Duration,
+    OneOf,
+    Positive,
+    Size,
+    convert,
+    parse_size,
+    parser_of,
+    without_none,
+)
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.tiers.spec import NO_TIERS, TierOptions, parse_tiers
 from kvoffload.traces.sources import load_trace
@@ -40,6 +49,10 @@ Command = Callable[..., None]
 
 CONFIG = "kvoffload.settings.read"
 """Key of the ``--config`` file in a command's click context."""
+
+_FEWEST_TOKEN_BYTES = 1024
+"""Fewer bytes of a token are implausible: 16-bit keys and values of a 0.5B model have 12 KiB."""
+_WARNED = "kvoffload.cli.options.small_tokens"
 
 PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]
@@ -231,7 +244,10 @@ class ModelOptions:
 
     def known_block_bytes(self, block_tokens: int) -> int | None:
         """Return the bytes of a block, or None if neither the model nor the bytes of a token are given."""
-        return kv_bytes.block_bytes(self.model, self.bytes_per_token, block_tokens, self.kv_cache_dtype)
+        size = kv_bytes.block_bytes(self.model, self.bytes_per_token, block_tokens, self.kv_cache_dtype)
+        if self.bytes_per_token is not None:
+            _warn_of_small_tokens(parse_size("bytes-per-token", self.bytes_per_token))
+        return size
 
     def required_block_bytes(self, block_tokens: int, reason: str) -> int:
         """Return the bytes of a block. Raises `ConfigError` with the `reason` if they are unknown."""
@@ -240,6 +256,18 @@ class ModelOptions:
             why = f"{reason}: give --model config.json, or --bytes-per-token 128KiB"
             raise ConfigError("model", None, why)
         return size
+
+
+def _warn_of_small_tokens(num_bytes: int) -> None:
+    """Warn, once a command, if the bytes of a token are implausibly few."""
+    context = click.get_current_context(silent=True)
+    if num_bytes < _FEWEST_TOKEN_BYTES and context is not None and not context.meta.get(_WARNED):
+        context.meta[_WARNED] = True
+        click.echo(
+            f"kvoffload: bytes-per-token: {num_bytes:,} B is less than 1 KiB, and models have more: "
+            f"is it {num_bytes}KiB?",
+            err=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,12 +282,13 @@ class ReadOptions:
         None, "Unit of the times in a trace without header: s or ms.  [default: ms, s with fractions]"
     )
 
-    def read(self, trace: str) -> Trace:
+    def read(self, trace: str, progress: Callable[[float], None] | None = None) -> Trace:
         return load_trace(
             trace,
             block_tokens=self.block_tokens,
             skip_bad_lines=self.skip_bad_lines,
             time_unit=self.time_unit,
+            progress=progress,
         )
 
     def read_requests(self, trace: str) -> Trace:
@@ -312,8 +341,8 @@ class TiersOptions:
 class LoadOptions:
     """Assumptions about requests that a trace does not record."""
 
-    decode_tokens_per_s: DecodeSpeed = option(
-        0.0, "Generation speed in tokens/s: a request ends with its answer. If not given, at once."
+    decode_tokens_per_s: Positive | None = option(
+        None, "Generation speed in tokens/s: a request ends with its answer. If not given, at once."
     )
     queue_requests: QueueLength = option(
         0, "The next N requests wait in the engine's queue; their blocks are evicted last.", "--queue",

@@ -109,7 +109,7 @@ class ReplayOptions(CacheOptions, LoadOptions):
         """Create the configuration of the caches and the assumptions."""
         return replace(
             super().config(trace, block_bytes),
-            decode_tokens_per_s=self.decode_tokens_per_s,
+            decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
             queue_requests=self.queue_requests,
         )
 

@@ -89,7 +89,7 @@ class SweepOptions(
             axis("tiers", self.tiers),
             ReplayConfig(
                 1,
-                decode_tokens_per_s=self.decode_tokens_per_s,
+                decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
                 queue_requests=self.queue_requests,
                 instances=self.instances,
                 routing=self.routing,

@@ -14,8 +14,8 @@ import click
 from rich.console import Console
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import FormatOptions, ReadOptions, argument, options_of
-from kvoffload.cli.output import check_new, terminal_table
+from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, argument, options_of
+from kvoffload.cli.output import check_new, progress_bar, terminal_table
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
@@ -86,7 +86,7 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InfoOptions(ReadOptions, FormatOptions):
+class InfoOptions(ReadOptions, FormatOptions, QuietOptions):
     trace: str = argument()
 
 
@@ -94,7 +94,8 @@ class InfoOptions(ReadOptions, FormatOptions):
 @options_of(InfoOptions)
 def info(options: InfoOptions) -> None:
     """Describe TRACE, a file or a built-in name, and the optimum on it."""
-    loaded = options.read(options.trace)
+    with progress_bar("read", 1.0, options.quiet) as progress:
+        loaded = options.read(options.trace, progress)
     statistics, best, periods = describe(loaded), beside_optimum(loaded), working_set(loaded)
     like = resemblance(loaded)
     if options.is_json:

@@ -225,7 +225,7 @@ def possible_values(kind: Any) -> str:
         plain, *metas = typing.get_args(kind)
         return possible_values(plain) + "".join(map(_bounds, metas))
     if typing.get_origin(kind) is typing.Literal:
-        return ", ".join(map(str, typing.get_args(kind)))
+        return ", ".join(str(word) for word in typing.get_args(kind) if word != "")
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         members = (member for member in typing.get_args(kind) if member is not type(None))
         return " or ".join(map(possible_values, members))
