@@ -68,6 +68,18 @@ def test_an_assumed_speed_is_said(trace_file: Path) -> None:
     assert "Requests end" not in kvoffload("replay", trace_file, *SMALL).stdout
 
 
+def test_a_narrow_terminal_cuts_nothing_off(trace_file: Path) -> None:
+    """At 40 columns numbers of the table and ends of the sentences were missing."""
+    wide, narrow = (kvoffload("replay", trace_file, *SMALL, columns=columns).stdout for columns in (120, 40))
+    assert max(map(len, narrow.splitlines())) <= 40
+    words = [word.rstrip(";:,") for word in narrow.split()]
+    others = ("CPU time", "────", "Source of blocks", "Offload tier ")
+    for line in wide.splitlines():
+        if not any(mark in line for mark in others):
+            assert {word.rstrip(":,") for word in line.split()} <= set(words), line
+    assert "  offload tier (lru, all, 200 blocks)\n    blocks: " in narrow
+
+
 def test_bytes_of_a_token_below_1_kib_give_one_warning(trace_file: Path) -> None:
     options = (*SMALL, "--no-data", "--bytes-per-token")
     warning = "kvoffload: bytes-per-token: 128 B is less than 1 KiB, and models have more: is it 128KiB?\n"

@@ -21,13 +21,13 @@ class Done(NamedTuple):
     stderr: str
 
 
-def kvoffload(*arguments: str | Path) -> Done:
-    """Run ``kvoffload ARGUMENTS`` on a terminal of 120 columns that is none."""
+def kvoffload(*arguments: str | Path, columns: int = 120) -> Done:
+    """Run ``kvoffload ARGUMENTS`` at a width of 120 columns, without a terminal."""
     out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     code: object = 0
     with (
         mock.patch.object(sys, "argv", ["kvoffload", *map(str, arguments)]),
-        mock.patch.dict(os.environ, COLUMNS="120"),
+        mock.patch.dict(os.environ, COLUMNS=str(columns)),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import click
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -20,6 +22,8 @@ from kvoffload.pages.page import Table
 
 _WIDTH = 100
 """Characters per line in a file."""
+_LIST_BELOW = 60
+"""Width of a terminal below which a table that does not fit is shown as a list."""
 
 
 def show(json: bytes, table: RenderableType, *, is_json: bool, output: Path | None) -> None:
@@ -93,8 +97,68 @@ def tiers_silenced() -> Iterator[None]:
 _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
+class Lines:
+    """Sentences for the terminal, one line each: indented, and wrapped at words."""
+
+    def __init__(self, lines: Iterable[str], style: str = "", indent: str = "  ") -> None:
+        self._lines, self._style, self._indent = list(lines), style, indent
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wrapper = textwrap.TextWrapper(
+            max(options.max_width, 2 * len(self._indent)), initial_indent=self._indent,
+            subsequent_indent=self._indent, break_on_hyphens=False,
+        )  # fmt: skip
+        for line in self._lines:
+            for part in wrapper.wrap(line) or [""]:
+                yield Text(part, self._style)
+
+
+class _TerminalTable:
+    """A table, or in a narrow terminal a list of its rows."""
+
+    def __init__(self, table: Table, width: int | None, pad_edge: bool) -> None:
+        self._table, self._width, self._pad_edge = table, width, pad_edge
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = self._table
+        if table.title:
+            # Not rich's own title, which is folded at the table's width.
+            yield Text(table.title, "italic")
+        if options.max_width < _LIST_BELOW and _natural_width(table) > options.max_width:
+            yield from _as_list(table)
+        else:
+            yield _rich_table(table, self._width, self._pad_edge)
+
+
 def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = True) -> RenderableType:
-    """Render a table for the terminal; the last column takes the remaining width and may fold."""
+    """Render a table for the terminal; the last column takes the remaining width and may fold.
+
+    Below 60 columns a table that does not fit becomes a list: no cell is cut off.
+    """
+    return _TerminalTable(table, width, pad_edge)
+
+
+def _natural_width(table: Table) -> int:
+    columns = zip(*([heading.removesuffix("#") for heading in table.headings], *table.rows), strict=True)
+    return sum(2 + max(map(cell_len, column)) for column in columns)
+
+
+def _as_list(table: Table) -> Iterator[RenderableType]:
+    """Render each row as its first cell, and the further cells that are not empty below it."""
+    labels = [heading.removesuffix("#") for heading in table.headings]
+    for row, mark in zip(table.rows, table.marks or [""] * len(table.rows), strict=True):
+        style = _STYLES.get(mark, "")
+        named = [(label, cell) for label, cell in zip(labels, row, strict=True) if cell]
+        # A number needs its heading, also in front.
+        needs_label = table.headings[0].endswith("#") or not row[0]
+        first = [f"{label} {cell}" if needs_label else cell for label, cell in named[:1]]
+        cells = [f"{label}: {cell}" if label else cell for label, cell in named[1:]]
+        yield Lines(first, style)
+        yield Lines(["; ".join(cells)] if cells else [], style, "    ")
+    yield Text()
+
+
+def _rich_table(table: Table, width: int | None, pad_edge: bool) -> RichTable:
     rich = RichTable(box=box.SIMPLE_HEAD, show_header=any(table.headings), width=width, pad_edge=pad_edge)
     last = len(table.headings) - 1
     for position, heading in enumerate(table.headings):
@@ -106,8 +170,7 @@ def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = T
     for row, mark in zip(table.rows, table.marks or [""] * len(table.rows), strict=True):
         # `Text`, because a cell may look like rich's markup.
         rich.add_row(*map(Text, row), style=_STYLES.get(mark, ""))
-    # Not rich's own title, which is folded at the table's width.
-    return Group(Text(table.title, "italic"), rich) if table.title else rich
+    return rich
 
 
 def properties(title: str, rows: Iterable[tuple[str, object]]) -> Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffload.cli.output import terminal_table
+from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.replay.report import ReplayReport
 from kvoffload.text import duration, percent, size
@@ -66,7 +66,7 @@ def work(report: ReplayReport) -> Table:
     return Table("", ("Offload tier", "blocks#", "bytes#"), cells, marks)
 
 
-def _summary(report: ReplayReport) -> Text:
+def _summary(report: ReplayReport) -> RenderableType:
     saved = _share(report.tokens_saved, report.tokens)
     lines = [
         f"{saved} of the prefill work is saved: {report.tokens_saved:,} of {report.tokens:,} tokens.",
@@ -85,7 +85,7 @@ def _summary(report: ReplayReport) -> Text:
     if report.block_bytes:
         cpu += f"; for bytes: {duration(report.data_plane_s)}"
     lines += [f"{cpu}.", f"Decisions: sha256 {report.decisions_sha256[:16]}"]
-    return Text("".join(f"  {line}\n" for line in lines), no_wrap=True, overflow="ignore")
+    return Group(Lines(lines), Text())
 
 
 def assumed_ends(decode_tokens_per_s: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvoffload.cli.output import terminal_table
+from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.simulate.machine import QUANTITIES, Quantity
 from kvoffload.simulate.report import (
@@ -66,7 +66,7 @@ def _tiers(report: TimedReport) -> Table:
     return Table("", headings, rows, ["" if tier.keeps_up else "bad" for tier in tiers])
 
 
-def _summary(report: TimedReport) -> Text:
+def _summary(report: TimedReport) -> RenderableType:
     run, without = report.with_offload, report.without
     share = report.gpu_seconds_saved / without.prefill_s if without.prefill_s else 0.0
     before, after = without.ttft_s, run.ttft_s
@@ -81,7 +81,7 @@ def _summary(report: TimedReport) -> Text:
     lines += [f"{miss}." for miss in run.misses()]
     if not report.at_once and without.is_overloaded:
         lines.append(f"{OVERLOADED} Try --load 0.5.")
-    return Text("".join(f"  {line}\n" for line in lines), no_wrap=True, overflow="ignore")
+    return Group(Lines(lines), Text())
 
 
 def _assumptions(report: TimedReport) -> Table:
