@@ -21,6 +21,16 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f}%"
 
 
+def outside_blocks(share: float | None) -> list[str]:
+    """Return a sentence about the share of prompt tokens in no whole block; none if the share is unknown."""
+    if share is None:
+        return []
+    return [
+        f"{percent(share)} of prompt tokens are in no whole block: they are always computed, and percentages "
+        "of the prefill leave them out."
+    ]
+
+
 def interval(low: float | None, high: float | None) -> str:
     """Format an interval of two shares: ``27.3% to 35.2%``; empty if it is unknown."""
     return "" if low is None or high is None else f"{percent(low)} to {percent(high)}"

@@ -285,6 +285,25 @@ def test_azure_without_reuse(tmp_path: Path) -> None:
     assert trace.output_tokens.tolist() == [28, 10, 4, 1]
 
 
+def test_tokens_outside_whole_blocks_survive_conversion(tmp_path: Path) -> None:
+    """Prompts of 100, 30, 140 and 90 tokens are 6, 1, 8 and 5 blocks of 16: 40 of 360 tokens are outside."""
+    (tmp_path / "in.csv").write_text(AZURE)
+    converted(tmp_path / "in.csv", "a.none-shared.jsonl", source="lengths:none")
+    path = tmp_path / "a.none-shared.jsonl"
+    share, sentence = 40 / 360, "11.1% of prompt tokens are in no whole block"
+    sized = ("--bytes-per-token", "1KiB", "--gpus", "1", "--kv-per-gpu", "64KiB", "--jobs", "1", "--quiet")
+    for command in (("trace", "info", path), ("replay", path, "--no-data", "--capacity", "9"),
+                    ("plan", path, *sized)):  # fmt: skip
+        assert sentence in kvoffload(*command).stdout, command
+        found = json.loads(kvoffload(*command, "--format", "json").stdout)
+        assert found["share_outside_blocks"] == pytest.approx(share), command
+    again, _ = converted(path, "b.none-shared.jsonl")
+    assert again.share_outside_blocks == pytest.approx(share)
+    events = converted(write(tmp_path / "in.jsonl", EVENTS), "k.gap-2s.jsonl")[0]
+    assert events.share_outside_blocks is None
+    assert "whole block" not in kvoffload("trace", "info", tmp_path / "k.gap-2s.jsonl").stdout
+
+
 def test_azure_where_contexts_are_continued(tmp_path: Path) -> None:
     (tmp_path / "in.csv").write_text(AZURE)
     out = "a.continued-within-600s.jsonl"

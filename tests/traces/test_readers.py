@@ -306,6 +306,27 @@ def test_a_file_without_hints_has_none(chat: Callable[..., Path], tmp_path: Path
     )
 
 
+def test_tokens_outside_whole_blocks_are_counted_and_written_back(
+    chat: Callable[..., Path], tmp_path: Path
+) -> None:
+    lines = [line([1, 2], input_length=1000, timestamp=5), "{", line([], input_length=24), line([3])]
+    trace = read_trace(chat(*lines), skip_bad_lines=True)
+    assert trace.prompt_tokens is not None
+    assert trace.prompt_tokens.tolist() == [24, 512, 1000]
+    assert trace.share_outside_blocks == 1 - 1024 / 1536
+    assert trace.of_requests(np.array([1])).share_outside_blocks == 0.0
+    write_trace(trace, tmp_path / "again.jsonl")
+    again = read_trace(tmp_path / "again.jsonl")
+    assert again.prompt_tokens is not None
+    assert again.prompt_tokens.tolist() == [24, 512, 1000]
+
+
+def test_a_file_of_whole_blocks_has_no_lengths_of_prompts(chat: Callable[..., Path]) -> None:
+    """As conversions of KV events and generated workloads, whose sources have no token counts."""
+    trace = read_trace(chat(line([1, 2]), line([1])))
+    assert (trace.prompt_tokens, trace.share_outside_blocks) == (None, None)
+
+
 def test_hints_of_skipped_lines_are_skipped(chat: Callable[..., Path]) -> None:
     lines = [line([1, 2], tenant="a"), "{", line([9, 2], tenant="b"), line([1], tenant="c"), line([4])]
     trace = read_trace(chat(*lines), skip_bad_lines=True)

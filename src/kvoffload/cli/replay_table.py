@@ -8,7 +8,7 @@ from rich.text import Text
 from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.replay.report import ReplayReport
-from kvoffload.text import duration, percent, size
+from kvoffload.text import duration, outside_blocks, percent, size
 
 _ENOUGH_TO_MEASURE = 10_000
 """Fewest references for which the time per reference is shown: with fewer, start-up time dominates."""
@@ -72,6 +72,7 @@ def _summary(report: ReplayReport) -> RenderableType:
         f"{saved} of the prefill work is saved: {report.tokens_saved:,} of {report.tokens:,} tokens.",
         f"A cache without limit would save {percent(report.infinite_hit_ratio)}, an optimal policy of this "
         f"size {percent(report.optimum_hit_ratio)}.",
+        *outside_blocks(report.share_outside_blocks),
     ]
     if report.decode_tokens_per_s:
         lines.append(f"{assumed_ends(report.decode_tokens_per_s)}.")

@@ -20,7 +20,7 @@ from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
 from kvoffload.pages.page import Table
-from kvoffload.text import percent
+from kvoffload.text import outside_blocks, percent
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.likeness import features, resemblance
 from kvoffload.traces.sessions import generate as generate_trace
@@ -122,7 +122,7 @@ def _totals_table(name: str, statistics: TraceStatistics) -> Table:
     totals = [
         (field.replace("_", " "), _number(value))
         for field, value in vars(statistics).items()
-        if not isinstance(value, Percentiles)
+        if not isinstance(value, Percentiles) and value is not None
     ]
     return Table(f"trace {name}", ("", "#"), totals)
 
@@ -164,6 +164,7 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
         f"{widest['capacity_percent']}% of the blocks."
         if gap > 0
         else "LRU equals the optimum at every size above: the policy makes no difference.",
+        *outside_blocks(statistics.share_outside_blocks),
         f"The nearest workload is {nearest}: {factor:.1f} times apart in the mean of "
         f"{len(features(statistics))} features ({', '.join(f'{name} {far:.1f}' for name, far in further)}).",
     ]

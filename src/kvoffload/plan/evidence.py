@@ -34,6 +34,7 @@ class Evidence:
         traces: the traces of all replicas that get block references.
         whole: the trace of all replicas together; None unless they may share servers.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
+        share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
         busy: references per second in the busiest minute, divided by the mean.
         footprint_blocks: unique blocks of the replica with the largest number.
@@ -50,6 +51,7 @@ class Evidence:
     requests: int
     block_refs: int
     tokens: int
+    share_outside_blocks: float | None
     duration_s: float
     busy: float
     footprint_blocks: int
@@ -133,6 +135,7 @@ def gather(
         requests=sum(share.requests for share in shares),
         block_refs=refs,
         tokens=refs * shares[0].block_tokens,
+        share_outside_blocks=_outside_blocks(shares),
         duration_s=duration_s,
         busy=busy,
         footprint_blocks=max(share.unique_blocks for share in shares),
@@ -152,6 +155,14 @@ def together(windows: Sequence[Sums]) -> Sums:
     padded = (np.pad(sums, (0, longest - len(sums))) for sums in windows)
     total: Sums = sum(padded, np.zeros(longest, np.int64))
     return total
+
+
+def _outside_blocks(shares: Sequence[Trace]) -> float | None:
+    """Compute the share of the prompt tokens of all replicas that are in no whole block."""
+    prompts = [int(share.prompt_tokens.sum()) for share in shares if share.prompt_tokens is not None]
+    if len(prompts) < len(shares):
+        return None
+    return 1 - sum(share.block_refs * share.block_tokens for share in shares) / max(1, sum(prompts))
 
 
 def _pace(shares: Sequence[Trace]) -> tuple[float, float]:

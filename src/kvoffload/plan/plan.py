@@ -69,6 +69,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         needed_ttft_p90_s: limit for the time to first token; null without this target.
         ceiling, ceiling_apart, by_gpus: savings of unlimited caches, of unlimited caches that engines do not
             share, and of the GPUs alone.
+        share_outside_blocks: share of the prompt tokens that are in no whole block, so that no saving counts
+            them; null if it is unknown.
         footprint_bytes: size of all blocks of all replicas.
         frontier: purchases that save more than every cheaper purchase, cheapest first.
         purchases: best row of each measured purchase.
@@ -97,6 +99,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     ceiling: float
     ceiling_apart: float
     by_gpus: float
+    share_outside_blocks: float | None = None
     footprint_bytes: int
     currency: str
     frontier: list[PlanRow]
@@ -306,6 +309,7 @@ def _answer(findings: Findings, work: Work) -> PlanAnswer:
         ceiling=evidence.ceiling,
         ceiling_apart=evidence.ceiling_apart,
         by_gpus=evidence.device_share,
+        share_outside_blocks=evidence.share_outside_blocks,
         footprint_bytes=fleet.size_bytes(sum(trace.unique_blocks for trace in evidence.traces)),
         currency=findings.currency,
         frontier=[best.row for best in frontier(findings.rows)],

@@ -17,7 +17,7 @@ from kvoffload.plan.targets import ABOUT, ENOUGH, Outcome, beside
 from kvoffload.simulate.report import OVERLOADED, TimedOutcome, TimedTierReport, break_even_sentence
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.verdict import Certainty, certainty_of
-from kvoffload.text import duration, interval, percent, size
+from kvoffload.text import duration, interval, outside_blocks, percent, size
 
 _A_DAY_S = 86_400
 PLACEHOLDERS = "replace paths and addresses by yours"
@@ -44,7 +44,7 @@ def answer(findings: Findings) -> list[str]:
     sentences += _best_infeasible(findings)
     if not findings.target.is_given and choice.chosen is not choice.most:
         sentences.append(f"No target was given: {percent(ENOUGH, 0)} of the largest possible gain is enough.")
-    sentences.append(_ceiling(findings.evidence))
+    sentences += [_ceiling(findings.evidence), *outside_blocks(findings.evidence.share_outside_blocks)]
     if findings.one_in > 1:
         rows = len(findings.rows) - 1
         sentences.append(

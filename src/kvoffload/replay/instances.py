@@ -129,6 +129,7 @@ class SharedReplay:
             reports[0],
             **sums,
             unique_blocks=trace.unique_blocks,
+            share_outside_blocks=trace.share_outside_blocks,
             prefix_hit_ratio=sums["prefix_hit_blocks"] / refs,
             block_hit_ratio=sum(report.block_hit_ratio * report.block_refs for report in reports) / refs,
             infinite_hit_ratio=infinite(trace).prefix_hit_blocks / refs,

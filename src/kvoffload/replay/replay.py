@@ -365,6 +365,7 @@ class Replay:
             optimum_hit_ratio=best.prefix_hit_blocks / refs,
             tokens=trace.block_refs * trace.block_tokens,
             tokens_saved=hits * trace.block_tokens,
+            share_outside_blocks=trace.share_outside_blocks,
             blocks_written=stats.stored,
             blocks_evicted=stats.evicted,
             blocks_refused=stats.refused,

@@ -52,6 +52,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         optimum_hit_ratio: upper bound for any policy behind this device, with the capacity of all tiers
             together and empty at the start. Blocks on a disk from an earlier run may lift hits above it.
         tokens, tokens_saved: prompt tokens in full blocks, and the hits among them.
+        share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
             admission rule or the policy. Dropped: because there was no room.
         writes_per_ref: blocks written per block reference.
@@ -91,6 +92,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     optimum_hit_ratio: float
     tokens: int
     tokens_saved: int
+    share_outside_blocks: float | None = None
     blocks_written: int
     blocks_evicted: int
     blocks_refused: int

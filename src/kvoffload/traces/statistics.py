@@ -52,6 +52,7 @@ class TraceStatistics:
         repeated_in_session: share of references whose block the same session introduced before.
         shared_by_sessions: share of references whose block another session introduced.
         blocks_of_several_sessions: share of blocks that several sessions use.
+        share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
     """
 
     requests: int
@@ -75,6 +76,7 @@ class TraceStatistics:
     repeated_in_session: float
     shared_by_sessions: float
     blocks_of_several_sessions: float
+    share_outside_blocks: float | None
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def describe(trace: Trace) -> TraceStatistics:
         repeated_in_session=int((is_repeated & ~by_others).sum()) / num_refs,
         shared_by_sessions=int(by_others.sum()) / num_refs,
         blocks_of_several_sessions=int(is_common.sum()) / max(trace.unique_blocks, 1),
+        share_outside_blocks=trace.share_outside_blocks,
     )
 
 

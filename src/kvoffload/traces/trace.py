@@ -73,6 +73,8 @@ class Trace:
         time_unit: unit of the times in the file, as it was read: ``s`` or ``ms``; empty if the file
             does not state the unit, and ms was assumed.
         hints: hints of the requests; None if there are none.
+        prompt_tokens: shape ``(requests,)``, int64; length of each prompt, with the tokens after its last
+            whole block; None if the source counts whole blocks only.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Trace:
     skipped_lines: int = 0
     time_unit: str = MILLISECONDS
     hints: TraceHints | None = None
+    prompt_tokens: npt.NDArray[np.int64] | None = None
 
     @property
     def requests(self) -> int:
@@ -104,6 +107,13 @@ class Trace:
     def longest_request(self) -> int:
         """Blocks of the longest request; 0 for an empty trace."""
         return int(np.diff(self.offsets).max(initial=0))
+
+    @property
+    def share_outside_blocks(self) -> float | None:
+        """Share of the prompt tokens that are in no whole block; None without `prompt_tokens`."""
+        if self.prompt_tokens is None:
+            return None
+        return 1 - self.block_refs * self.block_tokens / max(1, int(self.prompt_tokens.sum()))
 
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
         """Select requests, in this order. Cost: 0.1 s per million block references."""
@@ -125,6 +135,7 @@ class Trace:
             timestamps_ms=self.timestamps_ms[requests],
             output_tokens=self.output_tokens[requests],
             hints=hints,
+            prompt_tokens=None if self.prompt_tokens is None else self.prompt_tokens[requests],
         )
 
     def hints_of(self, request: int) -> Hints:

@@ -140,6 +140,7 @@ class Mooncake(TraceFormat):
             skipped_lines=skipped,
             time_unit=requests.time_unit(),
             hints=TraceHints.of(requests.hints),
+            prompt_tokens=requests.prompt_tokens(),
         )
 
 
@@ -151,8 +152,8 @@ def decode_line(text: bytes) -> Line:
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Write a trace as Mooncake JSONL, replacing an existing file.
 
-    A `Header` comes first unless blocks have 512 tokens. Equal traces give equal bytes. `input_length` counts
-    only full blocks. Raises `OSError`.
+    A `Header` comes first unless blocks have 512 tokens. Equal traces give equal bytes. Without
+    `Trace.prompt_tokens`, `input_length` counts only full blocks. Raises `OSError`.
     """
     path = Path(path)
     with ExitStack() as stack:
@@ -161,9 +162,12 @@ def write_trace(trace: Trace, path: str | Path) -> None:
             file.write(Header(1, trace.block_tokens).line())
         for request in range(trace.requests):
             codes = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
+            prompt = len(codes) * trace.block_tokens
+            if trace.prompt_tokens is not None:
+                prompt = int(trace.prompt_tokens[request])
             line = Line.of(
                 int(trace.timestamps_ms[request]),
-                len(codes) * trace.block_tokens,
+                prompt,
                 int(trace.output_tokens[request]),
                 trace.block_ids[codes].tolist(),
                 trace.hints_of(request),
@@ -176,7 +180,7 @@ class _Requests:
 
     def __init__(self, block_tokens: int | None) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
-        self.timestamps, self.output_tokens = array("d"), array("q")
+        self.timestamps, self.output_tokens, self.input_tokens = array("d"), array("q"), array("q")
         self.hints: list[Hints] = []
         self.block_size = BlockSize(block_tokens or DEFAULT_BLOCK_TOKENS)
         self.skipped_lines = 0
@@ -203,6 +207,7 @@ class _Requests:
         self._are_seconds |= isinstance(line.timestamp, float)
         self.timestamps.append(line.timestamp)
         self.output_tokens.append(line.output_length)
+        self.input_tokens.append(line.input_length)
         self.hints.append(line.hints)
 
     def _apply(self, header: Header) -> None:
@@ -235,7 +240,7 @@ class _Requests:
         kept._assumed, kept._has_header = self._assumed, self._has_header
         for request in requests:
             kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
-            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "hints"):
+            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "input_tokens", "hints"):
                 getattr(kept, name).append(getattr(self, name)[request])
         return kept
 
@@ -254,6 +259,11 @@ class _Requests:
     def has_unclear_ids(self) -> bool:
         """True if renumbered ids may collide with negative ids of the file."""
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
+
+    def prompt_tokens(self) -> _Int64s | None:
+        """Return the length of each prompt; None if all are whole blocks, as a file without lengths has."""
+        tokens = _int64s(self.input_tokens)
+        return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
     def time_unit(self) -> str:
         """Return the unit of the times; empty for whole numbers in a file without a header."""
