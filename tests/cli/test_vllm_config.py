@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,28 @@ def test_everything() -> None:
     assert (options.ram_bytes, options.policy, options.admission) == (2**30, "hazard", "reuse:2")
     assert (options.store, options.verify, options.prompt_only) == ("on-compute", "always", False)
     assert options.blocks_per_chunk == 3
+
+
+def test_limits_of_waits_and_recordings() -> None:
+    given = "--ram 1GiB --tier-deadline-s 0.5 --recompute-tokens-per-s 8000 --record /var/log/kv.jsonl"
+    flag = printed(*given.split(), "--record-max-bytes", "10GiB")
+    assert flag["kv_connector"] == "KVOffloadConnector"
+    options = parse_options(flag["kv_connector_extra_config"])
+    assert (options.tier_deadline_s, options.recompute_tokens_per_s) == (0.5, 8_000)
+    assert (options.record, options.record_max_bytes) == ("/var/log/kv.jsonl", 10 * 2**30)
+    done = kvoffload("vllm-config", "--ram", "1GiB", "--record-max-bytes", "much")
+    assert done.stderr.startswith("kvoffload: --record-max-bytes: 'much' is invalid; allowed: ")
+
+
+def test_every_option_of_the_page_has_a_flag() -> None:
+    """All that docs/vllm.md tells its reader to set, but for what it says belongs into the flag of vLLM."""
+    page = (Path(__file__).resolve().parents[2] / "docs/vllm.md").read_text()
+    (table,) = re.findall(r"^\| ours \|.*\n\|-.*\n((?:\|.*\n)+)", page, re.M)
+    ours = re.findall(r"^\| `(\w+)` \|", table, re.M)
+    assert set(ours) >= {"ram", "tiers", "tier_deadline_s", "record_max_bytes"}
+    flags = {flag for option in vllm_config.params for flag in option.opts}
+    names = {"prompt_only": "all_tokens"}
+    assert {f"--{names.get(name, name).replace('_', '-')}" for name in ours} <= flags
 
 
 def test_storing_on_device_eviction_brings_its_connector() -> None:

@@ -18,7 +18,7 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.options import VERIFY, VLLMS_NAMES, parse_options
 from kvoffload.settings.layers import OF_ENGINES, PREFIX, gathered
-from kvoffload.settings.read import OneOf
+from kvoffload.settings.read import OneOf, Positive
 
 _HOME = "kvoffload.integrations.vllm"
 _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "all_tokens"}
@@ -53,7 +53,16 @@ class VLLMConfigOptions(TiersOptions):
     all_tokens: bool = option(False, "Also store generated tokens; by default vLLM stores prompts only.")
     blocks_per_chunk: int | None = option(None, "Engine blocks per block of RAM.  [default: 1]")
     connector: bool = option(False, "Use KVOffloadConnector, which looks up whole prefixes at once.")
+    tier_deadline_s: Positive | None = option(
+        None, "Longest wait of a request for tiers, in seconds.  [default: 2]"
+    )
+    recompute_tokens_per_s: Positive | None = option(
+        None, "Prefill speed of the engine in tokens/s: slower reads of tiers do not start."
+    )
     record: str | None = option(None, "Record the engine's requests as a trace.", metavar="PATH.jsonl")
+    record_max_bytes: str | None = option(
+        None, "Size at which the recording ends.  [default: 1GiB]", metavar="SIZE"
+    )
     form: Annotated[str, OneOf(("flag", "json"))] = option("flag", None, "--format")
 
 
@@ -74,7 +83,10 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "tiers": list(options.tiers) or None,
         "offload_prompt_only": False if options.all_tokens else None,
         "blocks_per_chunk": options.blocks_per_chunk,
+        "tier_deadline_s": options.tier_deadline_s,
+        "recompute_tokens_per_s": options.recompute_tokens_per_s,
         "record": options.record,
+        "record_max_bytes": options.record_max_bytes,
     }
     given = {name: value for name, value in given.items() if value is not None}
     # Options that are set only in the file or the environment are added to the flag.
