@@ -74,6 +74,17 @@ def test_the_code_of_the_readme_has_hits() -> None:
     assert f"# {out.strip()}\n" in readme
 
 
+def test_the_readme_shows_what_a_replay_prints() -> None:
+    (shown,) = re.findall(r"It prints:\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    done = kvoffload("replay", "--quiet")
+    assert done.returncode == 0, done.stderr
+    # Times differ from machine to machine.
+    lines = [line for line in shown.splitlines() if numbers(line) and "CPU time" not in line]
+    assert len(lines) >= 12
+    assert not [line for line in lines if numbers(line) not in numbers(done.stdout)], done.stdout
+    assert lines[-1] in done.stdout, "the digest of the decisions"
+
+
 def test_every_public_name_has_its_place_in_the_reference() -> None:
     entries = [
         name

@@ -25,6 +25,12 @@ def test_the_test_class_is_one_that_pytest_collects() -> None:
     assert issubclass(scope["TestMine"], conformance.PolicyConformance)
 
 
+def test_the_start_page_counts_the_checks() -> None:
+    page = (ROOT / "docs" / "start-policy.md").read_text()
+    checks = [name for name in vars(conformance.PolicyConformance) if name.startswith("test_")]
+    assert f"\n{len(checks)} passed in " in page
+
+
 def test_every_check_is_explained() -> None:
     told = set(re.findall(r"`(test_\w+)`", TUTORIAL)) | {"test_it_is_found_and_says_its_name"}
     told |= {"test_it_decides_the_same_elsewhere"} if "`..._elsewhere`" in TUTORIAL else set()

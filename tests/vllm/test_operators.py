@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from vllm.v1.kv_offload import base
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
-from kvoffload.integrations.vllm.scheduler_side.metrics import COUNTERS, REASONS
+from kvoffload.integrations.vllm.scheduler_side.metrics import COUNTERS, REASONS, definitions
 from kvoffload.integrations.vllm.shared.logs import join_vllm
 from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.vllm_needs import FILTERS, NAMED_TIERS, SOURCES, needs
 from support.vllm_world import World, key
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def shown(manager: Any) -> dict[tuple[str, ...], float]:
@@ -46,6 +50,25 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     assert then["kv_offload_cpu_cache_usage_perc",] == then["kv_offload_cpu_cache_write_usage_perc",] == 0.5
     assert ("kvoffload_evicted_blocks",) not in then, "nothing has changed"
     rig.close()
+
+
+def test_queries_and_alerts_name_metrics_that_exist() -> None:
+    """The queries of docs/vllm.md and the rules in examples/, against our metrics and vLLM's of transfers."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    queries = re.findall(r"```promql\n(.*?)\n```", page, re.S)
+    (group,) = yaml.safe_load((ROOT / "examples" / "prometheus-rules.yaml").read_text())["groups"]
+    rules = [rule["expr"] for rule in group["rules"]]
+    assert (len(queries), len(rules)) == (3, 5)
+    counters = {f"{name}_total" for name, made in definitions().items() if "Counter" in type(made).__name__}
+    gauges = {name for name, made in definitions().items() if "Gauge" in type(made).__name__}
+    # vLLM's own, which test_server.py finds in /metrics.
+    counters |= {f"vllm:kv_offload_load_{what}_total" for what in ("bytes", "time")}
+    for query in [*queries, *rules]:
+        names = re.findall(r"vllm:\w+", query)
+        assert names
+        assert set(names) <= counters | gauges
+        for name in names:
+            assert (name in counters) == (f"({name}[" in query), f"rates are of counters: {query}"
 
 
 @pytest.mark.parametrize("at_once", [False, True])
