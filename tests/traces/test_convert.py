@@ -50,6 +50,10 @@ def chains(trace: Trace) -> list[list[int]]:
     return [codes.tolist() for codes in np.split(trace.refs, trace.offsets[1:-1])]
 
 
+def sessions_of(trace: Trace) -> list[int] | None:
+    return None if trace.sessions is None else trace.sessions.tolist()
+
+
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer whose tokens are words, line ends and the marks of a message."""
@@ -125,6 +129,15 @@ def test_names_of_tenants_are_hashed(tmp_path: Path) -> None:
     assert converted(path, keep_ids=True)[0].hints_of(0).tenant == "ACME"
 
 
+def test_names_of_sessions_are_hashed(tmp_path: Path) -> None:
+    names = [{"session_id": "ACME 1"}, {"session_id": "ACME 2"}, {}, {"conversation_id": "ACME 1"}]
+    path = write(tmp_path / "in.jsonl", [request([n], **name) for n, name in enumerate(names)])
+    assert sessions_of(converted(path)[0]) == [0, 1, -1, 0]
+    assert b"ACME" not in path.with_name("out.jsonl").read_bytes()
+    converted(path, keep_ids=True)
+    assert b'"session":"ACME 1"' in path.with_name("out.jsonl").read_bytes()
+
+
 # ---- recordings with ids
 
 
@@ -192,6 +205,8 @@ def test_bailian(tmp_path: Path) -> None:
     assert trace.timestamps_ms.tolist() == [0, 8886]
     assert trace.output_tokens.tolist() == [12, 3]
     assert converted(path, keep_ids=True)[0].block_ids.tolist() == [10, 11, 13, 14]
+    assert sessions_of(trace) == [0, 0]
+    assert sessions_of(read_trace(path, block_tokens=16)) == [0, 0], "also without a conversion"
 
 
 def test_a_wrong_block_size_is_refused_with_a_fitting_size(tmp_path: Path) -> None:
@@ -323,6 +338,7 @@ def test_burst_by_its_sessions(tmp_path: Path) -> None:
     # is as long as its context: it asks again what was answered.
     assert chains(trace) == [[0, 1], [2, 3], [0, 1, 4, 5], [6, 7], [6, 7, 8], [2, 3, 9]]
     assert trace.timestamps_ms.tolist() == [0, 4000, 40_500, 55_000, 65_000, 75_000]
+    assert sessions_of(trace) == [0, 1, 0, 0, 0, 1]
     (tmp_path / "in.csv").write_text(AZURE)
     with pytest.raises(ConfigError, match="the table has no column of session ids"):
         converted(tmp_path / "in.csv", out, source="lengths:sessions")
@@ -370,14 +386,13 @@ def test_sharegpt(tmp_path: Path, tokenizer: Path, form: str) -> None:
     else:
         path.write_text(json.dumps(records, indent=2 if form == "pretty" else None))
     options: Any = {"tokenizer": tokenizer, "block_tokens": 4, "salt": "x"}
-    trace, done = converted(path, "o.paced-60-per-minute.jsonl", source="text,per_minute=60", **options)
+    out = tmp_path / "o.paced-60-per-minute.jsonl"
+    trace, done = converted(path, out.name, source="text,per_minute=60", **options)
     assert done.requests == 10
     assert trace.name == "o (assumed: paced-60-per-minute)"
     # <|im_start|> user \n, 13 words, <|im_end|> \n, <|im_start|> assistant \n: 21; then 12 words and 2,
     # <|im_start|> user \n fox <|im_end|> \n, <|im_start|> assistant \n: 44.
-    lines = [
-        json.loads(line) for line in path.with_name("o.paced-60-per-minute.jsonl").read_text().splitlines()
-    ]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted({line["input_length"] for line in lines[1:]}) == [21, 44]
     assert sorted(np.diff(trace.offsets).tolist()) == [5] * 5 + [11] * 5
     # The numbers are one unknown word, so all five conversations are one text.
@@ -386,6 +401,10 @@ def test_sharegpt(tmp_path: Path, tokenizer: Path, form: str) -> None:
     times = trace.timestamps_ms.tolist()
     assert times == sorted(times)
     assert times[0] == 0
+    # Equal texts, and yet five conversations.
+    assert trace.sessions is not None
+    assert np.bincount(trace.sessions).tolist() == [2] * 5
+    assert "Sessions are named by the recording." in kvoffload("trace", "info", out).stdout
 
 
 def test_turns_arrive_after_a_think_time(tmp_path: Path, tokenizer: Path) -> None:
@@ -431,6 +450,14 @@ def test_a_log_of_requests(tmp_path: Path, tokenizer: Path) -> None:
     assert not set(chains(trace)[1]) & set(chains(trace)[0])
     assert [trace.hints_of(i).finish_reason for i in range(4)] == ["", "", "stop", ""]
     assert b"fox" not in (tmp_path / "out.jsonl").read_bytes()
+    assert trace.sessions is None
+    assert "Sessions are inferred from shared prefixes, unambiguously for 50.0% of the requests." in (
+        kvoffload("trace", "info", tmp_path / "out.jsonl").stdout
+    )
+    records[1]["session_id"] = 7
+    records[0]["body"]["session_id"] = "7"
+    trace, _ = converted(write(tmp_path / "in.jsonl", records), tokenizer=tokenizer, block_tokens=4)
+    assert sessions_of(trace) == [0, 0, -1, -1]
 
 
 BAD_TEXTS = {
@@ -464,6 +491,9 @@ def test_token_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", records)
     trace, done = converted(path, block_tokens=32)
     assert done.source == "token_ids"
+    assert trace.sessions is None
+    named = [{**record, "session": n // 2} for n, record in enumerate(records)]
+    assert sessions_of(converted(write(path, named), block_tokens=16)[0]) == [0, 0, 1]
     assert chains(trace) == [[0, 1], [0, 1], [2, 3]]
     assert trace.output_tokens.tolist() == [5, 2, 0]
     assert trace.timestamps_ms.tolist() == [0, 1000, 2000]

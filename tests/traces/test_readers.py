@@ -327,6 +327,51 @@ def test_a_file_of_whole_blocks_has_no_lengths_of_prompts(chat: Callable[..., Pa
     assert (trace.prompt_tokens, trace.share_outside_blocks) == (None, None)
 
 
+NAMES = {
+    "a session": (["session", "session", "session"], [5, "5", 6], [0, 0, 1]),
+    "any field": (["session_id", "conversation_id", "chat_id"], ["a", "a", "b"], [0, 0, 1]),
+    "none in one": (["session", "other", "session"], ["a", "a", "a"], [0, -1, 0]),
+    "no name": (["session", "session", "session"], [None, "", True], None),
+    "names of requests": (["chat_id", "chat_id", "chat_id"], [1, 2, 3], None),
+    "no names of sessions": (["session", "session", "session"], [{"id": 1}, 1.5, [1]], None),
+}
+
+
+@pytest.mark.parametrize(("fields", "values", "sessions"), NAMES.values(), ids=NAMES)
+def test_sessions_that_a_recording_names(
+    chat: Callable[..., Path],
+    tmp_path: Path,
+    fields: list[str],
+    values: list[object],
+    sessions: list[int] | None,
+) -> None:
+    lines = [line([n], **{field: value}) for n, (field, value) in enumerate(zip(fields, values, strict=True))]
+    trace = read_trace(chat(*lines))
+    assert (None if trace.sessions is None else trace.sessions.tolist()) == sessions
+    write_trace(trace, tmp_path / "again.jsonl")
+    again = read_trace(tmp_path / "again.jsonl").sessions
+    assert (None if again is None else again.tolist()) == sessions
+
+
+def test_a_chat_and_its_descendants_are_one_session(chat: Callable[..., Path]) -> None:
+    """Chats of Qwen-Bailian: 3 continues 1, 4 continues 3; 6 continues a chat before the recording."""
+    chats = [(1, -1), (2, -1), (3, 1), (4, 3), (6, 5), (7, 5)]
+    lines = [line([n], timestamp=n, chat_id=own, parent_chat_id=up) for n, (own, up) in enumerate(chats)]
+    trace = read_trace(chat(*lines))
+    assert trace.sessions is not None
+    assert trace.sessions.tolist() == [0, 1, 0, 0, 2, 2]
+    assert trace.of_requests(np.array([3, 4])).sessions.tolist() == [0, 2]  # type: ignore[union-attr]
+
+
+def test_the_session_of_a_recording_stays_with_its_request(chat: Callable[..., Path]) -> None:
+    late = line([3], timestamp=9, session="b")
+    lines = [late, "{", line([1], session="a"), line([2], timestamp=5, session="b"), line([1, 1])]
+    trace = read_trace(chat(*lines), skip_bad_lines=True)
+    assert trace.sessions is not None
+    assert trace.timestamps_ms.tolist() == [0, 5, 9]
+    assert trace.sessions.tolist() == [0, 1, 1]
+
+
 def test_hints_of_skipped_lines_are_skipped(chat: Callable[..., Path]) -> None:
     lines = [line([1, 2], tenant="a"), "{", line([9, 2], tenant="b"), line([1], tenant="c"), line([4])]
     trace = read_trace(chat(*lines), skip_bad_lines=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from pathlib import Path
@@ -15,9 +16,10 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import _exp, generate
-from kvoffload.traces.statistics import Percentiles, describe
+from kvoffload.traces.statistics import Percentiles, describe, turns
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload, builtin
+from support.small_trace import trace_of
 
 FINGERPRINTS = {
     "agent": "1eb4a0f26ee9d25199ef531f3d6a9012e3dca59c3ad90e992bfcf4a1ca2cba46",
@@ -224,6 +226,42 @@ def test_statistics_of_a_trace_made_by_hand() -> None:
     # Nine references are repeated; that of the second request is of a block that another session began.
     assert (found.ceiling, found.repeated_in_session, found.shared_by_sessions) == (9 / 15, 8 / 15, 1 / 15)
     assert found.blocks_of_several_sessions == 1 / 6
+
+
+def test_named_sessions_replace_inferred_sessions() -> None:
+    """The second request shares nothing, and the third extends the first of another session."""
+    requests = [[0, 1], [2], [0, 1, 3], [0, 1, 3, 4], [5]]
+    trace = dataclasses.replace(trace_of(*requests), sessions=np.array([0, 0, 1, 1, -1], np.int32))
+    found = turns(trace)
+    assert found.previous_turn.tolist() == [-1, 0, -1, 2, -1]
+    assert found.session_of.tolist() == [0, 0, 1, 1, 2]
+    assert turns(trace_of(*requests)).session_of.tolist() == [0, 1, 0, 0, 2]
+    statistics = describe(trace)
+    assert (statistics.sessions, statistics.named_share, statistics.unambiguous_share) == (3, 0.8, 1.0)
+    everywhere = dataclasses.replace(trace, sessions=np.zeros(5, np.int32))
+    assert describe(everywhere).unambiguous_share is None
+
+
+def test_a_request_without_a_name_joins_the_session_that_it_continues() -> None:
+    trace = dataclasses.replace(trace_of([0], [0, 1], [9], [7]), sessions=np.array([4, -1, 4, -1], np.int32))
+    assert turns(trace).session_of.tolist() == [0, 0, 0, 1]
+
+
+UNAMBIGUOUS = {
+    "new blocks": ([[0], [1]], [True, True]),
+    "one turn after the other": ([[0], [0, 1], [0, 1, 2]], [True, True, True]),
+    "a fork": ([[0], [0, 1], [0, 2]], [True, False, False]),
+    "two equal prompts": ([[0], [0], [0, 1]], [True, False, False]),
+    "a common beginning": ([[0, 1], [0, 2]], [True, False]),
+    "a shared prompt": ([[0, n] for n in range(1, 10)], [True] * 9),
+    "shorter than a block": ([[], [0]], [False, True]),
+}
+
+
+@pytest.mark.parametrize(("requests", "certain"), UNAMBIGUOUS.values(), ids=UNAMBIGUOUS)
+def test_inferences_are_unambiguous_or_not(requests: list[list[int]], certain: list[bool]) -> None:
+    assert turns(trace_of(*requests)).is_unambiguous.tolist() == certain
+    assert describe(trace_of(*requests)).unambiguous_share == pytest.approx(sum(certain) / len(certain))
 
 
 def test_statistics_of_nothing() -> None:

@@ -164,11 +164,24 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
         f"{widest['capacity_percent']}% of the blocks."
         if gap > 0
         else "LRU equals the optimum at every size above: the policy makes no difference.",
+        _sessions(statistics),
         *outside_blocks(statistics.share_outside_blocks),
         f"The nearest workload is {nearest}: {factor:.1f} times apart in the mean of "
         f"{len(features(statistics))} features ({', '.join(f'{name} {far:.1f}' for name, far in further)}).",
     ]
     return "\n".join(f"  {sentence}" for sentence in sentences)
+
+
+def _sessions(statistics: TraceStatistics) -> str:
+    """Report how sessions were found, and how certain inferred sessions are."""
+    if statistics.unambiguous_share is None:
+        return "Sessions are named by the recording."
+    share = percent(statistics.unambiguous_share)
+    inferred = f"inferred from shared prefixes, unambiguously for {share} of"
+    if not statistics.named_share:
+        return f"Sessions are {inferred} the requests."
+    named = percent(statistics.named_share)
+    return f"The recording names the session of {named} of the requests; the rest is {inferred} them."
 
 
 def _best_table(best: list[dict[str, Any]]) -> Table:

@@ -36,7 +36,7 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
       instead of the loads that a router observes.
     - `RANDOM`: each request independently, as with a load balancer without sessions.
 
-    Sessions are inferred (`statistics.describe`). Cost: O(1) per reference, 20 us per request.
+    Sessions as in `statistics.describe`. Cost: O(1) per reference, 20 us per request.
     """
     convert("routing", routing, Routing)
     if convert("instances", instances, Instances) == 1:

@@ -1,7 +1,7 @@
 """Arrivals of requests in a timed replay: at recorded times, or with a constant number of active clients.
 
 A turn of a conversation never arrives before the previous turn has ended, because it needs the answer.
-Sessions are inferred (`traces.statistics.turns`).
+Sessions are named by the recording or inferred (`traces.statistics.turns`).
 """
 
 from __future__ import annotations

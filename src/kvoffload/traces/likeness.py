@@ -53,10 +53,11 @@ def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
 
 
 def comparable(trace: Trace) -> Trace:
-    """Merge the blocks of a trace to blocks of about 512 tokens, the size in generated workloads.
+    """Prepare a trace for a comparison with workloads: blocks of about 512 tokens, without named sessions.
 
     An id identifies a whole prefix, so every n-th id of a request identifies a block of n times the size.
     """
+    trace = trace if trace.sessions is None else replace(trace, sessions=None)
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens
     if several < 2:
         return trace
@@ -75,7 +76,7 @@ def comparable(trace: Trace) -> Trace:
 def resemblance(trace: Trace) -> dict[str, float]:
     """Return the distance of a trace to each built-in workload, nearest first. Deterministic.
 
-    Cost: a second to generate the workloads, plus `describe`.
+    Sessions of both are inferred. Cost: a second to generate the workloads, plus `describe`.
     """
     trace = comparable(trace)
     own = features(describe(trace))

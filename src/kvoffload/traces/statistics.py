@@ -32,15 +32,19 @@ class Percentiles(NamedTuple):
 class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
-    *Sessions* are inferred: a request that begins with all blocks of an earlier request is the next turn of
-    that request's session, unless these blocks are a shared prompt (more than eight different continuations).
-    A forked session counts as several sessions; equal questions about a document count as one session.
+    *Sessions* are named by the recording (`Trace.sessions`), or inferred: a request that begins with all
+    blocks of an earlier request is the next turn of that request's session, unless these blocks are a shared
+    prompt (more than eight different continuations). Equal questions about a document then count as one
+    session. An inference is *unambiguous* if the request has a block and shares none with earlier requests
+    (apart from a shared prompt), or continues exactly one earlier request, which no other request continues.
 
     Attributes:
         duration_s: time from the first arrival to the last.
         blocks_per_request: full blocks, including the shared prefix.
         output_tokens: tokens generated per request.
-        sessions: number of sessions, including sub-agents and forks.
+        sessions: number of sessions; inferred sessions include sub-agents.
+        named_share: share of the requests whose session the recording names.
+        unambiguous_share: share of the other requests whose inference is unambiguous; None if there are none.
         turns_per_session, mean_turns: requests of a session.
         turn_gap_s: time from a turn to the next.
         new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
@@ -64,6 +68,8 @@ class TraceStatistics:
     blocks_per_request: Percentiles
     output_tokens: Percentiles
     sessions: int
+    named_share: float
+    unambiguous_share: float | None
     turns_per_session: Percentiles
     mean_turns: float
     turn_gap_s: Percentiles
@@ -81,14 +87,17 @@ class TraceStatistics:
 
 @dataclass(frozen=True)
 class Turns:
-    """The inferred sessions of a trace.
+    """The sessions of a trace: named, or inferred (`TraceStatistics`).
 
     Attributes:
         request_of: shape ``(block_refs,)``; request of each reference.
         first_seen: shape ``(unique_blocks,)``; position in `refs` of the first use of each code.
         new_blocks: shape ``(requests,)``; number of blocks that no earlier request had.
-        previous_turn: shape ``(requests,)``; the request that each request continues, or -1.
+        previous_turn: shape ``(requests,)``; the request that each request continues, or -1. In a named
+            session: the request whose blocks it continues, or the latest earlier request.
         session_of: shape ``(requests,)``; session of each request.
+        is_named: shape ``(requests,)``; the recording names the session.
+        is_unambiguous: shape ``(requests,)``; the inference is unambiguous.
     """
 
     request_of: _Int64s
@@ -96,16 +105,23 @@ class Turns:
     new_blocks: _Int64s
     previous_turn: _Int64s
     session_of: _Int64s
+    is_named: npt.NDArray[np.bool_]
+    is_unambiguous: npt.NDArray[np.bool_]
 
 
 def turns(trace: Trace) -> Turns:
-    """Infer the sessions of a trace. Cost: about 0.05 s per million block references."""
+    """Find the sessions of a trace. Cost: about 0.05 s per million block references."""
     lengths = np.diff(trace.offsets)
     request_of = np.repeat(np.arange(trace.requests), lengths)
     first_seen = _first_positions(trace)
     new_blocks = np.bincount(request_of[first_seen], minlength=trace.requests)
-    previous_turn = _previous_turns(trace, request_of, first_seen, lengths - new_blocks)
-    return Turns(request_of, first_seen, new_blocks, previous_turn, _sessions(previous_turn))
+    previous_turn, is_unambiguous = _previous_turns(trace, request_of, first_seen, lengths - new_blocks)
+    named = np.full(trace.requests, _NONE, np.int64) if trace.sessions is None else trace.sessions
+    previous_turn = _in_named_sessions(previous_turn, named)
+    session_of = _sessions(previous_turn, named)
+    return Turns(
+        request_of, first_seen, new_blocks, previous_turn, session_of, named != _NONE, is_unambiguous
+    )
 
 
 def describe(trace: Trace) -> TraceStatistics:
@@ -114,6 +130,7 @@ def describe(trace: Trace) -> TraceStatistics:
     request_of, new_blocks, session_of = inferred.request_of, inferred.new_blocks, inferred.session_of
     previous_turn = inferred.previous_turn
     is_next = previous_turn != _NONE
+    others = ~inferred.is_named
     num_turns = np.bincount(session_of)
     times_ms = trace.timestamps_ms
     duration_ms = int(times_ms.max(initial=0) - times_ms.min(initial=2**62)) if trace.requests else 0
@@ -135,6 +152,8 @@ def describe(trace: Trace) -> TraceStatistics:
         blocks_per_request=_percentiles(lengths),
         output_tokens=_percentiles(trace.output_tokens),
         sessions=len(num_turns),
+        named_share=int(inferred.is_named.sum()) / max(trace.requests, 1),
+        unambiguous_share=float(inferred.is_unambiguous[others].mean()) if others.any() else None,
         turns_per_session=_percentiles(num_turns),
         mean_turns=trace.requests / max(len(num_turns), 1),
         turn_gap_s=_percentiles((times_ms - times_ms[previous_turn])[is_next], unit=1000),
@@ -168,8 +187,10 @@ def _first_positions(trace: Trace) -> _Int64s:
     return first
 
 
-def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s) -> _Int64s:
-    """Return for each request the earlier request that it continues, or `_NONE`.
+def _previous_turns(
+    trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s
+) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
+    """Return for each request the earlier request that it continues, or `_NONE`, and if that is unambiguous.
 
     `shared` has for each request the number of its leading blocks that earlier requests used.
     """
@@ -183,18 +204,44 @@ def _previous_turns(trace: Trace, request_of: _Int64s, first_seen: _Int64s, shar
     origin = request_of[first_seen[deepest_known]]
     # A request continues the request that introduced its deepest known block as the last block.
     continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
-    continues &= fan_out[deepest_known] <= _SHARED_PROMPT_FAN_OUT
+    is_shared_prompt = fan_out[deepest_known] > _SHARED_PROMPT_FAN_OUT
+    continues &= ~is_shared_prompt
     previous[candidates[continues]] = origin[continues]
+    lengths = np.diff(trace.offsets)
+    ends = np.bincount(trace.refs[trace.offsets[1:][lengths > 0] - 1], minlength=trace.unique_blocks)
+    is_unambiguous = (shared == 0) & (lengths > 0)
+    is_only_one = continues & (fan_out[deepest_known] == 1) & (ends[deepest_known] == 1)
+    is_unambiguous[candidates[is_only_one | is_shared_prompt]] = True
+    return previous, is_unambiguous
+
+
+def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
+    """Return the previous turns, for requests of named sessions within the session.
+
+    The inferred turn counts if it is in the same session; else the latest earlier request of the session.
+    """
+    by_session = np.argsort(named, kind="stable")
+    follows = np.flatnonzero(named[by_session[1:]] == named[by_session[:-1]])
+    latest = np.full(len(named), _NONE, np.int64)
+    latest[by_session[follows + 1]] = by_session[follows]
+    is_within = (inferred != _NONE) & (named[inferred] == named)
+    previous: _Int64s = np.where((named == _NONE) | is_within, inferred, latest)
     return previous
 
 
-def _sessions(previous_turn: _Int64s) -> _Int64s:
+def _sessions(previous_turn: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
     """Number the sessions from 0 by their first request; returns the session of each request."""
     session_of: list[int] = []
+    number_of: dict[int, int] = {}
     sessions = 0
-    for previous in previous_turn.tolist():
-        session_of.append(sessions if previous == _NONE else session_of[previous])
-        sessions += previous == _NONE
+    for previous, name in zip(previous_turn.tolist(), named.tolist(), strict=True):
+        known = number_of.get(name) if name != _NONE else None
+        if known is None and previous != _NONE:
+            known = session_of[previous]
+        session_of.append(sessions if known is None else known)
+        sessions += known is None
+        if name != _NONE:
+            number_of[name] = session_of[-1]
     return np.array(session_of, np.int64)
 
 

@@ -75,6 +75,8 @@ class Trace:
         hints: hints of the requests; None if there are none.
         prompt_tokens: shape ``(requests,)``, int64; length of each prompt, with the tokens after its last
             whole block; None if the source counts whole blocks only.
+        sessions: shape ``(requests,)``, int32; number of the session that the recording names for each
+            request, or -1; None if it names no session.
     """
 
     name: str
@@ -88,6 +90,7 @@ class Trace:
     time_unit: str = MILLISECONDS
     hints: TraceHints | None = None
     prompt_tokens: npt.NDArray[np.int64] | None = None
+    sessions: npt.NDArray[np.int32] | None = None
 
     @property
     def requests(self) -> int:
@@ -136,6 +139,7 @@ class Trace:
             output_tokens=self.output_tokens[requests],
             hints=hints,
             prompt_tokens=None if self.prompt_tokens is None else self.prompt_tokens[requests],
+            sessions=None if self.sessions is None else self.sessions[requests],
         )
 
     def hints_of(self, request: int) -> Hints:

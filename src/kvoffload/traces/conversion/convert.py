@@ -169,7 +169,10 @@ def _write_lines(
             latest_ms, earliest_ms = max(latest_ms, time_ms), min(earliest_ms, time_ms)
             num_requests += 1
             num_refs += len(request.ids)
-            line = Line.of(time_ms, request.input_tokens, request.output_tokens, request.ids, request.hints)
+            line = Line.of(
+                time_ms, request.input_tokens, request.output_tokens, request.ids, request.hints,
+                request.session or None,
+            )  # fmt: skip
             file.write(encode_line(line) + b"\n")
     if num_unordered:
         _announce_disorder(partial, out.suffix, -earliest_ms)

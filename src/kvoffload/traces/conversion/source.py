@@ -28,6 +28,7 @@ class Request:
     Attributes:
         time_s: arrival time; all requests of a source have the same origin of time.
         ids: ids of the full blocks of the prompt.
+        session: name of the session, from `Keys.name`; empty if the recording does not name it.
     """
 
     time_s: float
@@ -35,6 +36,7 @@ class Request:
     output_tokens: int
     ids: list[BlockId]
     hints: Hints = NO_HINTS
+    session: str = ""
 
 
 @dataclass(frozen=True)

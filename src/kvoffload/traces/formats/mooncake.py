@@ -2,7 +2,8 @@
 
 A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
 "hash_ids": [id, ...]}``, with optional hints: `finish_reason`, `session_over`, `priority`, `time_to_live_s`,
-`tenant`. Other fields and null are ignored. Only full blocks count: the first
+`tenant`, and an optional `session` (or `session_id`, `conversation_id`, `chat_id` with or without
+`parent_chat_id`). Other fields and null are ignored. Only full blocks count: the first
 ``input_length // block_tokens`` ids. The id of a partial block may follow. An id identifies a prefix, so all
 occurrences of an id have the same predecessor. A line that breaks these rules is bad.
 
@@ -35,6 +36,7 @@ from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header,
 from kvoffload.traces.compressed import STDIN, compressing
 from kvoffload.traces.format import TraceFormat
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
+from kvoffload.traces.named_sessions import NamedSessions, SessionNames
 from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace, TraceHints, codes_by_appearance
 
 _Int64s = npt.NDArray[np.int64]
@@ -43,11 +45,15 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Time = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
-_NO_PARENT = -1
+_NO_PARENT = _NO_SESSION = -1
+_OF_A_REQUEST = (
+    *("lengths", "line_numbers", "timestamps", "output_tokens", "input_tokens", "hints", "sessions"),
+)
+"""Lists of `_Requests` with one entry per request."""
 _LOGGER = logging.getLogger("kvoffload.traces")
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class Line(SessionNames, omit_defaults=True):
     """A line: one request."""
 
     timestamp: _Time | _Seconds
@@ -62,7 +68,13 @@ class Line(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(
-        cls, time_ms: int, input_tokens: int, output_tokens: int, ids: list[int | str], hints: Hints
+        cls,
+        time_ms: int,
+        input_tokens: int,
+        output_tokens: int,
+        ids: list[int | str],
+        hints: Hints,
+        session: int | str | None = None,
     ) -> Line:
         """Create the line of a request; hints that are not set are left out."""
         return cls(
@@ -75,6 +87,7 @@ class Line(msgspec.Struct, omit_defaults=True):
             priority=hints.priority or None,
             time_to_live_s=hints.time_to_live_s,
             tenant=hints.tenant or None,
+            session=session,
         )
 
     @property
@@ -141,6 +154,7 @@ class Mooncake(TraceFormat):
             time_unit=requests.time_unit(),
             hints=TraceHints.of(requests.hints),
             prompt_tokens=requests.prompt_tokens(),
+            sessions=requests.named_sessions(),
         )
 
 
@@ -155,7 +169,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     A `Header` comes first unless blocks have 512 tokens. Equal traces give equal bytes. Without
     `Trace.prompt_tokens`, `input_length` counts only full blocks. Raises `OSError`.
     """
-    path = Path(path)
+    path, sessions = Path(path), trace.sessions
     with ExitStack() as stack:
         file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), path.suffix))
         if trace.block_tokens != DEFAULT_BLOCK_TOKENS:
@@ -171,6 +185,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
                 int(trace.output_tokens[request]),
                 trace.block_ids[codes].tolist(),
                 trace.hints_of(request),
+                None if sessions is None or sessions[request] < 0 else int(sessions[request]),
             )
             file.write(encode_line(line) + b"\n")
 
@@ -182,6 +197,7 @@ class _Requests:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
         self.timestamps, self.output_tokens, self.input_tokens = array("d"), array("q"), array("q")
         self.hints: list[Hints] = []
+        self.sessions = array("q")
         self.block_size = BlockSize(block_tokens or DEFAULT_BLOCK_TOKENS)
         self.skipped_lines = 0
         self._are_seconds = False
@@ -189,6 +205,7 @@ class _Requests:
         self._is_in_order, self._has_header = True, False
         self._number_of: dict[int | str, int] = {}
         self._num_numbered = 0
+        self._names, self._number_of_session = NamedSessions(), dict[str, int]()
 
     def add(self, number: int, text: bytes) -> None:
         """Append the request of one line, or raise `BadLineError` and append nothing."""
@@ -209,6 +226,8 @@ class _Requests:
         self.output_tokens.append(line.output_length)
         self.input_tokens.append(line.input_length)
         self.hints.append(line.hints)
+        name, numbers = self._names.of(line), self._number_of_session
+        self.sessions.append(numbers.setdefault(name, len(numbers)) if name else _NO_SESSION)
 
     def _apply(self, header: Header) -> None:
         self._has_header = True
@@ -240,7 +259,7 @@ class _Requests:
         kept._assumed, kept._has_header = self._assumed, self._has_header
         for request in requests:
             kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
-            for name in ("lengths", "line_numbers", "timestamps", "output_tokens", "input_tokens", "hints"):
+            for name in _OF_A_REQUEST:
                 getattr(kept, name).append(getattr(self, name)[request])
         return kept
 
@@ -264,6 +283,17 @@ class _Requests:
         """Return the length of each prompt; None if all are whole blocks, as a file without lengths has."""
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
+
+    def named_sessions(self) -> npt.NDArray[np.int32] | None:
+        """Return `Trace.sessions`. If no name occurs twice, the names are of requests, and are ignored."""
+        numbers = _int64s(self.sessions)
+        named = numbers[numbers != _NO_SESSION]
+        different, codes, _ = codes_by_appearance(named)
+        if len(different) == len(named):
+            return None
+        sessions = np.full(len(numbers), _NO_SESSION, np.int32)
+        sessions[numbers != _NO_SESSION] = codes
+        return sessions
 
     def time_unit(self) -> str:
         """Return the unit of the times; empty for whole numbers in a file without a header."""

@@ -7,13 +7,14 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-from kvoffload.traces.conversion.source import Request, Source
+from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.lines import decoded
+from kvoffload.traces.named_sessions import NamedSessions, SessionNames
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
-class _Line(msgspec.Struct):
+class _Line(SessionNames, kw_only=True):
     timestamp: Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
     input_length: _Count
     output_length: _Count
@@ -25,11 +26,15 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 class Bailian(Source):
     """Lines with `chat_id`, `parent_chat_id`, `timestamp`, `input_length`, `output_length`, `type`, `turn`,
-    `hash_ids`. Conversation ids are dropped, because block ids show the shared prefixes."""
+    `hash_ids`. A chat and all chats that descend from it are one session."""
 
     name = "bailian"
     block_tokens: ClassVar[int | None] = 16
     has_ids: ClassVar[bool] = True
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._sessions = NamedSessions()
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
@@ -39,4 +44,7 @@ class Bailian(Source):
         line = decoded(_decode, record)
         blocks = self.given.block_size.full_blocks(line.input_length, len(line.hash_ids))
         ids = self.given.keys.of(line.hash_ids[:blocks])
-        return [Request(line.timestamp, line.input_length, line.output_length, ids)]
+        session = self.given.keys.name(self._sessions.of(line))
+        return [
+            Request(line.timestamp, line.input_length, line.output_length, ids, session=session),
+        ]

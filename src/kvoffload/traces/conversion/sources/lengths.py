@@ -69,7 +69,13 @@ class Lengths(Source):
         input_tokens, output_tokens = self._count(row, "input"), self._count(row, "output")
         context = self._context(time_s, input_tokens, row)
         self._keep(context, time_s, input_tokens + output_tokens, row)
-        return [Request(time_s, input_tokens, output_tokens, self._blocks(context, input_tokens))]
+        session = self._text(row, "session") if "session" in self._columns else ""
+        return [
+            Request(
+                time_s, input_tokens, output_tokens, self._blocks(context, input_tokens),
+                session=self.given.keys.name(session),
+            )
+        ]  # fmt: skip
 
     def _begin(self, head: list[str]) -> None:
         for column, names in (("time", _TIME), ("input", _INPUT), ("output", _OUTPUT), ("session", _SESSION)):

@@ -11,6 +11,7 @@ from kvoffload.traces.block_size import Header, header_in
 from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.formats.mooncake import decode_line
 from kvoffload.traces.lines import BadLineError
+from kvoffload.traces.named_sessions import NamedSessions
 from kvoffload.traces.trace import MILLISECONDS, SECONDS
 
 
@@ -29,6 +30,7 @@ class Mooncake(Source):
         if self.time_unit not in ("", SECONDS, MILLISECONDS):
             raise ConfigError("time_unit", self.time_unit, f"allowed: {SECONDS}, {MILLISECONDS}")
         self._per_second = 0
+        self._sessions = NamedSessions()
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
@@ -53,7 +55,8 @@ class Mooncake(Source):
         if hints.tenant:
             hints = replace(hints, tenant=self.given.keys.name(hints.tenant))
         ids = self.given.keys.of(line.hash_ids[:blocks])
-        return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints)]
+        session = self.given.keys.name(self._sessions.of(line))
+        return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints, session)]
 
     def _compare(self, header: Header) -> None:
         """Raise `BadLineError` if a header differs from the first header, which the trace already has."""

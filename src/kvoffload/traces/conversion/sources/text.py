@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +14,11 @@ from kvoffload.core.hints import Hints
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.json_elements import elements, is_array
 from kvoffload.traces.conversion.pace import PacedSource
-from kvoffload.traces.conversion.source import Request
+from kvoffload.traces.conversion.source import Given, Request
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.conversion.tokens import blocks_of
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
+from kvoffload.traces.named_sessions import SESSION_FIELDS, first_name
 
 _CONVERSATION = ("conversations", "conversation", "messages")
 _TIMES = ("timestamp", "time", "created", "created_at", "@timestamp")
@@ -36,7 +38,8 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class Text(PacedSource):
     """A JSON array or JSON lines. A record with a time or a `body` is one request.
 
-    Other records with messages are conversations, with a request for each answer.
+    Other records with messages are conversations, with a request for each answer. A conversation is a
+    session; requests may name theirs (`SESSION_FIELDS`, in the record or in `body`).
 
     Each message is tokenized separately in the frame ``<|im_start|>role\\n...<|im_end|>\\n``, so that a turn
     begins with all tokens of the previous turn. The model's own template may differ by a few tokens per
@@ -45,6 +48,10 @@ class Text(PacedSource):
 
     name = "text"
     block_tokens: ClassVar[int | None] = 16
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._num_conversations = 0
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
@@ -67,16 +74,18 @@ class Text(PacedSource):
         text: Mapping[str, Any] = body if isinstance(body, dict) else fields
         named = next((name for name in _TIMES if fields.get(name) is not None), None)
         time_s = None if named is None else seconds_of(named, fields[named])
+        session = first_name(*(place.get(field) for field in SESSION_FIELDS for place in (fields, text)))
         if isinstance(text.get("prompt"), str):
             turns = [self._request(self.given.tokens.of(text["prompt"]), fields)]
+        elif is_request or time_s is not None:
+            turns = [self._last(_messages(text), fields)]
         else:
-            messages = _messages(text)
-            if is_request or time_s is not None:
-                turns = [self._last(messages, fields)]
-            else:
-                turns = list(self._turns(messages))
-        stamped = [_at(time_s, turn) for turn in turns]
-        return self.arriving(time_s, stamped)
+            turns = list(self._turns(_messages(text)))
+            # With the record, because numbers of several files would be equal under one salt.
+            session = session or f"{self._num_conversations} {record.decode()}"
+            self._num_conversations += 1
+        session = self.given.keys.name(session)
+        return self.arriving(time_s, [replace(turn, time_s=time_s or 0.0, session=session) for turn in turns])
 
     def _request(self, tokens: list[int], fields: Mapping[str, Any], answer: int | None = None) -> Request:
         """Create the request of a prompt; `answer` is the number of output tokens, if known."""
@@ -131,10 +140,6 @@ class Text(PacedSource):
                     return count
         text = next((fields[name] for name in _ANSWERS if isinstance(fields.get(name), str)), "")
         return len(self.given.tokens.of(text)) if text else 0
-
-
-def _at(time_s: float | None, turn: Request) -> Request:
-    return Request(time_s or 0.0, turn.input_tokens, turn.output_tokens, turn.ids, turn.hints)
 
 
 def _messages(text: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -8,16 +8,17 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvoffload.traces.conversion.pace import PacedSource
-from kvoffload.traces.conversion.source import Request
+from kvoffload.traces.conversion.source import Given, Request
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.conversion.tokens import blocks_of
 from kvoffload.traces.lines import BadLineError, decoded
+from kvoffload.traces.named_sessions import NamedSessions, SessionNames
 
 _Token = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _PROMPTS = ("prompt_token_ids", "token_ids", "input_ids", "tokens")
 
 
-class _Line(msgspec.Struct):
+class _Line(SessionNames, kw_only=True):
     prompt_token_ids: list[_Token] | None = None
     token_ids: list[_Token] | None = None
     input_ids: list[_Token] | None = None
@@ -33,11 +34,16 @@ _decode = msgspec.json.Decoder(_Line).decode
 class TokenIds(PacedSource):
     """Lines with `prompt_token_ids` (or `token_ids`, `input_ids`, `tokens`), each an independent request.
 
-    Optional fields: `timestamp` (seconds or ISO 8601), `output_length` or `output_token_ids`.
+    Optional fields: `timestamp` (seconds or ISO 8601), `output_length` or `output_token_ids`, and a session
+    (`NamedSessions`).
     """
 
     name = "token_ids"
     block_tokens: ClassVar[int | None] = 16
+
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._sessions = NamedSessions()
 
     @classmethod
     def recognises(cls, names: frozenset[str]) -> bool:
@@ -51,5 +57,8 @@ class TokenIds(PacedSource):
         output = line.output_length if line.output_length is not None else len(line.output_token_ids or ())
         contents = blocks_of(prompt, self.given.block_size.tokens)
         time_s = None if line.timestamp is None else seconds_of("timestamp", line.timestamp)
-        request = Request(time_s or 0.0, len(prompt), output, self.given.keys.after((), contents))
+        request = Request(
+            time_s or 0.0, len(prompt), output, self.given.keys.after((), contents),
+            session=self.given.keys.name(self._sessions.of(line)),
+        )  # fmt: skip
         return self.arriving(time_s, [request])
