@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.text import duration, interval, percent, size
+from kvoffload.text import duration, interval, percent, size, unbroken
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,17 @@ def test_durations_have_three_digits(seconds: float, text: str) -> None:
 def test_sizes_are_binary_or_as_drives_are_sold() -> None:
     assert [size(100), size(1536), size(2**50)] == ["100 B", "1.5 KiB", "1024 TiB"]
     assert size(3_840 * 10**9, 1000) == "3.84 TB"
+
+
+def test_numbers_stay_with_their_units() -> None:
+    """A terminal of 80 columns showed ``21.3`` at the end of a line, and ``%)`` on the next."""
+    text = (
+        "320 GiB of RAM for 3,200 USD saves 31.3 % (27.3% to 35.2%), 5 of 6 modules, 2.1 points less, in 3 s"
+    )
+    kept = (
+        "320~GiB of RAM for 3,200~USD saves 31.3~% (27.3%~to~35.2%), 5 of 6~modules, 2.1~points less, in 3~s"
+    )
+    assert unbroken(text).replace("\u00a0", "~") == kept
 
 
 def test_shares() -> None:

@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+NO_BREAK = "\u00a0"
+_NO_UNITS = "and|at|but|by|for|from|in|less|more|of|on|or|to|while|with|would"
+_UNBROKEN = re.compile(
+    rf"(?<=\d) (?!(?:{_NO_UNITS})\b)(?=[A-Za-z%])|(?<=[\d%]) (?=to \d)|(?<=[\d%] to) (?=\d)"
+)
+
 _DURATIONS = ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7_200.0, 60.0, "min"),
               (172_800.0, 3_600.0, "h"), (730 * 86_400.0, 86_400.0, "days"))  # fmt: skip
 """Durations below the first number are shown in the unit, whose seconds stand second."""
@@ -47,3 +55,8 @@ def duration(seconds: float) -> str:
 def _three_digits(value: float) -> str:
     text = f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def unbroken(text: str) -> str:
+    """Join numbers with their units, and ranges, by no-break spaces: ``64 GiB``, ``27.3% to 35.2%``."""
+    return _UNBROKEN.sub(NO_BREAK, text)

@@ -76,8 +76,8 @@ def test_waits_by_hand(turns: str) -> None:
     assert (other.mean, other.p50, other.p90, other.p99) == pytest.approx((4, 4, 4, 4))
     assert (one.p50, one.p90, one.p99) == pytest.approx((1.85, 1.85, 4))
     assert one.mean == pytest.approx((25 * 4 + 475 * 1.85) / 500)
-    said = "Time to first token: p90 4 s -> 1.85 s, mean 4 s -> 1.96 s, p50 4 s -> 1.85 s, p99"
-    assert f"{said} 4 s -> 4 s." in answer.words
+    said = "Time to first token: p90 from 4 s to 1.85 s, mean from 4 s to 1.96 s, p50 from 4 s to 1.85 s, "
+    assert f"{said}p99 from 4 s to 4 s." in answer.words
     loading = round(100 * 0.85 * 475 / 500 / one.mean)
     assert f"Of the mean, 0% is waiting in the queue and {loading}% loading; without the purchase, " \
            "0% is waiting." in answer.words  # fmt: skip
@@ -288,7 +288,7 @@ def test_a_class_is_one_gpu_and_an_engine_has_several() -> None:
             "takes 1.60 times as long",
             "; without the purchase",
         ),
-        (10_000, None, "Buy ", "p90 4 s -> "),
+        (10_000, None, "Buy ", "p90 from 4 s to "),
     ],
 )
 def test_more_than_can_be_served_is_said_first(
@@ -520,7 +520,7 @@ def test_the_command_says_how_long_users_wait(turns: str, tmp_path: Path) -> Non
     for sentence in found.words:
         assert " ".join(sentence.split()) in text
     runs = found.in_time.without, found.in_time.with_offload
-    p90 = "p90 " + " -> ".join(duration(run.ttft_s.p90) for run in runs)
+    p90 = "p90 from " + " to ".join(duration(run.ttft_s.p90) for run in runs)
     assert p90 in text
     assert "The SSDs do not keep up" in text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -149,7 +150,7 @@ def test_the_next_smaller_purchase_is_told_apart_or_not(chat: str) -> None:
     assert answer.smaller.price < answer.chosen.price
     assert answer.smaller.saved < answer.needed <= answer.chosen.saved
     (said,) = [one for one in answer.words if "points less" in one]
-    assert said.endswith(("(sure).", "points).", "slowly)."))
+    assert said.endswith(("is above 0).", "(sure).", "points).", "slowly)."))
 
 
 # ---- what cannot be
@@ -728,3 +729,33 @@ def test_sizes_need_the_bytes_of_a_token(loop: str) -> None:
 def test_the_answer_has_every_column(loop: str) -> None:
     answer = planned(loop, budget=100)
     assert json.loads(answer.to_json())["rows"][0].keys() == set(PlanRow.__struct_fields__)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 97, 120])
+def test_no_line_ends_between_a_number_and_its_unit(loop: str, tmp_path: Path, columns: int) -> None:
+    done = kvoffload(*command(loop, tmp_path), columns=columns)
+    answer = done.stdout.split("\n\n")[0].splitlines()
+    assert all(len(line) <= columns for line in answer)
+    assert not [
+        line for line in answer if re.search(r"\d$", line) or re.match(r"(%|GiB|MiB|USD|points)", line)
+    ]
+    assert "\u00a0" not in done.stdout, "lines can be searched and pasted"
+
+
+def test_the_answer_explains_its_terms_once(chat: str, loop: str) -> None:
+    answer = planned(loop, saved=0.4)
+    (use,) = [one for one in answer.words if one.startswith("Use ")]
+    meanings = {"on-compute": "RAM takes each block when it is computed",
+                "on-device-eviction": "RAM takes the blocks that the GPUs drop"}  # fmt: skip
+    assert f"{answer.chosen.store}: {meanings[answer.chosen.store]}. That is" in use
+    said = " ".join(planned(chat).words)
+    assert said.count("(the ceiling)") == 1
+    for term in ("sure", "likely"):
+        explained, mentioned = said.count(f"({term}: the 95% interval"), said.count(f"({term}")
+        assert explained == (mentioned > 0)
+
+
+def test_the_sections_of_an_answer_are_its_words(loop: str) -> None:
+    answer = planned(loop, saved=0.4)
+    assert [one for section in answer.sections for one in section.sentences] == answer.words
+    assert [section.title for section in answer.sections] == ["", "Other purchases", "Limits"]

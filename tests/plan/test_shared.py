@@ -94,8 +94,10 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
     (sharing,) = [one for one in answer.words if one.startswith("Without servers: ")]
     less = f"10 MiB of RAM for 100 USD would save 0.0%, {100 * again / REQUESTS:.1f} points less "
     assert sharing.startswith(f"Without servers: {less}")
-    assert sharing.endswith(("(sure).", "slowly)."))
-    most = f"No cache saves more than {share}, and no cache of a single engine more than 0.0%: the"
+    assert sharing.endswith(("is above 0).", "slowly)."))
+    most = (
+        f"No cache saves more than {share} (the ceiling), and no cache of a single engine more than 0.0%: the"
+    )
     assert most in words(answer)
 
 

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -556,16 +556,24 @@ def test_kill_9_in_the_middle(held: Held, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="there is no /proc here")
+@pytest.mark.parametrize(
+    ("number", "to", "said"),
+    [
+        # As a terminal does, and as systemd does: to every process. `kill` and Kubernetes: to one.
+        (signal.SIGINT, os.killpg, "interrupted"),
+        (signal.SIGTERM, os.killpg, "terminated"),
+        (signal.SIGTERM, os.kill, "terminated"),
+    ],
+)
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_done(held: Held) -> None:
-    os.killpg(held.process.pid, signal.SIGINT)  # As a terminal does: to every process.
+def test_a_signal_keeps_what_is_done(held: Held, number: int, to: Callable[..., None], said: str) -> None:
+    to(held.process.pid, number)
     _, errors = held.process.communicate(timeout=HANGS_S)
     wait_for_the_end(held.children)
-    assert held.process.returncode == 130
+    assert held.process.returncode == 128 + number
     assert held.num_kept() == 6
     assert errors == (
-        f"kvoffload: interrupted; 6 of 8 rows are kept in {held.journal}: run the same command again to go "
-        "on\n"
+        f"kvoffload: {said}; 6 of 8 rows are kept in {held.journal}: run the same command again to go on\n"
     )
 
 

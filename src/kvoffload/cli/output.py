@@ -19,6 +19,7 @@ from rich.text import Text
 
 from kvoffload.errors import ConfigError
 from kvoffload.pages.page import Table
+from kvoffload.text import NO_BREAK, unbroken
 
 _WIDTH = 100
 """Characters per line in a file."""
@@ -98,7 +99,7 @@ _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
 class Lines:
-    """Sentences for the terminal, one line each: indented, and wrapped at words."""
+    """Sentences for the terminal, one line each: indented, and wrapped at words, not in front of a unit."""
 
     def __init__(self, lines: Iterable[str], style: str = "", indent: str = "  ") -> None:
         self._lines, self._style, self._indent = list(lines), style, indent
@@ -109,8 +110,9 @@ class Lines:
             subsequent_indent=self._indent, break_on_hyphens=False,
         )  # fmt: skip
         for line in self._lines:
-            for part in wrapper.wrap(line) or [""]:
-                yield Text(part, self._style)
+            for part in wrapper.wrap(unbroken(line)) or [""]:
+                # For pipes and pasting: only the wrapper needs the no-break spaces.
+                yield Text(part.replace(NO_BREAK, " "), self._style)
 
 
 class _TerminalTable:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvoffload.cli.output import terminal_table
+from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.pages.plan import purchases_table
 from kvoffload.plan.plan import PlanAnswer
@@ -20,7 +20,8 @@ _ROOMY, _NARROW = 110, 6
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
     """Render the parts of the answer, the most important first."""
-    yield Text("\n".join(answer.words) + "\n")
+    yield Lines(answer.words, indent="")
+    yield Text()
     rows = _worth_a_line(answer)
     title = f"{answer.trace}: purchases that save more than every cheaper one; * is recommended"
     title += "; x is infeasible" if any(not row.feasible for row in rows) else ""
@@ -28,8 +29,9 @@ def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]
     if width < _ROOMY:
         table = _first_columns(table, _NARROW + answer.has_servers)
     yield terminal_table(table, width=min(width, _WIDEST))
-    open_questions = (f"  {question}" for question in answer.cannot_tell)
-    yield Text("\n".join(["What the recording cannot tell", *open_questions]) + "\n")
+    yield Text("What the recording cannot tell")
+    yield Lines(answer.cannot_tell)
+    yield Text()
     assumptions = [
         (assumption.name, assumption.value, assumption.source) for assumption in answer.assumptions
     ]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,15 +33,47 @@ class Resumable(Protocol):
     def journal_path(self) -> Path | None: ...
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a run as Ctrl-C does."""
+
+
 @contextlib.contextmanager
 def stopping_cleanly(run: Resumable) -> Iterator[None]:
-    """Exit with code 130 after Ctrl-C and 1 after a `SweepError`; report the rows that are kept."""
+    """Exit with code 130 after Ctrl-C, 143 after SIGTERM and 1 after a `SweepError`; report the kept rows."""
+    with _sigterm_raises() as was_terminated:
+        try:
+            yield
+            return
+        except (KeyboardInterrupt, SweepError) as stop:
+            reason, code = str(stop), 1
+            if was_terminated():
+                # A signal to the whole group ends the workers, too: a `SweepError` may come first.
+                reason, code = "terminated", 128 + signal.SIGTERM
+            elif isinstance(stop, KeyboardInterrupt):
+                reason, code = "interrupted", 128 + signal.SIGINT
+    click.echo(f"kvoffload: {reason}{_kept(run.progress, run.journal_path)}", err=True)
+    sys.exit(code)
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[Callable[[], bool]]:
+    """Raise `_Terminated` at SIGTERM, so that workers and files are closed. Only in the main thread."""
+    terminated = False
+
+    def stop(number: int, frame: object) -> None:
+        nonlocal terminated
+        terminated = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough, and must not disturb the closing
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield
-    except (KeyboardInterrupt, SweepError) as stop:
-        reason = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
-        click.echo(f"kvoffload: {reason}{_kept(run.progress, run.journal_path)}", err=True)
-        sys.exit(130 if isinstance(stop, KeyboardInterrupt) else 1)
+        yield lambda: terminated
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _kept(done: Progress, journal: Path | None) -> str:

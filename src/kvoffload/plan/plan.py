@@ -28,7 +28,7 @@ from kvoffload.plan.sample import check_sample, scaled, sessions_in
 from kvoffload.plan.search import Space, TierAxis, confirm, search
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
 from kvoffload.plan.waits import choose_by_wait
-from kvoffload.plan.words import answer, cannot_tell
+from kvoffload.plan.words import Section, answer, cannot_tell
 from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid, incompatible
 from kvoffload.sweep.journal import SweepJournal
@@ -64,6 +64,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         trace, requests, block_refs, duration_s: name and size of the recording.
         outcome: ``BUY``, ``BUY_NOTHING``, ``NOT_REACHED``.
         words: the answer in sentences.
+        sections: the same sentences under titles.
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
         needed: share of the prefill to save; null without this target.
         needed_ttft_p90_s: limit for the time to first token; null without this target.
@@ -90,6 +91,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     outcome: str
     words: list[str]
+    sections: list[Section] = []
     chosen: PlanRow
     smaller: PlanRow | None
     larger: PlanRow | None
@@ -290,6 +292,7 @@ class Plan:
 
 def _answer(findings: Findings, work: Work) -> PlanAnswer:
     fleet, evidence, choice = findings.fleet, findings.evidence, findings.choice
+    sections = answer(findings)
     windows = zip(
         choice.chosen.hits.tolist(), evidence.device_hits.tolist(), evidence.refs.tolist(), strict=True
     )
@@ -299,7 +302,8 @@ def _answer(findings: Findings, work: Work) -> PlanAnswer:
         block_refs=evidence.block_refs,
         duration_s=evidence.duration_s,
         outcome=choice.outcome.name,
-        words=answer(findings),
+        words=[sentence for section in sections for sentence in section.sentences],
+        sections=sections,
         chosen=findings.row,
         smaller=choice.smaller.row if choice.smaller else None,
         larger=choice.larger.row if choice.larger else None,

@@ -6,8 +6,11 @@ Owns the sentences. Knows findings; measures nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
+
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.plan.clock import InTime
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.findings import Findings
@@ -22,18 +25,62 @@ from kvoffload.text import duration, interval, outside_blocks, percent, size
 _A_DAY_S = 86_400
 PLACEHOLDERS = "replace paths and addresses by yours"
 """Heading of the flag for vLLM, which has placeholders."""
+_STORES = {
+    ON_COMPUTE: "RAM takes each block when it is computed",
+    ON_DEVICE_EVICTION: "RAM takes the blocks that the GPUs drop",
+}
+_CERTAINTIES = {
+    "(sure)": "(sure: the 95% interval of the difference is above 0)",
+    "(likely: the traffic changes slowly)": "(likely: the 95% interval of the difference is above 0, but too "
+    "narrow, because the traffic changes slowly)",
+}
+"""Explanations of certainties, for their first use."""
 _NO_MORE = 0.0005
 """Share below which a difference is printed as 0.0%."""
 
 
-def answer(findings: Findings) -> list[str]:
-    """Write the answer, the most important sentence first."""
-    fleet, choice, row = findings.fleet, findings.choice, findings.row
-    sentences = [*_overload(findings), _recommendation(findings)]
+class Section(msgspec.Struct, frozen=True):
+    """Sentences of the answer under a title, which is empty for the recommendation."""
+
+    title: str
+    sentences: list[str]
+
+
+def answer(findings: Findings) -> list[Section]:
+    """Write the answer, the most important section and sentence first.
+
+    Terms are explained at their first use. Sections without sentences are left out.
+    """
+    fleet, row = findings.fleet, findings.row
+    recommendation = [*_overload(findings), _recommendation(findings)]
     if row.ram_modules:
-        sentences += [_use(row, fleet), *_ssds(row), *_servers(row)]
-    if findings.in_time is not None:
-        sentences += _waits(findings.in_time, row)
+        recommendation += [_use(row, fleet), *_ssds(row), *_servers(row)]
+    sections = [
+        Section("", recommendation),
+        Section("Waits", _waits(findings.in_time, row) if findings.in_time is not None else []),
+        Section("Other purchases", _other_purchases(findings)),
+        Section("Limits", _limits(findings)),
+    ]
+    explained = _explained(section.sentences for section in sections)
+    pairs = zip(sections, explained, strict=True)
+    return [Section(section.title, sentences) for section, sentences in pairs if sentences]
+
+
+def _explained(groups: Iterable[list[str]]) -> Iterator[list[str]]:
+    """Explain each certainty where it occurs first."""
+    unexplained = dict(_CERTAINTIES)
+    for sentences in groups:
+        shown = list[str]()
+        for sentence in sentences:
+            for term in [term for term in unexplained if term in sentence]:
+                sentence = sentence.replace(term, unexplained.pop(term), 1)
+            shown.append(sentence)
+        yield shown
+
+
+def _other_purchases(findings: Findings) -> list[str]:
+    choice, row = findings.choice, findings.row
+    sentences = list[str]()
     rival = beside(findings.rows, choice.chosen)
     if rival is not None:
         sentences.append(_sharing(findings, rival))
@@ -44,7 +91,11 @@ def answer(findings: Findings) -> list[str]:
     sentences += _best_infeasible(findings)
     if not findings.target.is_given and choice.chosen is not choice.most:
         sentences.append(f"No target was given: {percent(ENOUGH, 0)} of the largest possible gain is enough.")
-    sentences += [_ceiling(findings.evidence), *outside_blocks(findings.evidence.share_outside_blocks)]
+    return sentences
+
+
+def _limits(findings: Findings) -> list[str]:
+    sentences = [_ceiling(findings.evidence), *outside_blocks(findings.evidence.share_outside_blocks)]
     if findings.one_in > 1:
         rows = len(findings.rows) - 1
         sentences.append(
@@ -55,7 +106,7 @@ def answer(findings: Findings) -> list[str]:
 
 
 def _ceiling(evidence: Evidence) -> str:
-    most = percent(evidence.ceiling)
+    most = f"{percent(evidence.ceiling)} (the ceiling)"
     if evidence.whole is not None:
         most += f", and no cache of a single engine more than {percent(evidence.ceiling_apart)}"
     return f"No cache saves more than {most}: the other blocks are requested for the first time."
@@ -183,7 +234,7 @@ def _use(row: PlanRow, fleet: Fleet) -> str:
     shared = ""
     if row.servers:
         shared = f", and {servers(row)} that all {fleet.replicas} engines share"
-    return f"Use {row.setup}. That is {each} in {where}{shared}."
+    return f"Use {row.setup}: {_STORES[row.store]}. That is {each} in {where}{shared}."
 
 
 def _servers(row: PlanRow) -> list[str]:
@@ -230,7 +281,9 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
     split = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
     if row.ram_modules and not without.is_overloaded:
         pairs = zip(ttft(run), ttft(without), strict=True)
-        numbers = ", ".join(f"{name} {duration(old)} -> {duration(new)}" for (name, new), (_, old) in pairs)
+        numbers = ", ".join(
+            f"{name} from {duration(old)} to {duration(new)}" for (name, new), (_, old) in pairs
+        )
         split += f"; without the purchase, {shares(without)[0]} is waiting"
     else:
         numbers = ", ".join(f"{name} {duration(value)}" for name, value in ttft(run))
