@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,17 @@ import pytest
 from hypothesis import Phase, settings
 
 from kvoffload.core.hints import Hints
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.policies.lru import LRU
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
+from kvoffload.testing import shrink_limit
 from kvoffload.testing.call_limit import EndlessLoopError
 from kvoffload.testing.conformance import PolicyConformance, check_elsewhere
+from kvoffload.testing.first_steps import first_failure
 from support.kernels import ref_cnt_of
 from support.naive.arc import NaiveARC
 from support.naive.lru import NaiveLRU
@@ -28,6 +33,7 @@ from support.small_hazard import HazardOfFewKeys
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "my_policy.py") + ":MyPolicy"
 FEW = settings().max_examples // 10
+NUM_CHECKS = sum(name.startswith("test_") for name in vars(PolicyConformance))
 
 
 class TestExample(PolicyConformance):
@@ -297,6 +303,109 @@ FAULTS: list[tuple[type[Any], str, str]] = [
     (CountsTenants, "test_memory_is_bounded", "grows without limit"),
     (HasNoName, "test_it_is_found_and_says_its_name", "is empty"),
 ]
+
+
+# ---- the worst faults, as a user sees them: the suite in a file, and plain `pytest`
+
+USERS_POLICY = """
+from kvoffload import BlockwisePolicy
+
+
+class Mine(BlockwisePolicy):
+    name = "mine"
+
+    def __init__(self, index):
+        super().__init__(index)
+        self.reset()
+
+    def reset(self):
+        self.slots = []
+
+    def hit(self, slot):
+        self.slots.remove(slot)
+        self.slots.append(slot)
+
+    refresh = hit
+
+    def insert(self, slot, key):
+        self.slots.append(slot)
+
+    def victim(self, key, protected):
+        slot = next(slot for slot in self.slots if slot not in protected)
+        self.slots.remove(slot)
+        return slot
+
+    def forget(self, slot):
+        self.slots.remove(slot)
+
+    def order(self):
+        return list(self.slots)
+"""
+USERS_TEST = """
+from kvoffload.testing.conformance import PolicyConformance
+
+
+class TestMine(PolicyConformance):
+    policy = "mine.py:Mine"
+"""
+WORST_FAULTS = {
+    "a victim that is protected": (
+        "slot = next(slot for slot in self.slots if slot not in protected)",
+        "slot = self.slots[0]",
+        ["PolicyError: policy 'mine' named slot 0 as the victim", "1. store blocks ["],
+    ),
+    "a leaked slot": (
+        "    def forget(self, slot):\n        self.slots.remove(slot)",
+        "    def forget(self, slot):\n        pass",
+        ["policy mine and the manager disagree about the slots {0}", "2. the store fails"],
+    ),
+    "hit raises": (
+        "    def hit(self, slot):\n        self.slots.remove(slot)",
+        "    def hit(self, slot):\n        raise KeyError(slot)",
+        ["KeyError: 0, in Mine.hit, line 16 of mine.py", "and these steps:"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WORST_FAULTS)
+def test_the_worst_faults_end_the_suite_at_once(fault: str, tmp_path: Path) -> None:
+    right, wrong, shown = WORST_FAULTS[fault]
+    assert right in USERS_POLICY
+    (tmp_path / "mine.py").write_text(USERS_POLICY.replace(right, wrong))
+    (tmp_path / "test_mine.py").write_text(USERS_TEST)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test_mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert f"1 failed, 1 passed, {NUM_CHECKS - 2} skipped" in done.stdout, done.stdout + done.stderr
+    for text in [*shown, "earlier fatal fault: test_first_steps failed"]:
+        assert text in done.stdout, done.stdout
+
+
+def test_the_first_steps_of_a_failure_are_few() -> None:
+    failure = first_failure(
+        lambda capacity, store: OffloadingManager(
+            capacity, key_bytes=20, policy=KeepsRemovedBlocks, store=store
+        )
+    )
+    assert failure is not None
+    assert len(failure.script) == 2
+    assert str(failure).count("\n") == 3
+
+
+def test_shrinking_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time to shrink, the first failure is reported: its steps, and what is wrong."""
+    monkeypatch.setattr(shrink_limit, "SHRINK_CPU_S", 0.0)
+    suite = type("Suite", (PolicyConformance,), {"policy": KeepsRemovedBlocks})()
+    with pytest.raises(AssertionError, match="disagree about the slots") as failure:
+        suite.test_life_cycle()
+    assert "state." in str(failure.value)
+    with pytest.raises(AssertionError, match="disagree about the slots"):
+        suite.test_it_takes_any_hints()
+
+
+def test_start_policy_shows_the_number_of_checks() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "start-policy.md").read_text()
+    assert f"\n{NUM_CHECKS} passed in " in page
+    assert f"a test class: {NUM_CHECKS} checks" in page
 
 
 @pytest.fixture

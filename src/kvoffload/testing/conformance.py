@@ -20,12 +20,11 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar, TypeAlias
 
-from hypothesis import given, settings
+import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.core.hints import Hints
 from kvoffload.core.manager import OffloadingManager
@@ -38,23 +37,41 @@ from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.call_limit import CallLimit
+from kvoffload.testing.first_steps import first_failure
 from kvoffload.testing.machine import ManagerMachine, manager_machine
 from kvoffload.testing.scripts import Step, key_of, known_of_requests, play, random_script, scripts
+from kvoffload.testing.shrink_limit import check_examples, run_machine
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
 
 PolicyLike: TypeAlias = str | type[EvictionPolicy]
+Check: TypeAlias = Callable[["PolicyConformance"], None]
 SEEDS = range(4)
 _KEY_BYTES = 20
 _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged and pinned")
 
 
+def fatal(check: Check) -> Check:
+    """Mark a check whose failure makes the other checks useless: pytest then skips all later checks."""
+
+    @wraps(check)
+    def run(self: PolicyConformance) -> None:
+        try:
+            check(self)
+        except Exception:
+            type(self).failed_check = check.__name__
+            raise
+
+    return run
+
+
 class PolicyConformance:
     """Base class of a policy's tests: set `policy`, and pytest runs every check on the policy.
 
-    Random checks print their seed, or Hypothesis shrinks them. A run takes a few seconds. Each check is a
-    method; to disable a check, set it to None.
+    Cheap checks run first; after a failure of a `fatal` check the others are skipped. Random checks print
+    their seed, or Hypothesis shrinks them for at most 5 s of CPU time. A run takes about 10 s of CPU time.
+    Each check is a method; to disable a check, set it to None.
 
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
@@ -63,6 +80,7 @@ class PolicyConformance:
         max_examples: number of Hypothesis examples in each check.
         remembers_blocks: number of new blocks after which the state of a policy of 16 blocks stops growing.
         call_cpu_s: largest CPU time of one call of a policy in Python.
+        failed_check: name of the fatal check that failed; set by the suite.
     """
 
     policy: ClassVar[Any]
@@ -71,9 +89,12 @@ class PolicyConformance:
     max_examples: ClassVar[int] = 20
     remembers_blocks: ClassVar[int] = 4_000
     call_cpu_s: ClassVar[float] = 10.0
+    failed_check: ClassVar[str] = ""
 
     def setup_method(self) -> None:
-        """Start the limit of policy calls. Called by pytest before each check."""
+        """Skip the check after a fatal fault; start the limit of policy calls. Called by pytest."""
+        if failed := vars(type(self)).get("failed_check"):
+            pytest.skip(f"earlier fatal fault: {failed} failed")
         self._limit = CallLimit(self.call_cpu_s)
         self._limit.begin()
 
@@ -83,6 +104,7 @@ class PolicyConformance:
 
     # ---- form
 
+    @fatal
     def test_it_is_found_and_says_its_name(self) -> None:
         """Check that the policy can be found and has a name, and the types in `stats` and `order`."""
         policy_class = POLICIES.find(self.policy)
@@ -100,6 +122,32 @@ class PolicyConformance:
 
     # ---- safety
 
+    @fatal
+    def test_first_steps(self) -> None:
+        """Check short scripts of stores, loads, failures and damage, with an audit after each step.
+
+        Finds the worst faults in about a second: a victim that may not leave, a leaked slot, an exception.
+        """
+        failure = first_failure(lambda capacity, store: _manager(self.policy, capacity, store))
+        if failure is not None:
+            raise AssertionError(str(failure))
+
+    @fatal
+    def test_protection(self) -> None:
+        """Check that no block is evicted that is pinned, in flight, or of the storing request."""
+
+        def check(roles: list[str], touched: list[int], offered: int) -> None:
+            _check_protection(_manager(self.policy, len(roles)), roles, touched, offered)
+
+        check_examples(
+            check,
+            st.lists(st.sampled_from(_ROLES), min_size=1, max_size=8),
+            st.lists(st.integers(0, 7), max_size=6),
+            st.integers(1, 9),
+            max_examples=self.max_examples * 3,
+        )
+
+    @fatal
     def test_life_cycle(self) -> None:
         """Check every invariant of a manager at every step of random histories.
 
@@ -117,31 +165,17 @@ class PolicyConformance:
             )
             _run_machine(machine)
 
-    def test_protection(self) -> None:
-        """Check that no block is evicted that is pinned, in flight, or of the storing request."""
-
-        @settings(max_examples=self.max_examples * 3, deadline=None)
-        @given(
-            st.lists(st.sampled_from(_ROLES), min_size=1, max_size=8),
-            st.lists(st.integers(0, 7), max_size=6),
-            st.integers(1, 9),
-        )
-        def check(roles: list[str], touched: list[int], offered: int) -> None:
-            _check_protection(_manager(self.policy, len(roles)), roles, touched, offered)
-
-        check()
-
     def test_it_takes_any_hints(self) -> None:
         """Check that arbitrary hints, at the beginning and end of requests, break nothing."""
 
-        @settings(max_examples=self.max_examples, deadline=None)
-        @given(scripts(), st.lists(known_of_requests, min_size=1, max_size=20), st.sampled_from([1, 3, 8]))
         def check(script: list[Step], hints: list[Hints], capacity: int) -> None:
             manager = _manager(self.policy, capacity)
             play(manager, script, hints=hints)
             audit(manager)
 
-        check()
+        hints = st.lists(known_of_requests, min_size=1, max_size=20)
+        capacities = st.sampled_from([1, 3, 8])
+        check_examples(check, scripts(), hints, capacities, max_examples=self.max_examples)
 
     def test_every_block_can_leave(self) -> None:
         """Check that the policy finds the only evictable block after random histories."""
@@ -240,13 +274,12 @@ class PolicyConformance:
         if self.twin is None:
             return
 
-        @settings(max_examples=self.max_examples * 2, deadline=None)
-        @given(scripts(), st.sampled_from([1, 3, 5, 8]), st.sampled_from(STORES))
         def check(script: list[Step], capacity: int, store: str) -> None:
             policy, twin = (_manager(policy, capacity, store) for policy in (self.policy, self.twin))
             _compare("the twin", policy, twin, script)
 
-        check()
+        capacities, modes = st.sampled_from([1, 3, 5, 8]), st.sampled_from(STORES)
+        check_examples(check, scripts(), capacities, modes, max_examples=self.max_examples * 2)
         for seed in SEEDS:
             script = random_script(seed, num_steps=300)
             _compare(f"seed {seed}, the twin", _manager(self.policy, 6), _manager(self.twin, 6), script)
@@ -372,7 +405,7 @@ def _short(value: object) -> str:
 def _run_machine(machine: type[ManagerMachine]) -> None:
     """Run a state machine. The message of a failure lists the steps, then the violation."""
     try:
-        run_state_machine_as_test(machine, settings=machine.TestCase.settings)
+        run_machine(machine)
     except Exception as error:
         checks = [f"state.{check.function.__name__}()" for check in machine().invariants]
         lines = "\n".join(getattr(error, "__notes__", ())).splitlines()
