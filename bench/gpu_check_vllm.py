@@ -10,7 +10,8 @@ list of parts that have passed, failed or not run.
              block and three in a chunk, few and many blocks, pinned and unpinned pool; and the same of
              `HostCopies`, which need no GPU.
     engine   a tiny model, first without offloading, then with `on-compute` and with `on-device-eviction`:
-             each answer is compared as far as it is certain. bfloat16 on a GPU, float32 on the CPU. With
+             each answer is compared as far as it is certain. bfloat16 on a GPU, float32 on the CPU. A
+             quarter of the requests is audited: stored blocks must equal computed ones up to rounding. With
              --zeroing the engine zeroes new blocks, as for recurrent state.
 """
 
@@ -39,6 +40,10 @@ PAGES_KIB = (4, 16, 27, 28, 64, 256)
 """Sizes of pages: below 28 KiB vLLM loads with a Triton kernel, from 16 blocks on."""
 BF16_MARGIN = 0.3
 """Log-probability by which a token must be ahead in bfloat16; rounding moves a logit by up to 0.06."""
+
+AUDIT = {"share": 0.25, "on_difference": "count"}
+"""A quarter of the requests with hits is computed again, and compared with the stored blocks: a copy that did
+not wait for the computation shows there even if no answer is wrong."""
 
 Part = dict[str, Any]
 
@@ -236,7 +241,8 @@ def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
         )
         for store in ("on-compute", "on-device-eviction"):
             with zeroing(chosen.zeroing):
-                engine = conftest.Engine(model, {"ram": "64MiB", "store": store}, connector=True, **settings)
+                options = {"ram": "64MiB", "store": store, "audit": AUDIT}
+                engine = conftest.Engine(model, options, connector=True, **settings)
             yield judged(f"{name}, {store}", engine, prompts, answers, chosen, bool(control.wrong))
             engine.close()
 
@@ -255,6 +261,11 @@ def judged(
         status, why = "not judged", "the engine without offloading answers differently, too"
     if not stats.loaded:
         status, why = "failed", "nothing was loaded"
+    audited = engine.manager.audits.results
+    if audited["different"] or audited["unjudged"]:
+        status, why = "failed", "stored blocks differ from computed ones"
+    if not audited["equal"] + audited["close"]:
+        status, why = "failed", "nothing was audited"
     if chosen.zeroing and chosen.runner == "V2" and is_late is False:
         status, why = "failed", "the worker takes this runner for V1"
     return part(
@@ -266,6 +277,8 @@ def judged(
         preempted=outcome.preempted,
         stored=stats.stored,
         loaded=stats.loaded,
+        audited=dict(audited),
+        largest_difference=engine.manager.audits.largest,
         fences_come_late=is_late,
     )
 

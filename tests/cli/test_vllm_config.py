@@ -78,6 +78,16 @@ def test_every_option_of_the_page_has_a_flag() -> None:
     assert {f"--{names.get(name, name).replace('_', '-')}" for name in ours} <= flags
 
 
+def test_an_audit() -> None:
+    flag = printed("--ram", "1GiB", "--audit", "share=0.01,first=8")
+    audit = parse_options(flag["kv_connector_extra_config"]).audit
+    assert audit is not None
+    assert (audit.share, audit.first, audit.on_difference) == (0.01, 8, "drop")
+    done = kvoffload("vllm-config", "--ram", "1GiB", "--audit", "share=2")
+    assert done.returncode == 2
+    assert "--audit.share: '2' is invalid; allowed: a number from 0.0 to 1.0" in done.stderr
+
+
 def test_storing_on_device_eviction_brings_its_connector() -> None:
     flag = printed("--ram", "1GiB", "--store", "on-device-eviction")
     assert flag["kv_connector"] == "KVOffloadConnector"

@@ -211,6 +211,19 @@ def test_the_break_even_of_a_shared_tier_is_logged(
     assert "tier far: a read pays if blocks arrive faster than 1.6e-08 GB/s" in caplog.text
 
 
+def test_distrusted_blocks_come_from_no_tier() -> None:
+    """An audit found them wrong, and their bytes are intact: a read would bring them back."""
+    rig = Rig(capacity=16, immediate=False)
+    rig.below("abc", tier=0)
+    rig.manager.distrust([b"b"])
+    ctx = rig.begin()
+    assert rig.ask("abc", ctx) == (0, RETRY)
+    assert jobs(rig, 0) == [("read", "a")]
+    rig.end_all()
+    assert rig.ask("abc", ctx) == (1, MISS)
+    assert rig.manager.lookup_key(b"b", ctx) is MISS
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_request_may_leave_out_only_shared_or_only_local_tiers(shared: bool) -> None:
     rig = Rig(capacity=16, immediate=False, shared=True)

@@ -276,6 +276,7 @@ def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch
     rig = world(8)
     path = [key(number) for number in range(4)]
     rig.serve("r", path)
+    rig.manager.metrics.interval_s = 0.0
 
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
@@ -292,8 +293,11 @@ def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch
             rig.manager.complete_store(set(output.keys_to_store), ctx)
             rig.manager.on_request_finished(ctx)
             assert rig.manager.take_events() is not None
-            rig.manager.get_stats()
+            reported = rig.manager.get_stats()
         assert rig.manager.broken, call
+        assert "'vllm:kvoffload_internal_errors': {(): 1}" in repr(reported.data), (
+            "errors are reported all the same"
+        )
         assert rig.manager.lookup(path[0], rig.request("after", path)) is MISS
         rig.manager.reset_cache()
         assert not rig.manager.broken

@@ -14,7 +14,7 @@ from kvoffload.core.admission import ADMISSIONS, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
-from kvoffload.integrations.vllm.shared.options import NAMES, VLLMOptions, parse_options
+from kvoffload.integrations.vllm.shared.options import NAMES, AuditOptions, VLLMOptions, parse_options
 from kvoffload.tiers.disk.lock import DirectoryLock
 from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -39,6 +39,31 @@ def test_defaults() -> None:
     options = parse_options({"cpu_bytes_to_use": "64GiB", "spec_name": "KVOffloadSpec"})
     assert (options.ram_bytes, options.policy, options.admission) == (2**36, "lru", "all")
     assert (options.store, options.verify, options.prompt_only) == ("on-compute", "tiers", True)
+
+
+def test_the_audit_as_a_table_or_as_text() -> None:
+    table = {"share": 0.001, "first": 64}
+    assert parse_options({"ram": 4096, "audit": table}).audit == AuditOptions(0.001, 64, "drop")
+    text = "share=0.5,on_difference=stop"
+    assert parse_options({"ram": 4096, "audit": text}).audit == AuditOptions(0.5, 0, "stop")
+    assert parse_options({"ram": 4096}).audit is None
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"share": 2}, "audit.share: 2 is invalid; allowed: a number from 0.0 to 1.0"),
+        ("first=-1", "audit.first: '-1' is invalid; allowed: a whole number, 0 or more"),
+        ("first=1,on_difference=dorp", "allowed: count, drop, stop (did you mean drop?)"),
+        ({"frist": 3}, "there is no such option (did you mean first?)"),
+        ({}, "it audits nothing: give share or first"),
+        ("share=0", "it audits nothing: give share or first"),
+        ("0.1", "allowed: share=0.001,first=64"),
+        (True, "allowed: share=0.001,first=64"),
+    ],
+)
+def test_wrong_audits(value: object, words: str) -> None:
+    assert words in message(ram=4096, audit=value)
 
 
 @pytest.mark.parametrize("value", [1 << 30, "1GiB", "1073741824", " 1 GiB ", float(1 << 30)])

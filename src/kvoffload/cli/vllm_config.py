@@ -59,6 +59,11 @@ class VLLMConfigOptions(TiersOptions):
     recompute_tokens_per_s: Positive | None = option(
         None, "Prefill speed of the engine in tokens/s: slower reads of tiers do not start."
     )
+    audit: str | None = option(
+        None,
+        "Compute some requests although RAM has their blocks, and compare both.",
+        metavar="share=0.001,first=64",
+    )
     record: str | None = option(None, "Record the engine's requests as a trace.", metavar="PATH.jsonl")
     record_max_bytes: str | None = option(
         None, "Size at which the recording ends.  [default: 1GiB]", metavar="SIZE"
@@ -85,6 +90,7 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "blocks_per_chunk": options.blocks_per_chunk,
         "tier_deadline_s": options.tier_deadline_s,
         "recompute_tokens_per_s": options.recompute_tokens_per_s,
+        "audit": options.audit,
         "record": options.record,
         "record_max_bytes": options.record_max_bytes,
     }

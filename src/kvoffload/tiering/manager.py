@@ -106,6 +106,7 @@ class TieredManager:
         self.lanes, self.counts = self._stack.lanes, self._stack.counts
         self.promotion, self._cascade = Promotion(self._stack), Cascade(self._stack)
         self.waits: dict[RequestContext, TierWait] = {}
+        self._distrusted: set[bytes] = set()
         self._reports_events = enable_events
         self.hit_blocks = [0] * (1 + len(tiers))
         self._adopt(self.ram_manager)
@@ -143,6 +144,7 @@ class TieredManager:
         """Open a request, see `OffloadingManager.begin_request`."""
         ctx = self.ram_manager.begin_request(request_id, keys, hints=hints)
         self.waits[ctx] = wait = TierWait([lane.tier.begin_request(request_id) for lane in self.lanes])
+        wait.given_up.update(self._distrusted)
         self._stack.follow(ctx, wait)
         return ctx
 
@@ -185,6 +187,14 @@ class TieredManager:
         left_out.update(lane.row for lane in self.lanes if shared in (None, lane.tier.shared))
         if len(left_out) == len(self.lanes):
             self.promotion.ahead.pop(ctx, None)
+
+    def distrust(self, keys: Sequence[bytes]) -> None:
+        """Forget these blocks in RAM, and load them from no tier for requests that begin from now on.
+
+        For blocks whose bytes are intact and wrong: the tiers keep them, for other processes as well.
+        """
+        self.ram_manager.discard(keys)
+        self._distrusted.update(keys)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Return the source of a block until its load is complete: 0 for RAM, or the tier's number from 1."""

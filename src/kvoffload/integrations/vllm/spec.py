@@ -31,6 +31,7 @@ from kvoffload.integrations.vllm.shared.versions import (
     fences_come_late,
     warn_of_seeds,
 )
+from kvoffload.integrations.vllm.worker_side.auditor import Auditor, value_types
 from kvoffload.integrations.vllm.worker_side.copies import Copies, HostCopies
 from kvoffload.integrations.vllm.worker_side.layout import Layout
 from kvoffload.integrations.vllm.worker_side.worker import KVOffloadWorker
@@ -131,10 +132,23 @@ class KVOffloadSpec(OffloadingSpec):
                 copies,
                 blocks_per_chunk=self.facts.blocks_per_chunk,
                 seal=self.options.verify == ALWAYS,
+                auditor=self._auditor(kv_caches, layout, pool, part),
             )
             self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
             self._worker.fences_come_late = self._fences_come_late()
         return self._worker
+
+    def _auditor(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Auditor | None:
+        if self.options.audit is None:
+            return None
+        connector = own_connector(_connector(), self)
+        config, vllm_config = (
+            getattr(connector, name, None) for name in ("_kv_cache_config", "_vllm_config")
+        )
+        types: list[str | None] = [None] * len(layout.regions)
+        if config is not None and vllm_config is not None:
+            types = value_types(config, str(vllm_config.cache_config.cache_dtype))
+        return Auditor(kv_caches, layout, pool, part, types)
 
     def _fences_come_late(self) -> bool:
         connector = own_connector(_connector(), self)

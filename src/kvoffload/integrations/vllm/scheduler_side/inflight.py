@@ -16,10 +16,11 @@ class InFlight(Generic[P]):
     def __init__(self) -> None:
         self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
-    def add(self, plan: P, keys: Collection[bytes]) -> None:
-        """Keep a plan for these keys until every key has been taken."""
+    def add(self, plan: P, keys: Collection[bytes], request_id: str | None = None) -> None:
+        """Keep a plan for these keys until every key has been taken. `request_id`: default, the plan's."""
         if len(plan):
-            self._plans.setdefault(plan.request_id, []).append((plan, set(keys)))
+            request_id = plan.request_id if request_id is None else request_id
+            self._plans.setdefault(request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
         """Remove and return the plans of these keys; splits plans with other keys. Ignores unknown keys."""

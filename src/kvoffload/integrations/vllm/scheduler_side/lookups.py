@@ -36,6 +36,7 @@ class Request:
         begun_step: the last step in which vLLM may have begun the request; None while it is known to wait.
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
         first_step: the step of the first lookup of the current wait; None before that lookup.
+        is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
     """
 
     ctx: RequestContext
@@ -45,6 +46,7 @@ class Request:
     begun_step: int | None = None
     was_preempted: bool = False
     first_step: int | None = None
+    is_audited: bool | None = None
 
     def is_first_lookup(self, step: int) -> bool:
         """Return True in the step of the first lookup; vLLM repeats the lookup in every step of a wait."""

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 from kvoffload.core import manager as core
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.integrations.vllm.scheduler_side.audits import Audited, Audits
 from kvoffload.integrations.vllm.scheduler_side.containment import Method, T, contained
 from kvoffload.integrations.vllm.scheduler_side.events import Events
 from kvoffload.integrations.vllm.scheduler_side.hints import envelope_hints, user_hints
@@ -33,7 +34,7 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
 from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
-from kvoffload.integrations.vllm.shared.options import ALWAYS, VLLMOptions
+from kvoffload.integrations.vllm.shared.options import ALWAYS, DROP, STOP, VLLMOptions
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.shared.tiers import (
     DISK,
@@ -102,6 +103,7 @@ class KVOffloadManager(OffloadingManager):
         core: the manager that decides.
         broken: an error was contained, and nothing is offloaded until the next reset.
         num_lost: blocks that the device dropped before they could be offered.
+        audits: the audits of stored blocks; None if no audit is configured.
 
     Thread: the scheduler's.
     """
@@ -132,6 +134,7 @@ class KVOffloadManager(OffloadingManager):
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
         self._verifier: Verifier | None = None
+        self.audits: Audits | None = None
         self._tiered: TieredManager | None = None
         self._build(USUAL_KEY_BYTES)
 
@@ -168,6 +171,8 @@ class KVOffloadManager(OffloadingManager):
             if self._verifier is not None:
                 self._verifier.close()
             self._verifier = Verifier(self.core, self._pool, self._on_damage)
+        if options.audit is not None:
+            self.audits = Audits(options.audit, self.core, pool)
         self._lookups = Lookups(self.core, self._verifier, tiered=self._tiered is not None)
 
     def _recompute_s_per_block(self) -> float | None:
@@ -293,6 +298,8 @@ class KVOffloadManager(OffloadingManager):
                 request.begun_step = self._step
             if request.is_first_lookup(self._step):
                 self.metrics.num_lookups += 1 + len(self._lookups.ahead)
+            if self.audits is not None and answer is VLLMResult.HIT:
+                return VLLMResult.MISS if self._audited(request, req_context.req_id, (key,)) else answer
             return answer
         except Exception:
             self.stop_after_error("lookup")
@@ -306,7 +313,19 @@ class KVOffloadManager(OffloadingManager):
             request.wait_again()
         if request.is_first_lookup(self._step):
             self.metrics.num_lookups += len(keys)
-        return self._lookups.prefix(keys, request)
+        num_ready, wait = self._lookups.prefix(keys, request)
+        if num_ready and not wait and self.audits is not None:
+            num_ready = 0 if self._audited(request, req_context.req_id, keys) else num_ready
+        return num_ready, wait
+
+    def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
+        """Return True if this request with a hit is audited: vLLM must compute it."""
+        assert self.audits is not None
+        if not self.audits.takes(request, request_id, keys):
+            return False
+        self._lookups.ahead = []
+        self._release(request)
+        return True
 
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Return the source of a hit in vLLM's terms.
@@ -361,16 +380,29 @@ class KVOffloadManager(OffloadingManager):
         # Stable: blocks that end at the same token stay in the order of their groups.
         positions = positions_of(req_context)
         places = [positions.get(key, 0) for key in offered]
+        audited = None if self.audits is None else self.audits.pin(offered)
         if places == sorted(places):
-            return self._output_of(self.core.prepare_store(offered, request.ctx), offered)
+            plan = self.core.prepare_store(offered, request.ctx)
+            return self._output_of(plan, offered, None, audited, req_context.req_id)
         order = np.argsort(places, kind="stable")
         plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
-        return self._output_of(plan, offered, order)
+        return self._output_of(plan, offered, order, audited, req_context.req_id)
 
     def _output_of(
-        self, plan: StorePlan | None, offered: list[bytes], order: npt.NDArray[np.intp] | None = None
+        self,
+        plan: StorePlan | None,
+        offered: list[bytes],
+        order: npt.NDArray[np.intp] | None = None,
+        audited: Audited | None = None,
+        request_id: str = "",
     ) -> PrepareStoreOutput | None:
-        """Translate a plan for the blocks ``offered[order]``; the result has the order of `offered`."""
+        """Translate a plan for the blocks ``offered[order]``; the result has the order of `offered`.
+
+        Blocks to compare are added to the result; `SlotsSpec.audited` marks them.
+        """
+        if plan is None and audited is not None:
+            assert self.audits is not None
+            self.audits.unpin(audited.plan)
         if plan is None:
             # With nothing in flight the request's own blocks fill RAM: a later offer would fail as well.
             stats = self.core.stats()
@@ -385,15 +417,36 @@ class KVOffloadManager(OffloadingManager):
             stored = [offered[row] for row in plan.rows.tolist()]
         self._stores.add(plan, stored)
         spec = SlotsSpec(slots)
+        if audited is not None:
+            stored, spec = self._with_audited(plan, offered, order, audited, request_id)
         if self._sealing or self._blocks_per_chunk > 1:
             keys = self.core.pack(stored)
             spec.digests = keys.digests if self._sealing else None
             spec.num_slots = slots_per_group(keys) if self._blocks_per_chunk > 1 else None
         return PrepareStoreOutput(keys_to_store=stored, store_spec=spec, evicted_keys=[*plan.evicted])
 
+    def _with_audited(
+        self,
+        plan: StorePlan,
+        offered: list[bytes],
+        order: npt.NDArray[np.intp] | None,
+        audited: Audited,
+        request_id: str,
+    ) -> tuple[list[bytes], SlotsSpec]:
+        """Merge the blocks to store and the blocks to compare, in the order of `offered`."""
+        assert self.audits is not None
+        rows = np.concatenate([plan.rows if order is None else order[plan.rows], audited.rows])
+        slots = np.concatenate([plan.slots, audited.plan.slots])
+        is_audited = np.arange(len(rows)) >= len(plan)
+        back = np.argsort(rows)
+        self.audits.begin(audited.plan, [offered[row] for row in audited.rows.tolist()], request_id)
+        return [offered[row] for row in rows[back].tolist()], SlotsSpec(slots[back], audited=is_audited[back])
+
     @_contained(None)
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Make the blocks of a finished store readable; forget blocks that a worker could not store."""
+        if self.audits is not None:
+            self._end_audits(req_context.req_id, keys, success)
         for plan in self._stores.take(req_context.req_id, keys):
             failed = self._pool.take_failed(plan.slots)
             if not success:
@@ -405,12 +458,27 @@ class KVOffloadManager(OffloadingManager):
             for piece, lost in zip(plan.split(), failed.tolist(), strict=True):
                 self.core.complete_store(piece, success=not lost)
 
+    def _end_audits(self, request_id: str, keys: Collection[bytes], success: bool) -> None:
+        assert self.audits is not None
+        assert self._options.audit is not None
+        reaction = self._options.audit.on_difference
+        for difference in self.audits.end(request_id, keys, success=success):
+            self._log.error("audit", "kvoffload: %s (on_difference: %s)", difference, reaction)
+            if reaction == DROP:
+                self.core.discard([difference.key])
+                if self._tiered is not None:
+                    self._tiered.distrust([difference.key])
+            elif reaction == STOP and not self.broken:
+                self.broken, self._lookups.ahead = True, []
+                logger.error("kvoffload: the audit stops offloading until the cache is reset")
+
     # ---- blocks that the device drops, which belong to no request
 
     @_contained(_NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
         """Choose the blocks to store among `keys`: blocks that the device drops next, the warmest first."""
-        return self._output_of(self.core.prepare_store(keys), keys)
+        audited = None if self.audits is None else self.audits.pin(keys)
+        return self._output_of(self.core.prepare_store(keys), keys, None, audited)
 
     @_contained(None)
     def keep_dropped(self, keys: list[bytes]) -> None:
@@ -467,6 +535,8 @@ class KVOffloadManager(OffloadingManager):
             arrival.is_outdated = True
         self._loads.clear()
         self._stores.clear()
+        if self.audits is not None:
+            self.audits.reset()
         for request in self._requests.values():
             request.checks = Checks()
         if self._verifier is not None:
@@ -482,17 +552,29 @@ class KVOffloadManager(OffloadingManager):
     def _take_events(self) -> list[Any]:
         return self._events.take(self.core)
 
-    @_contained(None)
     def get_stats(self) -> Any:
         """Return the changed metrics, if a report is due; vLLM calls this in every step."""
         if not self.metrics.is_due(time.monotonic(), is_idle=not self._arrivals):
             return None
+        taken = self._take_stats()
+        if taken is None:  # stopped: the reason is still reported
+            taken = self.metrics.take()
+            self._add_audits(taken)
+        return taken
+
+    @_contained(None)
+    def _take_stats(self) -> Any:
         counters = self.core.counters()
         taken = self.metrics.take(counters)
         self.metrics.show(taken, counters, self.core.policy)
+        self._add_audits(taken)
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken
+
+    def _add_audits(self, taken: Any) -> None:
+        if self.audits is not None:
+            self.metrics.add_audits(taken, self.audits.num_requests, self.audits.results, self.audits.largest)
 
     def shutdown(self) -> None:
         """Close tiers and pool."""

@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvoffload.core.plans import ManagerStats
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.integrations.vllm.scheduler_side.audits import MEANINGS as AUDIT_RESULTS
 from kvoffload.integrations.vllm.scheduler_side.hints import KV_HINTS
 from kvoffload.tiering.lane import TieringCounts
 
@@ -55,6 +56,7 @@ GAUGES = {
     "writing_blocks": "Blocks being stored.",
 }
 KV_HINT_ACTIONS = "kv_hint_actions"
+AUDITED_REQUESTS, AUDITED_BLOCKS, AUDIT_DIFFERENCE = "audited_requests", "audited_blocks", "audit_difference"
 POLICY = "policy_state"
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
@@ -115,6 +117,17 @@ def definitions() -> dict[str, Any]:
     made[PREFIX + KV_HINT_ACTIONS] = OffloadingCounterMetadata(
         documentation=f"Actions in the kv_hints of requests ({actions}).", labelnames=("action",)
     )
+    made[PREFIX + AUDITED_REQUESTS] = OffloadingCounterMetadata(
+        documentation="With audit: requests that were computed although RAM held their blocks."
+    )
+    results = "; ".join(f"{result}: {text}" for result, text in AUDIT_RESULTS.items())
+    made[PREFIX + AUDITED_BLOCKS] = OffloadingCounterMetadata(
+        documentation=f"With audit: blocks compared with computed ones, by result ({results}).",
+        labelnames=("result",),
+    )
+    made[PREFIX + AUDIT_DIFFERENCE] = OffloadingGaugeMetadata(
+        documentation="With audit: largest difference that counted as rounding, relative to the values."
+    )
     reasons = "; ".join(f"{reason}: {text}" for reason, text in NOT_PROMOTED_REASONS.items())
     made[PREFIX + NOT_PROMOTED] = OffloadingCounterMetadata(
         documentation=f"Blocks found in a tier and not loaded from it, by reason ({reasons}).",
@@ -160,6 +173,7 @@ class Metrics:
         self._tiers_before: Counter[tuple[str, str]] = Counter()
         self._not_promoted_before: Counter[str] = Counter()
         self._has_begun = self._has_begun_tiers = False
+        self._audits_before: Counter[str] | None = None
 
     def is_due(self, now_s: float, *, is_idle: bool) -> bool:
         """Return True if a report is due: after every idle step, otherwise once an interval."""
@@ -168,8 +182,12 @@ class Metrics:
         self._reported_s = now_s
         return True
 
-    def take(self, counters: ManagerStats) -> OffloadingConnectorStats:
-        """Return the counters since the last report; the first report has every counter, for alerts."""
+    def take(self, counters: ManagerStats | None = None) -> OffloadingConnectorStats:
+        """Return the counters since the last report; the first report has every counter, for alerts.
+
+        `counters`: of the manager; None without one that works.
+        """
+        counters = counters or self._before
         counts, self.counts = self.counts, Counter()
         counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, counters
@@ -208,6 +226,21 @@ class Metrics:
             self._show(taken, name, count / counters.capacity, prefix=NATIVE_PREFIX)
         for name, value in policy.stats().items():
             self._show(taken, POLICY, value, (policy.name, name))
+
+    def add_audits(
+        self, taken: OffloadingConnectorStats, num_requests: int, results: Counter[str], largest: float
+    ) -> None:
+        """Add audited requests and blocks, from their counts since the start, and the largest difference."""
+        is_first, before = self._audits_before is None, self._audits_before or Counter()
+        self._audits_before = Counter(results, **{AUDITED_REQUESTS: num_requests})
+        increase = num_requests - before[AUDITED_REQUESTS]
+        if is_first or increase:
+            taken.increase_counter(PREFIX + AUDITED_REQUESTS, increase)
+        for result in AUDIT_RESULTS:
+            increase = results[result] - before[result]
+            if is_first or increase:
+                taken.increase_counter(PREFIX + AUDITED_BLOCKS, increase, (result,))
+        self._show(taken, AUDIT_DIFFERENCE, largest)
 
     def add_tiers(
         self,

@@ -32,6 +32,61 @@ _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Verify: TypeAlias = Literal["always", "tiers", "never"]
 
 
+COUNT, DROP, STOP = "count", "drop", "stop"
+_OnDifference: TypeAlias = Literal["count", "drop", "stop"]
+_Share: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """The audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
+
+    Attributes:
+        share: share of the requests with hits that is audited.
+        first: number of requests with hits that are audited after the engine's start.
+        on_difference: ``count`` the block only; ``drop`` it; ``stop`` offloading until the cache is reset.
+    """
+
+    share: _Share = 0.0
+    first: _NotNegative = 0
+    on_difference: _OnDifference = DROP
+
+    def __str__(self) -> str:
+        return f"share={self.share:g},first={self.first},on_difference={self.on_difference}"
+
+
+class _AuditParser:
+    allowed = "share=0.001,first=64, also with on_difference=count, drop or stop"
+
+    def parse(self, field: str, value: object) -> AuditOptions:
+        if isinstance(value, AuditOptions):
+            return value
+        given = value
+        if isinstance(value, str):
+            pairs = [setting.partition("=") for setting in value.split(",")]
+            if not all(equals and setting for _, equals, setting in pairs):
+                raise ConfigError(field, value, f"allowed: {self.allowed}")
+            given = {name: setting for name, _, setting in pairs}
+        if not isinstance(given, Mapping):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        try:
+            options = read_options(AuditOptions, given, field)
+        except CombinedConfigError as several:
+            problems = [
+                ConfigError(f"{field}.{problem.field}", problem.value, problem.allowed)
+                for problem in several.problems
+            ]
+            raise (problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)) from None
+        if not options.share and not options.first:
+            raise ConfigError(
+                field, value, "it audits nothing: give share or first; allowed: " + self.allowed
+            )
+        return options
+
+
+Audit: TypeAlias = Annotated[AuditOptions, _AuditParser()]
+
+
 @dataclass(frozen=True)
 class VLLMOptions:
     """The user's options, checked.
@@ -51,6 +106,7 @@ class VLLMOptions:
         tier_deadline_s: the longest time that a request waits for tiers.
         recompute_tokens_per_s: the engine's prefill speed; reads slower than that are skipped. None if
             unknown.
+        audit: the requests that are computed although RAM holds their blocks, to compare both; None for none.
         record: an absolute path for a trace of the engine's requests (`record.Recorder`).
         record_max_bytes: size limit of the recording.
     """
@@ -67,6 +123,7 @@ class VLLMOptions:
     tiers: Tiers = ()
     tier_deadline_s: Positive = 2.0
     recompute_tokens_per_s: Positive | None = None
+    audit: Audit | None = None
     record: str | None = None
     record_max_bytes: Size = 2**30
 

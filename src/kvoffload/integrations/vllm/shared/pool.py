@@ -20,6 +20,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,12 +37,18 @@ from kvoffload.transfer.copies import address_of
 SHARED_MEMORY = Path("/dev/shm")
 SCHEDULER = 0
 """Member number of the scheduler, which has no part in a slot. Rank `r` is member ``1 + r``."""
-_PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000001
+_PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000002
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _FIRST_MEMBER = range(7)
 """Words of the header. From `_FIRST_MEMBER` on each process has a word: 0, or its pid and state bits."""
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
+EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
+"""Results of an audit, the more serious the larger; 0 for none."""
+FINDING = np.dtype(
+    [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
+)
+"""The result of an audit of a block, with its largest difference and the KV group and tensor of that."""
 
 
 class SharedPool:
@@ -56,6 +63,8 @@ class SharedPool:
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
             workers have reported the job, because workers may share a part.
+        findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes them before it
+            reports the job; the scheduler clears them (`take_findings`).
 
     Thread: any, for distinct slots.
     """
@@ -73,6 +82,7 @@ class SharedPool:
         shape, count = (self.num_parts, self.num_slots), self.num_parts * self.num_slots
         self.checksums = np.frombuffer(self._map, np.uint64, count, _PAGE).reshape(shape)
         self.failed = np.frombuffer(self._map, np.uint8, count, _PAGE + 8 * count).reshape(shape)
+        self.findings = np.frombuffer(self._map, FINDING, count, _PAGE + 9 * count).reshape(shape)
         slots = np.frombuffer(self._map, np.uint8, self.num_slots * self.slot_stride, self._slots_at)
         self._slots = slots.reshape(self.num_slots, self.slot_stride)
 
@@ -217,12 +227,24 @@ class SharedPool:
         self.failed[parts, slots[rows]] = 0
         return np.asarray(marks.any(axis=0), np.bool_)
 
+    def take_findings(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+        """Return the most serious finding of each slot, ``(len(slots),)`` of `FINDING`, and clear them.
+
+        A slot that a part has not compared has result 0.
+        """
+        of_parts = self.findings[:, slots]
+        self.findings[:, slots] = np.zeros((), FINDING)
+        worst = np.lexsort((of_parts["difference"], of_parts["result"]), axis=0)[-1]
+        found = of_parts[worst, np.arange(len(slots))]
+        found["result"][(of_parts["result"] == 0).any(axis=0)] = 0
+        return found
+
     def close(self) -> None:
         """Release the memory, which is unmapped when its last view is gone. Idempotent."""
         if self._map is None:
             return
         memory, self._map = self._map, None
-        del self._header, self._members, self.checksums, self.failed, self._slots
+        del self._header, self._members, self.checksums, self.failed, self.findings, self._slots
         with contextlib.suppress(BufferError):
             memory.close()
         os.close(self._fd)
@@ -274,7 +296,7 @@ def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
 
 def _sizes(num_slots: int, num_parts: int, part_bytes: int) -> tuple[int, int, int]:
     """Return the bytes of a slot with padding, of the ledger, and of the whole pool."""
-    stride, ledger = _pages(num_parts * part_bytes), _pages(9 * num_parts * num_slots)
+    stride, ledger = _pages(num_parts * part_bytes), _pages((9 + FINDING.itemsize) * num_parts * num_slots)
     return stride, ledger, _PAGE + ledger + num_slots * stride
 
 

@@ -10,7 +10,7 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import Checksums
+from kvoffload.tiers.contract import Checksums, Mask
 
 _GROUP_BYTES = 4
 """Bytes at the end of a key that hold the number of the KV group."""
@@ -25,15 +25,22 @@ class SlotsSpec(CPULoadStoreSpec):
         block_ids: slots, int32; -1 for an absent block.
         digests: digests of the keys, if checksums are kept; None otherwise.
         num_slots: number of slots of each KV group with slots, in order; None if not needed.
+        audited: in a store, a mask of the slots that already hold their blocks, and are compared with the
+            engine's blocks, not written; None for none.
     """
 
     def __init__(
-        self, slots: SlotArray, digests: Checksums | None = None, num_slots: list[int] | None = None
+        self,
+        slots: SlotArray,
+        digests: Checksums | None = None,
+        num_slots: list[int] | None = None,
+        audited: Mask | None = None,
     ) -> None:
         # Not `super().__init__`, which only copies the slots into larger integers.
         self.block_ids = slots
         self.digests = digests
         self.num_slots = num_slots
+        self.audited = audited
 
 
 def slots_per_group(keys: Keys) -> list[int]:
@@ -63,11 +70,40 @@ def without_torn_groups(
     if all(whole):
         return engine, slots, slots.block_ids[:0]
     kept = np.repeat(whole, wanted)
-    blocks = np.asarray(engine.block_ids)[np.repeat(whole, engine.group_sizes)]
-    sizes = [size if is_whole else 0 for size, is_whole in zip(engine.group_sizes, whole, strict=True)]
+    return *_subset(engine, slots, kept, blocks_per_chunk, wanted), slots.block_ids[~kept]
+
+
+def audited_apart(
+    engine: Any, slots: SlotsSpec, blocks_per_chunk: int
+) -> tuple[tuple[Any, SlotsSpec], tuple[Any, SlotsSpec] | None]:
+    """Divide a store of complete chunks into the blocks to write and the blocks to compare, None for none."""
+    if slots.audited is None:
+        return (engine, slots), None
+    per_group = [size // blocks_per_chunk for size in engine.group_sizes]
+    written, compared = (
+        _subset(engine, slots, mask, blocks_per_chunk, per_group) for mask in (~slots.audited, slots.audited)
+    )
+    return written, compared
+
+
+def _subset(
+    engine: Any, slots: SlotsSpec, kept: Mask, blocks_per_chunk: int, slots_per_group: list[int]
+) -> tuple[Any, SlotsSpec]:
+    """Return the chunks of a store with ``kept``; chunks that remain must be complete."""
+    blocks = np.asarray(engine.block_ids)
+    # The blocks of a torn group are not a multiple of chunks; all of its chunks go.
+    ends = np.cumsum(slots_per_group)
+    sizes, chosen = [], []
+    start = 0
+    for size, end, count in zip(engine.group_sizes, ends.tolist(), slots_per_group, strict=True):
+        of_group = kept[end - count : end]
+        rows = np.repeat(of_group, blocks_per_chunk) if of_group.any() else np.zeros(size, np.bool_)
+        chosen.append(blocks[start : start + size][rows])
+        sizes.append(len(chosen[-1]))
+        start += size
     digests = slots.digests[kept] if slots.digests is not None else None
+    audited = slots.audited[kept] if slots.audited is not None else None
     return (
-        GPULoadStoreSpec(blocks.tolist(), sizes, engine.block_indices),
-        SlotsSpec(slots.block_ids[kept], digests),
-        slots.block_ids[~kept],
+        GPULoadStoreSpec(np.concatenate(chosen).tolist(), sizes, engine.block_indices),
+        SlotsSpec(slots.block_ids[kept], digests, audited=audited),
     )

@@ -17,8 +17,13 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from kvoffload.core.slots import SlotArray
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.shared.pool import SharedPool
+from kvoffload.integrations.vllm.worker_side.auditor import Auditor
 from kvoffload.integrations.vllm.worker_side.copies import Copies
-from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, without_torn_groups
+from kvoffload.integrations.vllm.worker_side.slots_spec import (
+    SlotsSpec,
+    audited_apart,
+    without_torn_groups,
+)
 from kvoffload.structures.jit import compile_all
 
 
@@ -29,6 +34,9 @@ class _Job:
     torn: SlotArray = field(default_factory=lambda: np.empty(0, np.int32))
     copied: bool = False
     sealing: Future[TransferResult] | None = None
+    auditing: Future[None] | None = None
+    audited: SlotArray = field(default_factory=lambda: np.empty(0, np.int32))
+    forget_findings: bool = False
     result: TransferResult | None = None
 
 
@@ -42,6 +50,7 @@ class KVOffloadWorker(OffloadingWorker):
     Args:
         blocks_per_chunk: engine blocks in a slot.
         seal: compute checksums of stored blocks.
+        auditor: compares blocks for which a store asks for a comparison; None if no audit is configured.
 
     Attributes:
         failures_are_named: vLLM calls `take_failed_loads`. Otherwise a failed load is reported as failed.
@@ -51,10 +60,17 @@ class KVOffloadWorker(OffloadingWorker):
     """
 
     def __init__(
-        self, pool: SharedPool, part: int, copies: Copies, *, blocks_per_chunk: int, seal: bool
+        self,
+        pool: SharedPool,
+        part: int,
+        copies: Copies,
+        *,
+        blocks_per_chunk: int,
+        seal: bool,
+        auditor: Auditor | None = None,
     ) -> None:
         self._pool, self._part, self._copies = pool, part, copies
-        self._blocks_per_chunk = blocks_per_chunk
+        self._blocks_per_chunk, self._auditor = blocks_per_chunk, auditor
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-seal") if seal else None
         self._jobs: dict[int, _Job] = {}
         self._failed_loads: set[int] = set()
@@ -66,10 +82,17 @@ class KVOffloadWorker(OffloadingWorker):
             compile_all()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
-        """Begin a store; returns True. Incomplete chunks are not stored."""
+        """Begin a store; returns True. Incomplete chunks are not stored, audited blocks are only compared."""
         blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
+        (blocks, slots), audited = audited_apart(blocks, slots, self._blocks_per_chunk)
         job = _Job(slots, True, torn)
-        if len(torn) and not len(slots.block_ids):
+        if audited is not None and self._auditor is not None:
+            try:
+                job.audited = audited[1].block_ids
+                job.auditing = self._auditor.submit(audited[0], job.audited)
+            except Exception as error:
+                self._log.error("audit", "kvoffload: an audit failed: %s: %s", type(error).__name__, error)
+        if (len(torn) or audited is not None) and not len(slots.block_ids):
             self._jobs[job_id] = job
             job.copied = True
             self._end(job, TransferResult(job_id, True, 0, 0.0))
@@ -85,8 +108,13 @@ class KVOffloadWorker(OffloadingWorker):
     def get_finished(self) -> list[TransferResult]:
         """Return jobs that have ended since the last call; failed blocks are marked in the pool."""
         self._collect()
-        done = [(job_id, job.result) for job_id, job in self._jobs.items() if job.result is not None]
+        done = [
+            (job_id, job.result)
+            for job_id, job in self._jobs.items()
+            if job.result is not None and (job.auditing is None or job.auditing.done())
+        ]
         for job_id, _ in done:
+            self._end_audit(self._jobs[job_id])
             del self._jobs[job_id]
         return [result for _, result in done]
 
@@ -97,6 +125,8 @@ class KVOffloadWorker(OffloadingWorker):
         in progress at the call is dropped.
         """
         known = {job_id for job_id in job_ids if job_id in self._jobs}
+        for job_id in known:
+            self._wait_for_audit(self._jobs[job_id])
         copying = [job_id for job_id in sorted(known) if not self._jobs[job_id].copied]
         cause: Exception = OSError("the copy has not ended")
         try:
@@ -111,6 +141,21 @@ class KVOffloadWorker(OffloadingWorker):
                 self._fail(job_id, job, cause)
             elif self.fences_come_late and job.is_store:
                 self._drop(job)
+
+    def _wait_for_audit(self, job: _Job) -> None:
+        """Wait for the comparison. If fences come late, its result is void: blocks may be overwritten."""
+        if job.auditing is not None and not job.auditing.done():
+            job.auditing.exception()
+            if self.fences_come_late:
+                job.forget_findings = True
+
+    def _end_audit(self, job: _Job) -> None:
+        if job.auditing is None:
+            return
+        if (error := job.auditing.exception()) is not None:
+            self._log.error("audit", "kvoffload: an audit failed: %s: %s", type(error).__name__, error)
+        elif job.forget_findings:
+            self._pool.findings[self._part, job.audited] = np.zeros((), self._pool.findings.dtype)
 
     def take_failed_loads(self) -> set[int]:
         """Return loads that have failed since the last call; `get_finished` reports them as well."""
@@ -128,6 +173,8 @@ class KVOffloadWorker(OffloadingWorker):
         finally:
             if self._sealer is not None:
                 self._sealer.shutdown()
+            if self._auditor is not None:
+                self._auditor.close()
             self._pool.close()
 
     def _submit(

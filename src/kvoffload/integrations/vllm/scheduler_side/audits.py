@@ -1,0 +1,150 @@
+"""Audits of stored blocks: chooses requests, pins the blocks to compare, and judges what the workers found.
+
+An audited request is computed although RAM holds its blocks. When the engine offers the computed blocks, the
+workers compare them with the stored ones. Owns the choice and the pins. The caller handles differences.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.plans import LoadPlan
+from kvoffload.integrations.vllm.scheduler_side.inflight import InFlight
+from kvoffload.integrations.vllm.scheduler_side.lookups import Request
+from kvoffload.integrations.vllm.shared.options import AuditOptions
+from kvoffload.integrations.vllm.shared.pool import CLOSE, DIFFERENT, EQUAL, UNJUDGED, SharedPool
+from kvoffload.structures.index import ABSENT
+from kvoffload.tiering.manager import AnyManager
+
+RESULTS = {
+    EQUAL: "equal",
+    CLOSE: "close",
+    UNJUDGED: "unjudged",
+    DIFFERENT: "different",
+    0: "not_compared",
+}
+MEANINGS = {
+    "equal": "all bytes are equal",
+    "close": "the difference is as small as that of rounding",
+    "unjudged": "bytes differ, and the type of the values is unknown",
+    "different": "the stored block is wrong, or the computed one",
+    "not_compared": "the comparison failed or came too late",
+}
+_MOST_DUE = 65536
+
+
+class Difference(NamedTuple):
+    """A stored block that differs from the computed one: its largest difference, and where that is."""
+
+    key: bytes
+    difference: float
+    group: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return (
+            f"stored block {self.key.hex()} differs from the computed one by {self.difference:.3g} times its "
+            f"values, most in tensor {self.tensor} of KV group {self.group}"
+        )
+
+
+class Audited(NamedTuple):
+    """Pinned blocks to compare, and their rows in an offer."""
+
+    rows: npt.NDArray[np.intp]
+    plan: LoadPlan
+
+
+class Audits:
+    """The audits of an engine.
+
+    Attributes:
+        num_requests: audited requests.
+        results: compared blocks, by result.
+        largest: largest difference that counted as rounding.
+
+    Thread: the scheduler's. Cost: nothing for a request without hits, one checksum of its id for another.
+    """
+
+    def __init__(self, options: AuditOptions, manager: AnyManager, pool: SharedPool) -> None:
+        self._options, self._manager, self._pool = options, manager, pool
+        self._num_first = options.first
+        self._due: dict[bytes, None] = {}
+        self._comparing: set[bytes] = set()
+        self._pinned: InFlight[LoadPlan] = InFlight()
+        self.num_requests = 0
+        self.results: Counter[str] = Counter()
+        self.largest = 0.0
+
+    def takes(self, request: Request, request_id: str, keys: Iterable[bytes]) -> bool:
+        """Return True if this request, which has a hit, is audited. `keys`: used if its path is unknown."""
+        if request.is_audited is None:
+            request.is_audited = self._num_first > 0 or _share_of(request_id) < self._options.share
+            if request.is_audited:
+                self._num_first = max(0, self._num_first - 1)
+                self.num_requests += 1
+                self._due.update(dict.fromkeys(request.path or keys))
+                while len(self._due) > _MOST_DUE:
+                    del self._due[next(iter(self._due))]
+        return request.is_audited
+
+    def pin(self, offered: Sequence[bytes]) -> Audited | None:
+        """Pin the offered blocks that are to be compared and are in RAM; None for none."""
+        rows = [row for row, key in enumerate(offered) if key in self._due and key not in self._comparing]
+        if not rows:
+            return None
+        keys = [offered[row] for row in rows]
+        ready = self._manager.ready_slots_of(keys) != ABSENT
+        if not ready.any():
+            return None
+        chosen = np.array(rows, np.intp)[ready]
+        keys = [offered[row] for row in chosen.tolist()]
+        self._comparing.update(keys)
+        return Audited(chosen, self._manager.pin(keys))
+
+    def unpin(self, plan: LoadPlan) -> None:
+        """Undo `pin`, because the offer will be repeated."""
+        self._comparing.difference_update(plan.keys)
+        self._manager.unpin(plan)
+
+    def begin(self, plan: LoadPlan, keys: Collection[bytes], request_id: str) -> None:
+        """Record that a store of this request compares these blocks."""
+        self._pinned.add(plan, keys, request_id)
+        for key in keys:
+            self._due.pop(key, None)
+
+    def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
+        """End the comparisons of a finished store, and return the blocks that differ."""
+        differences = []
+        for plan in self._pinned.take(request_id, keys):
+            found = self._pool.take_findings(plan.slots)
+            if not success:
+                found["result"] = 0
+            for key, finding in zip(plan.keys, found, strict=True):
+                result = int(finding["result"])
+                self.results[RESULTS[result]] += 1
+                if result == DIFFERENT:
+                    place = int(finding["group"]), int(finding["tensor"])
+                    differences.append(Difference(key, float(finding["difference"]), *place))
+                elif result == CLOSE:
+                    self.largest = max(self.largest, float(finding["difference"]))
+            self._comparing.difference_update(plan.keys)
+            self._manager.unpin(plan)
+        return differences
+
+    def reset(self) -> None:
+        """Forget everything due and in flight after a reset, which has made the pins void."""
+        self._due.clear()
+        self._comparing.clear()
+        self._pinned.clear()
+
+
+def _share_of(request_id: str) -> float:
+    """Map an id to [0, 1), so that the choice needs no state and a request keeps it."""
+    return zlib.crc32(request_id.encode()) / 2**32

@@ -1,0 +1,58 @@
+"""The numerical difference of two blocks, and the limit up to which it is rounding. For audits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch as untyped_torch
+
+from kvoffload.transfer.copies import Blocks
+
+torch: Any = untyped_torch
+
+LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0.3, "float8_e5m2": 0.5}
+"""Largest difference that counts as rounding, by the type of the stored values: four times the largest
+difference between that type and float32 in random models of 4 to 80 layers, or more. Unrelated blocks differ
+by 1.4 to 1.8 (docs/canary.md)."""
+_TF32_LIMIT = 0.1
+"""For float32 on a device: kernels may multiply with the precision of float16."""
+
+RUN_VALUES = 64
+"""Values whose difference is judged together: about one head of one token, in every layout."""
+_LEAST_SHARE = 0.01
+"""A run smaller than this share of its block's root mean square is measured against that share."""
+
+
+def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
+    """Return the largest difference between two blocks of bytes, relative to the values nearby.
+
+    The block is divided into runs of `RUN_VALUES` values. The difference of a run is the root mean square of
+    its differences, divided by the root mean square of its computed values: 0 for equal values, about 1.4 for
+    unrelated ones. Keys and values, heads and tokens differ in size by orders of magnitude, so a difference
+    relative to a whole layer would hide wrong values in a quiet head. Infinite for a value that is finite
+    in one block only.
+    """
+    kind = getattr(torch, value_type)
+    theirs, ours = (
+        torch.from_numpy(np.ascontiguousarray(rows)).view(kind).double().numpy()
+        for rows in (computed, stored)
+    )
+    finite = np.isfinite(theirs) & np.isfinite(ours)
+    if not np.array_equal(theirs[~finite], ours[~finite], equal_nan=True):
+        return float("inf")
+    size = np.where(finite, theirs, 0.0) ** 2
+    distance = np.where(finite, theirs - ours, 0.0) ** 2
+    begins = np.arange(0, len(size), RUN_VALUES)
+    counts = np.diff([*begins.tolist(), len(size)])
+    near = np.add.reduceat(size, begins) / counts
+    apart = np.add.reduceat(distance, begins) / counts
+    least = _LEAST_SHARE**2 * size.mean()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(apart > 0.0, apart / np.maximum(near, least), 0.0)
+    return float(np.sqrt(relative.max()))
+
+
+def is_rounding(found: float, value_type: str, *, on_cpu: bool) -> bool:
+    """Return True if a difference between two computations of a block is as small as rounding."""
+    return found <= (_TF32_LIMIT if value_type == "float32" and not on_cpu else LIMITS[value_type])
