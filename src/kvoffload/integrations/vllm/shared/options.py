@@ -49,7 +49,7 @@ class AuditOptions:
 
     share: _Share = 0.0
     first: _NotNegative = 0
-    on_difference: _OnDifference = DROP
+    on_difference: _OnDifference = "drop"
 
     def __str__(self) -> str:
         return f"share={self.share:g},first={self.first},on_difference={self.on_difference}"
