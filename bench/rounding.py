@@ -3,9 +3,9 @@
     .venv-vllm/bin/python bench/rounding.py [--layers 4,32,80]     (needs torch and transformers, a minute)
 
 The limits of the audit (`kvoffload.transfer.difference`) rest on this table. A Llama with random weights
-computes 256 tokens in bfloat16 and in float16, and the same rounded weights compute them in float32. "rounding"
-is the difference between the two; blocks have 16 tokens, and keys and values of a layer are judged apart.
-"wrong" is the largest difference after a change of the first token. For fp8 both are rounded once more.
+computes 256 tokens in bfloat16 and in float16, and the same rounded weights compute them in float32.
+"rounding" is the difference between the two; blocks have 16 tokens, keys and values of a layer are judged
+apart. "wrong" is the largest difference after a change of the first token. For fp8 both are rounded twice.
 """
 
 from __future__ import annotations
