@@ -175,10 +175,8 @@ def test_the_header_of_a_recording_is_kept(tmp_path: Path) -> None:
         request([3], input_length=16, timestamp=100),
     ]
     path = write(tmp_path / "in.jsonl", lines)
-    with pytest.raises(ConfigError, match="its name must contain the assumption"):
-        converted(path)
-    trace, _ = converted(path, "o.none-shared.jsonl")
-    assert trace.name == "o (assumed: none-shared)"
+    trace, _ = converted(path, "o.jsonl")
+    assert (trace.name, trace.assumed) == ("o (assumed: none-shared)", "none-shared")
     assert trace.timestamps_ms.tolist() == [100, 900]
     assert chains(trace) == [[0], [1, 2]]
     write(path, [*lines, {**header, "assumed": "gap-2s"}])
@@ -281,11 +279,25 @@ def test_lengths_need_an_assumption(tmp_path: Path, table: str) -> None:
         "allowed: lengths:none (nothing is shared), lengths:continued (a prompt continues the "
         "longest context that fits), lengths:sessions (by the column of session ids)"
     )
-    with pytest.raises(
-        ConfigError, match=r"its name must contain the assumption: .*/out\.none-shared\.jsonl\.gz"
-    ):
-        converted(path, "out.jsonl.gz", source="lengths:none")
     assert sorted(tmp_path.iterdir()) == [path], "no partial output"
+
+
+def test_an_assumption_is_in_the_header_and_in_every_report(tmp_path: Path) -> None:
+    """It was forced into the name of the file."""
+    path, page = tmp_path / "out.jsonl.gz", tmp_path / "plan.html"
+    (tmp_path / "in.csv").write_text(AZURE)
+    assert converted(tmp_path / "in.csv", path.name, source="lengths:continued")[1].assumed
+    assert b'"assumed":"continued-within-600s"' in gzip.decompress(path.read_bytes())
+    sized = ("--bytes-per-token", "1KiB", "--gpus", "1", "--kv-per-gpu", "64KiB", "--jobs", "1", "--quiet")
+    for command in (("trace", "info", path), ("replay", path, "--no-data", "--capacity", "9"),
+                    ("plan", path, *sized, "--report", page)):  # fmt: skip
+        assert "out (assumed: continued-within-600s)" in kvoffload(*command).stdout, command
+    assert page.read_text().count("continued-within-600s") > 2
+    shown = kvoffload("replay", path, "--no-data", "--capacity", "9", "--format", "json").stdout
+    assert json.loads(shown)["assumed"] == "continued-within-600s"
+    listed = json.loads(kvoffload("plan", path, *sized, "--format", "json").stdout)["assumptions"]
+    assert listed[0]["name"] == "conversion"
+    assert listed[0]["value"] == "continued-within-600s"
 
 
 def test_azure_without_reuse(tmp_path: Path) -> None:
@@ -769,6 +781,75 @@ def test_mistakes_are_one_clear_line(tmp_path: Path, arguments: list[str], messa
     source, *options = arguments
     done = kvoffload("trace", "convert", source, tmp_path / "out.jsonl", *options)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"kvoffload: {message}\n")
+
+
+COMPLETE = {
+    "all of them": (["in.json"],
+                    ["tokenizer: missing", "from: 'text' is invalid; the file has no", "out: missing"],
+                    "in.json in.jsonl.zst --from text,per_minute=60 --tokenizer tokenizer.json"),
+    "what was given stays": (["in.json", "o.jsonl", "--from", "text:30", "--salt", "secret", "--quiet"],
+                             ["tokenizer: missing"],
+                             "in.json o.jsonl --from text:30 --tokenizer tokenizer.json --salt TEXT --quiet"),
+    "a wrong tokenizer": (["in.json", "o.jsonl", "--tokenizer", "nope", "--block-tokens", "32"],
+                          ["from: 'text' is invalid", "tokenizer: 'nope' is invalid; there is no such file"],
+                          "in.json o.jsonl --from text,per_minute=60 --tokenizer tokenizer.json "
+                          "--block-tokens 32"),
+    "a rate of 0": (["ids.jsonl", "o.jsonl", "--from", "token_ids:0", "--skip-bad-lines", "--force"],
+                    ["from: 'token_ids' is invalid"],
+                    "ids.jsonl o.jsonl --from token_ids,per_minute=60 --skip-bad-lines --force"),
+    "lengths": (["azure.csv"], ["from: 'lengths' is invalid; lengths do not show", "out: missing"],
+                "azure.csv azure.jsonl.zst --from lengths,reuse=none"),
+    "lengths with sessions": (["burst.csv", "o.jsonl", "--from", "lengths,within_s=30"],
+                              ["from: 'lengths' is invalid"],
+                              "burst.csv o.jsonl --from lengths,within_s=30,reuse=sessions"),
+    "standard input": (["-", "--from", "text"], ["tokenizer: missing", "out: missing"],
+                       "- trace.jsonl.zst --from text --tokenizer tokenizer.json"),
+    "only the output": (["good.jsonl"], ["out: missing; give a file for the trace"],
+                        "good.jsonl good.trace.jsonl.zst"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "problems", "command"), COMPLETE.values(), ids=COMPLETE)
+def test_all_missing_options_are_reported_with_the_complete_command(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    problems: list[str],
+    command: str,
+) -> None:
+    """ShareGPT needed three refusals."""
+    pytest.importorskip("tokenizers", reason="the library tokenizers is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.json").write_text(json.dumps([sharegpt(0)]))
+    write(tmp_path / "ids.jsonl", [{"prompt_token_ids": [1, 2]}])
+    write(tmp_path / "good.jsonl", [request([1])])
+    (tmp_path / "good.jsonl.zst").touch()
+    (tmp_path / "azure.csv").write_text(AZURE)
+    (tmp_path / "burst.csv").write_text(BURST)
+    before = sorted(tmp_path.iterdir())
+    done = kvoffload("trace", "convert", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    *lines, last = done.stderr.splitlines()
+    assert last == f"complete command: kvoffload trace convert {command}"
+    assert len(lines) == len(problems) + (len(problems) > 1)
+    for line, problem in zip(lines[-len(problems) :], problems, strict=True):
+        assert problem in line
+    assert "secret" not in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_complete_command_converts(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.json").write_text(json.dumps([sharegpt(0)]))
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    command = kvoffload("trace", "convert", "in.json").stderr.partition("complete command: kvoffload ")[2]
+    done = kvoffload(*command.split())
+    assert (done.returncode, done.stderr) == (
+        0, "kvoffload: assumed: paced-60-per-minute; reports of this trace mention it\n"
+    )  # fmt: skip
+    assert read_trace(tmp_path / "in.jsonl.zst").name == "in (assumed: paced-60-per-minute)"
 
 
 def test_an_impossible_address_is_one_clear_line(tmp_path: Path) -> None:

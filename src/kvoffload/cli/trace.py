@@ -99,7 +99,11 @@ def info(options: InfoOptions) -> None:
     statistics, best, periods = describe(loaded), beside_optimum(loaded), working_set(loaded)
     like = resemblance(loaded)
     if options.is_json:
-        sections = {"working_set": [period._asdict() for period in periods], "resembles": like}
+        sections = {
+            "assumed": loaded.assumed,
+            "working_set": [period._asdict() for period in periods],
+            "resembles": like,
+        }
         click.echo(json.dumps(_as_json(loaded.name, statistics, best) | sections, indent=2))
     else:
         console = Console()

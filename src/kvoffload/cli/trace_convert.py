@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,14 @@ from kvoffload.cli.options import QuietOptions, argument, option, options_of
 from kvoffload.cli.output import check_new, progress_bar
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Count
+from kvoffload.traces.conversion.convert import IncompleteError
 from kvoffload.traces.conversion.convert import convert as convert_trace
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions(QuietOptions):
     source: str = argument()
-    out: Path = argument()
+    out: Path | None = argument(None, required=False, metavar="OUT")
     kind: str | None = option(
         None,
         "Format: bailian, kv_events, lengths, mooncake, text, token_ids, with parameters (lengths:none). "
@@ -40,7 +42,32 @@ class ConvertOptions(QuietOptions):
         """Check the salt and the output file. Raises `ConfigError`."""
         if self.salt is not None and self.keep_ids:
             raise ConfigError("salt", self.salt, "leave out --salt or --keep-ids")
-        check_new("out", self.out, force=self.force)
+        if self.out is not None:
+            check_new("out", self.out, force=self.force)
+
+    def completed(self, incomplete: IncompleteError) -> str:
+        """Return the command with the missing options; a salt is not repeated."""
+        example = {option.flag: option.example for option in incomplete.missing}
+        kind, out = self.kind, example.get("", str(self.out))
+        if parameter := example.get("--from"):
+            kind = kind or incomplete.kind
+            if kind.startswith(f"{incomplete.kind}:") or parameter.partition("=")[0] in kind:
+                kind = incomplete.kind
+            kind += f",{parameter}"
+        tokenizer = example.get("--tokenizer", self.tokenizer)
+        values = {
+            "--from": kind,
+            "--tokenizer": tokenizer,
+            "--block-tokens": self.block_tokens,
+            "--salt": None if self.salt is None else "TEXT",
+        }
+        given = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+        switches = {
+            "--keep-ids": self.keep_ids, "--skip-bad-lines": self.skip_bad_lines, "--force": self.force,
+            "--quiet": self.quiet,
+        }  # fmt: skip
+        given += [flag for flag, is_set in switches.items() if is_set]
+        return shlex.join(["kvoffload", "trace", "convert", self.source, out, *given])
 
 
 @click.command()
@@ -53,12 +80,16 @@ def convert(options: ConvertOptions) -> None:
     salted hashes, so that OUT reveals nothing of the prompts. docs/traces.md describes the formats and their
     assumptions.
     """
-    with progress_bar("convert", 1.0, options.quiet) as progress:
-        done = convert_trace(
-            options.source, options.out, source=options.kind, block_tokens=options.block_tokens,
-            tokenizer=options.tokenizer, salt=options.salt, keep_ids=options.keep_ids,
-            skip_bad_lines=options.skip_bad_lines, progress=progress,
-        )  # fmt: skip
+    try:
+        with progress_bar("convert", 1.0, options.quiet) as progress:
+            done = convert_trace(
+                options.source, options.out, source=options.kind, block_tokens=options.block_tokens,
+                tokenizer=options.tokenizer, salt=options.salt, keep_ids=options.keep_ids,
+                skip_bad_lines=options.skip_bad_lines, progress=progress,
+            )  # fmt: skip
+    except IncompleteError as error:
+        error.args = (f"{error}\ncomplete command: {options.completed(error)}",)
+        raise
     click.echo(
         f"{options.out}: {done.requests:,} requests, {done.block_refs:,} block references of "
         f"{done.block_tokens} tokens, from {done.source}"

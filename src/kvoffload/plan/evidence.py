@@ -31,6 +31,7 @@ class Evidence:
 
     Attributes:
         name: name of the trace.
+        assumed: assumptions of the conversion that made the trace; empty if there are none.
         traces: the traces of all replicas that get block references.
         whole: the trace of all replicas together; None unless they may share servers.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
@@ -46,6 +47,7 @@ class Evidence:
     """
 
     name: str
+    assumed: str
     traces: tuple[SweptTrace, ...]
     whole: SweptTrace | None
     requests: int
@@ -130,6 +132,7 @@ def gather(
     duration_s, busy = _pace(shares)
     return Evidence(
         name=shares[0].name,
+        assumed=shares[0].assumed,
         traces=tuple(traces),
         whole=swept(undivided) if is_shared else None,
         requests=sum(share.requests for share in shares),

@@ -436,6 +436,9 @@ def assumptions(findings: Findings) -> list[Assumption]:
                    "the recording's references; writes and reads are assumed to follow them"),
         Assumption("replicas", "writes and loads are spread evenly", "assumed"),
     ]  # fmt: skip
+    if evidence.assumed:
+        source = "header of the recording; docs/traces.md explains it"
+        listed.insert(0, Assumption("conversion", evidence.assumed, source))
     if one_in > 1:
         source = "by the length of the recording, or given; the answer is measured on all sessions"
         listed.append(Assumption("searched on", f"one of {one_in:,} sessions", source))

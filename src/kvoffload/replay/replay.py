@@ -366,6 +366,7 @@ class Replay:
             tokens=trace.block_refs * trace.block_tokens,
             tokens_saved=hits * trace.block_tokens,
             share_outside_blocks=trace.share_outside_blocks,
+            assumed=trace.assumed,
             blocks_written=stats.stored,
             blocks_evicted=stats.evicted,
             blocks_refused=stats.refused,

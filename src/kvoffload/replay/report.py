@@ -41,6 +41,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     leading run of blocks on the device, then in the tiers. Ratios are shares of all block references.
 
     Attributes:
+        assumed: assumptions of the conversion that made the trace, also in `trace`.
         capacity_blocks, device_blocks: sizes of the RAM tier and of the device cache.
         store: moment at which blocks are offered to RAM.
         skipped_lines: malformed lines of the trace, left out.
@@ -93,6 +94,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     tokens_saved: int
     share_outside_blocks: float | None = None
+    assumed: str = ""
     blocks_written: int
     blocks_evicted: int
     blocks_refused: int

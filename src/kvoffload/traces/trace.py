@@ -75,6 +75,7 @@ class Trace:
         hints: hints of the requests; None if there are none.
         prompt_tokens: shape ``(requests,)``, int64; length of each prompt, with the tokens after its last
             whole block; None if the source counts whole blocks only.
+        assumed: assumptions of the conversion that made the file, also in `name`; empty if there are none.
         sessions: shape ``(requests,)``, int32; number of the session that the recording names for each
             request, or -1; None if it names no session.
     """
@@ -91,6 +92,7 @@ class Trace:
     hints: TraceHints | None = None
     prompt_tokens: npt.NDArray[np.int64] | None = None
     sessions: npt.NDArray[np.int32] | None = None
+    assumed: str = ""
 
     @property
     def requests(self) -> int:

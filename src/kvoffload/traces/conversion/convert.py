@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -12,18 +12,34 @@ from typing import Any
 
 import msgspec
 
-from kvoffload.errors import ConfigError, TraceError
+from kvoffload.errors import CombinedConfigError, ConfigError, TraceError
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in, stated_header
 from kvoffload.traces.compressed import STDIN, compressing, decompressing
 from kvoffload.traces.conversion.keys import KeptKeys, Keys
 from kvoffload.traces.conversion.live import is_address
-from kvoffload.traces.conversion.source import SOURCES, Given, Request, Source, kind_of
+from kvoffload.traces.conversion.source import SOURCES, Given, Missing, Request, Source, kind_of
 from kvoffload.traces.conversion.tokens import FileTokens, Tokens
 from kvoffload.traces.formats.mooncake import Line, encode_line
 from kvoffload.traces.lines import BadLineError
 
 _LATEST_MS = 2**53
 _ANY_TIME = msgspec.json.Decoder(dict[str, Any])
+
+
+class IncompleteError(CombinedConfigError):
+    """Required options that were not given or are unusable, all in one message.
+
+    Attributes:
+        kind: name of the source.
+        missing: the options.
+    """
+
+    def __init__(self, kind: str, missing: Sequence[Missing]) -> None:
+        problems = [option.problem for option in missing]
+        super().__init__("trace convert", problems)
+        self.kind, self.missing = kind, tuple(missing)
+        if len(problems) == 1:
+            self.args = problems[0].args
 
 
 @dataclass(frozen=True)
@@ -49,7 +65,7 @@ class Converted:
 
 def convert(
     place: str,
-    out: Path,
+    out: Path | None,
     *,
     source: str | None = None,
     block_tokens: int | None = None,
@@ -65,6 +81,7 @@ def convert(
 
     Args:
         place: a file, ``-``, or the address of a KV event publisher (``tcp://host:port``).
+        out: the output; None counts as a missing option.
         source: name of a source with parameters; None detects it from the first record.
         block_tokens: block size of the trace; None: from the file's header, else the source's default.
         tokenizer: a ``tokenizer.json``, for text.
@@ -76,8 +93,8 @@ def convert(
     tokenizer.
 
     Raises:
-        ConfigError: options contradict each other, or the output's name lacks the assumption of the source
-            (`trace.continued-within-600s.jsonl`).
+        ConfigError: options contradict each other.
+        IncompleteError: required options are missing; nothing was written.
         TraceError: the recording is unusable.
     """
     path = Path(place)
@@ -92,10 +109,40 @@ def convert(
     stated = stated_header(Path(place)) if kind.has_ids else None
     tokens = _block_tokens(place, kind, block_tokens, stated)
     keys = KeptKeys(b"") if keep_ids else Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
-    read = Tokens() if tokenizer is None else FileTokens(tokenizer)
+    missing, read = list[Missing](), Tokens()
+    try:
+        read = Tokens() if tokenizer is None else FileTokens(tokenizer)
+    except ConfigError as problem:
+        missing.append(_wrong_tokenizer(problem, tokenizer))
     made = kind(Given(keys, BlockSize(tokens), read, stated or Header(1, tokens)))
+    if out is None:
+        missing.append(Missing(ConfigError("out", None, "give a file for the trace"), "", example_out(place)))
+    if missing or out is None:
+        known = {option.flag for option in missing}
+        others = [option for option in _missing(made, place) if option.flag not in known]
+        raise IncompleteError(made.name, [*others, *missing])
     requests = _Requests(made, place, skip_bad_lines, progress)
     return _write(requests, made, out, tokens)
+
+
+def example_out(place: str) -> str:
+    """Suggest a name for the output: ``sharegpt.jsonl.zst`` for ``sharegpt.json``."""
+    stem = "" if Path(place) == STDIN or is_address(place) else Path(place).name.split(".")[0]
+    name = f"{stem or 'trace'}.jsonl.zst"
+    return f"{stem}.trace.jsonl.zst" if Path(name).exists() else name
+
+
+def _wrong_tokenizer(problem: ConfigError, tokenizer: Path | None) -> Missing:
+    has_file = tokenizer is not None and tokenizer.exists()
+    return Missing(problem, "--tokenizer", str(tokenizer) if has_file else "tokenizer.json")
+
+
+def _missing(source: Source, place: str) -> list[Missing]:
+    """Return the required options that were not given; what cannot be read twice is not read here."""
+    if Path(place) == STDIN or is_address(place):
+        return source.missing(b"")
+    _, first = next(iter(source.records(place)), (0, b""))
+    return source.missing(first)
 
 
 def _block_tokens(place: str, kind: type[Source], given: int | None, stated: Header | None) -> int:
@@ -115,7 +162,11 @@ class _Requests:
         self._skip_bad_lines, self._progress = skip_bad_lines, progress
 
     def __iter__(self) -> Iterator[Request]:
+        is_first = True
         for number, record in self._source.records(self.place, self._progress):
+            if is_first and (missing := self._source.missing(record)):
+                raise IncompleteError(self._source.name, missing)
+            is_first = False
             complete: Iterable[Request] = ()
             try:
                 complete = self._source.read(record)
@@ -153,7 +204,6 @@ def _write_lines(
     if first is None:
         skipped = f" ({requests.skipped_lines} bad lines)" if requests.skipped_lines else ""
         raise TraceError(f"{requests.place}: no requests in it{skipped}")
-    _check_name(out, source.assumed)
     in_order = source.given.header.in_order
     # Lines out of order keep their times, because the first line is not the earliest.
     first_s = first.time_s if in_order else 0.0
@@ -197,10 +247,3 @@ def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
         os.replace(shifted, partial)
     finally:
         shifted.unlink(missing_ok=True)
-
-
-def _check_name(out: Path, assumed: str) -> None:
-    if assumed and assumed not in out.name:
-        stem, dot, suffixes = out.name.partition(".")
-        suggestion = out.with_name(f"{stem}.{assumed}{dot}{suffixes}")
-        raise ConfigError("out", str(out), f"its name must contain the assumption: {suggestion}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -11,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 from kvoffload.errors import ConfigError
-from kvoffload.traces.conversion.source import Given, Request, Source
+from kvoffload.traces.conversion.source import Given, Missing, Request, Source
 from kvoffload.traces.lines import BadLineError
 from kvoffload.traces.sessions import draw
 from kvoffload.traces.workloads import LogNormal
@@ -66,6 +67,21 @@ class PacedSource(Source):
         """The assumed rate, if the file has no times."""
         return f"paced-{self.per_minute:g}-per-minute" if self._pace else ""
 
+    @abstractmethod
+    def has_time(self, record: bytes) -> bool:
+        """Return True if a record has an arrival time. Raises `BadLineError`."""
+
+    def missing(self, record: bytes) -> list[Missing]:
+        try:
+            has_time = self.has_time(record)
+        except BadLineError:
+            return []
+        return [] if has_time or self.per_minute else [Missing(self._no_rate(), "--from", "per_minute=60")]
+
+    def _no_rate(self) -> ConfigError:
+        allowed = f"give the number of conversations per minute: {self.name},per_minute=60"
+        return ConfigError("from", self.name, f"the file has no arrival times; {allowed}")
+
     def arriving(self, time_s: float | None, turns: Sequence[Request]) -> Iterable[Request]:
         """Return `turns` if the record has a time, else schedule `turns` and return due turns."""
         if time_s is not None:
@@ -77,8 +93,7 @@ class PacedSource(Source):
             raise BadLineError("field timestamp: missing")
         if self._pace is None:
             if not self.per_minute:
-                allowed = f"give the number of conversations per minute: {self.name},per_minute=60"
-                raise ConfigError("from", self.name, f"the file has no arrival times; {allowed}")
+                raise self._no_rate()
             self._pace = Pace(self.per_minute)
         return self._pace.begin(turns)
 

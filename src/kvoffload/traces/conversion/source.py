@@ -56,6 +56,21 @@ class Given:
     header: Header
 
 
+@dataclass(frozen=True)
+class Missing:
+    """A required option that was not given.
+
+    Attributes:
+        problem: the error for the user.
+        flag: the option: ``--tokenizer``; empty for the output.
+        example: a value of the option; of ``--from``, a parameter of the kind: ``per_minute=60``.
+    """
+
+    problem: ConfigError
+    flag: str
+    example: str
+
+
 class Source(ABC):
     """Reader of one recording, record by record, in memory independent of the number of records.
 
@@ -86,6 +101,13 @@ class Source(ABC):
         """Yield the records (by default the lines), numbered from 1. Raises `TraceError`."""
         return numbered_lines(Path(place), progress)
 
+    def missing(self, record: bytes) -> list[Missing]:
+        """Return the required options that were not given, as far as the first record shows.
+
+        An unreadable record shows nothing. Raises nothing.
+        """
+        return []
+
     @abstractmethod
     def read(self, record: bytes) -> Iterable[Request]:
         """Return the requests that are complete after this record, in order of arrival over all calls.
@@ -101,7 +123,7 @@ class Source(ABC):
 
     @property
     def assumed(self) -> str:
-        """The assumption that replaces missing data, for the output's name. Known after the first request."""
+        """The assumption that replaces missing data, for the header. Known after the first request."""
         return ""
 
     def remarks(self) -> list[str]:

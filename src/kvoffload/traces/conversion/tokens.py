@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -11,11 +11,21 @@ from kvoffload.errors import ConfigError
 
 
 class Tokens:
-    """No tokenizer: every call raises `ConfigError`."""
+    """No tokenizer: every call raises `ConfigError`.
+
+    Attributes:
+        is_given: False without a tokenizer.
+    """
+
+    is_given: ClassVar[bool] = False
+
+    @staticmethod
+    def missing() -> ConfigError:
+        return ConfigError("tokenizer", None, "text needs the model's tokenizer: give its tokenizer.json")
 
     def of(self, text: str) -> list[int]:
         """Return the token ids of a text, without special tokens around it."""
-        raise ConfigError("tokenizer", None, "text needs the model's tokenizer: give its tokenizer.json")
+        raise self.missing()
 
 
 class FileTokens(Tokens):
@@ -23,6 +33,8 @@ class FileTokens(Tokens):
 
     Thread: any, one call at a time.
     """
+
+    is_given = True
 
     def __init__(self, path: Path) -> None:
         try:

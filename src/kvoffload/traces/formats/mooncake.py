@@ -155,6 +155,7 @@ class Mooncake(TraceFormat):
             hints=TraceHints.of(requests.hints),
             prompt_tokens=requests.prompt_tokens(),
             sessions=requests.named_sessions(),
+            assumed=requests.assumed,
         )
 
 
@@ -265,7 +266,11 @@ class _Requests:
 
     def named(self, name: str) -> str:
         """Return the name for reports, with the assumptions of the headers."""
-        return f"{name} (assumed: {', '.join(self._assumed)})" if self._assumed else name
+        return f"{name} (assumed: {self.assumed})" if self._assumed else name
+
+    @property
+    def assumed(self) -> str:
+        return ", ".join(self._assumed)
 
     def _numbered(self, block_id: int | str) -> int:
         """Return a 64-bit id unchanged; number other ids -1, -2, ... in order of appearance."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Positive
-from kvoffload.traces.conversion.source import Given, Request, Source
+from kvoffload.traces.conversion.source import Given, Missing, Request, Source
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.lines import BadLineError
 
@@ -57,6 +57,22 @@ class Lengths(Source):
             "sessions": f"sessions-within-{self.within_s:g}s",
         }[self.reuse]
 
+    def missing(self, record: bytes) -> list[Missing]:
+        if self.reuse:
+            return []
+        names = {name.strip().strip('"').lower() for name in record.decode(errors="replace").split(",")}
+        example = "reuse=sessions" if names & set(_SESSION) else "reuse=none"
+        return [Missing(self._no_reuse(), "--from", example)]
+
+    def _no_reuse(self) -> ConfigError:
+        return ConfigError(
+            "from",
+            self.name,
+            "lengths do not show shared prefixes: choose an assumption; allowed: lengths:none (nothing "
+            "is shared), lengths:continued (a prompt continues the longest context that fits), "
+            "lengths:sessions (by the column of session ids)",
+        )
+
     def read(self, record: bytes) -> Iterable[Request]:
         try:
             row = next(csv.reader([record.decode()]))
@@ -85,13 +101,7 @@ class Lengths(Source):
             elif column != "session":
                 raise BadLineError(f"column {column}: missing; allowed: {', '.join(names)}")
         if not self.reuse:
-            raise ConfigError(
-                "from",
-                self.name,
-                "lengths do not show shared prefixes: choose an assumption; allowed: lengths:none (nothing "
-                "is shared), lengths:continued (a prompt continues the longest context that fits), "
-                "lengths:sessions (by the column of session ids)",
-            )
+            raise self._no_reuse()
         if self.reuse == "sessions" and "session" not in self._columns:
             raise ConfigError("from", f"{self.name}:{self.reuse}", "the table has no column of session ids")
 

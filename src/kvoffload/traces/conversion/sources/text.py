@@ -14,7 +14,7 @@ from kvoffload.core.hints import Hints
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.json_elements import elements, is_array
 from kvoffload.traces.conversion.pace import PacedSource
-from kvoffload.traces.conversion.source import Given, Request
+from kvoffload.traces.conversion.source import Given, Missing, Request
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.conversion.tokens import blocks_of
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
@@ -64,6 +64,15 @@ class Text(PacedSource):
         return (
             elements(path, progress) if path != STDIN and is_array(path) else numbered_lines(path, progress)
         )
+
+    def has_time(self, record: bytes) -> bool:
+        fields = decoded(_decode, record)
+        return any(fields.get(name) is not None for name in _TIMES)
+
+    def missing(self, record: bytes) -> list[Missing]:
+        tokens = self.given.tokens
+        no_tokenizer = [] if tokens.is_given else [Missing(tokens.missing(), "--tokenizer", "tokenizer.json")]
+        return no_tokenizer + super().missing(record)
 
     def read(self, record: bytes) -> Iterable[Request]:
         fields = decoded(_decode, record)

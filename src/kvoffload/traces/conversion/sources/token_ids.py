@@ -49,6 +49,9 @@ class TokenIds(PacedSource):
     def recognises(cls, names: frozenset[str]) -> bool:
         return bool(names & set(_PROMPTS))
 
+    def has_time(self, record: bytes) -> bool:
+        return decoded(_decode, record).timestamp is not None
+
     def read(self, record: bytes) -> Iterable[Request]:
         line = decoded(_decode, record)
         prompt = next((ids for name in _PROMPTS if (ids := getattr(line, name)) is not None), None)
