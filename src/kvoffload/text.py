@@ -24,6 +24,11 @@ def size(num_bytes: float, base: int = 1024) -> str:
     return f"{value:.4g} {units[0] if base == 1024 else units[0].replace('i', '')}"
 
 
+def exact_size(num_bytes: int) -> str:
+    """Format bytes in the units in which they were given: ``64 GB`` for 64,000,000,000, ``160 MiB``."""
+    return size(num_bytes, 1000 if num_bytes >= 10**6 and num_bytes % 10**6 == 0 else 1024)
+
+
 def percent(share: float, digits: int = 1) -> str:
     """Format a share of 1: ``31.4%``."""
     return f"{100 * share:.{digits}f}%"

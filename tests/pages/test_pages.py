@@ -7,17 +7,21 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffload.errors import ConfigError
+from kvoffload.pages.page import check_report
 from kvoffload.plan.prices import Prices, Ram, Server, Ssd, as_toml
 from support.run_cli import kvoffload
 from support.timeouts import HANGS_S
 
 pytest.importorskip("plotly", reason="reports take plotly: pip install 'kvoffload[report]'")
+from plotly.offline import get_plotlyjs
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 PHONE, DESK = 360, 1200
@@ -119,13 +123,15 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
     page, found = Page(path), json.loads(printed)
     drawn = charts(page)
     assert set(drawn) == {"frontier", "over-ram", "places", "wear", "waits", "over-time"}
-    paragraphs = [text for tag, text in page.texts if tag == "p"]
+    paragraphs = [text.replace("\u00a0", " ") for tag, text in page.texts if tag == "p"]
+    titles = [text for tag, text in page.texts if tag == "h2"]
+    assert titles[:3] == ["Waits", "Other purchases", "Limits"], "the sections of the answer come first"
     for sentence in (*found["words"], *found["cannot_tell"]):
         assert sentence in paragraphs
     by_name = {one["name"]: one for one in drawn["frontier"]["data"]}
     for name, rows in (
         ("feasible", [row for row in found["rows"] if row["feasible"]]),
-        ("infeasible", [row for row in found["rows"] if not row["feasible"]]),
+        ("infeasible: SSD wear", [row for row in found["rows"] if row["exceeds"] == "SSD wear"]),
         ("most for the money", found["frontier"]),
         ("recommended", [found["chosen"]]),
     ):
@@ -142,13 +148,71 @@ def test_the_charts_of_a_plan_have_its_rows(plan: tuple[Path, str]) -> None:
     )
     stacked = [sum(parts) for parts in zip(*(one["y"] for one in drawn["places"]["data"]), strict=True)]
     assert stacked == pytest.approx([100 * row["saved"] for row in found["frontier"]])
+    assert {row["exceeds"] for row in found["rows"] if not row["feasible"]} == {"SSD wear"}
     runs = [found["in_time"][name] for name in ("with_offload", "without")]
     for bars, run in zip(drawn["waits"]["data"], runs, strict=True):
+        assert bars["x"] == ["p50", "mean", "p90", "p99"]
         assert bars["y"] == [run["ttft_s"][name] for name in bars["x"]]
     cells = [text for tag, text in page.texts if tag == "td"]
     assert {link["name"] for link in runs[0]["links"]} <= set(cells)
     for row in found["purchases"]:
         assert f"{100 * row['saved']:.1f}%" in cells
+
+
+def test_axes_are_in_units_and_mark_the_recommendation(plan: tuple[Path, str]) -> None:
+    drawn, found = charts(Page(plan[0])), json.loads(plan[1])
+    axis = drawn["places"]["layout"]["xaxis"]
+    labels = dict(zip(axis["tickvals"], axis["ticktext"], strict=True))
+    for number, row in enumerate(found["frontier"], 1):
+        ram = f"{row['ram_bytes'] >> 20} MiB" if row["ram_bytes"] else "nothing"
+        assert labels[number].removeprefix("<b>★ ").startswith(ram)
+        assert ("★" in labels[number]) == (row == found["chosen"])
+    ends_s = [window["until_s"] for window in found["over_time"]]
+    assert ends_s == sorted(ends_s)
+    assert ends_s[-1] == pytest.approx(found["duration_s"])
+    unit_s = {"minutes": 60, "hours": 3600}[drawn["over-time"]["layout"]["xaxis"]["title"]["text"]]
+    for line in drawn["over-time"]["data"]:
+        assert line["x"] == pytest.approx([end_s / unit_s for end_s in ends_s])
+
+
+def test_the_best_setups_are_drawn_and_the_others_on_a_click(plan: tuple[Path, str]) -> None:
+    drawn, found = charts(Page(plan[0]))["over-ram"]["data"], json.loads(plan[1])
+    lines = {one["name"]: one for one in drawn}
+    bought = [row for row in found["rows"] if row["ram_modules"] and not row["ssd_drives"]]
+    best = {row["ram_bytes"]: 100 * row["saved"] for row in sorted(bought, key=lambda row: row["saved"])}
+    shown = lines["best setup of each size"]
+    assert dict(zip(shown["x"], shown["y"], strict=True)) == {ram / 2**30: best[ram] for ram in best}
+    others = [one for one in drawn if one["name"] == "other setups: click"]
+    assert others
+    assert {one["visible"] for one in others} == {"legendonly"}
+    assert [one["showlegend"] for one in others] == [True, *[False] * (len(others) - 1)]
+
+
+def test_reasons_are_short_and_explained_once(plan: tuple[Path, str]) -> None:
+    page, found = Page(plan[0]), json.loads(plan[1])
+    infeasible = [row for row in found["purchases"] if not row["feasible"]]
+    cells = [text for tag, text in page.texts if tag == "td"]
+    assert len(infeasible) > 1
+    assert cells.count("SSD wear") == len(infeasible)
+    assert not [cell for cell in cells if "drive writes a day" in cell]
+    (example,) = [text for tag, text in page.texts if tag == "p" and text.startswith("SSD wear, for example")]
+    assert example.replace("\u00a0", " ").endswith(f"{infeasible[0]['why_not']}.")
+    values = [text for tag, text in page.texts if tag == "td" and text.endswith(" B")]
+    assert not values, "sizes have units"
+
+
+@pytest.mark.parametrize("kind", ["plan", "sweep"])
+def test_a_page_has_less_than_half_of_the_bytes_of_plotly(kind: str, request: pytest.FixtureRequest) -> None:
+    path, printed = request.getfixturevalue(kind)
+    assert path.stat().st_size < len(get_plotlyjs()) / 2 + 4 * len(printed)
+
+
+def test_a_missing_plotly_is_a_message_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(
+        ConfigError, match=r"plan.html' is invalid; it needs plotly: pip install 'kvoffload\["
+    ):
+        check_report(tmp_path / "plan.html", force=False)
 
 
 def test_the_charts_of_a_sampled_plan_tell_rows_of_the_sample_apart(sampled: tuple[Path, str]) -> None:
@@ -281,7 +345,7 @@ def test_a_browser_draws_all_charts(
         shown = view.locator(f"#{name} .main-svg").first.bounding_box()
         assert 250 < shown["width"] <= width
         marks = view.locator(f"#{name} .point, #{name} .js-line, #{name} .bars path").count()
-        assert marks >= len(chart["data"])
+        assert marks >= len([one for one in chart["data"] if one.get("visible") != "legendonly"])
     assert view.evaluate("document.documentElement.scrollWidth") <= width, "nothing is wider than the screen"
     ground = view.evaluate("getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", ground)[:3])) > 3 * 128

@@ -237,7 +237,7 @@ def test_the_machine_and_its_sources_are_assumptions(turns: str) -> None:
     by_name = {one.name: one for one in answer.assumptions}
     assert by_name["machine"].value == "by hand"
     assert {name for name in QUANTITIES if name in by_name} == set(QUANTITIES) - {"memory_copy_bytes_per_s"}
-    assert by_name["copy_latency_s"].value == "0.1"
+    assert by_name["copy_latency_s"].value == "100 ms"
     assert by_name["copy_latency_s"].source == "assumed: by hand"
     assert by_name["requests at a time"].value == "256"
 

@@ -1,6 +1,16 @@
-// Draws the charts of a report in the colours of the page, and again when these change. Needs Plotly.
+// Draws the charts of a report in the colours of the page, and again when these change.
 const charts = JSON.parse(document.getElementById("charts").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
+
+// plotly.js stands in the page as compressed text.
+async function expandPlotly() {
+  const text = atob(document.getElementById("plotly").textContent);
+  const bytes = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+  const script = document.createElement("script");
+  const expanded = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  script.textContent = await new Response(expanded).text();
+  document.head.append(script);
+}
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -23,7 +33,8 @@ function inColours(layout) {
 
 // On a phone the names of a legend stand below each other, and take the chart's room.
 function height(chart) {
-  return innerWidth < 600 ? `${20 + 1.3 * chart.data.length}rem` : "";
+  const names = chart.data.filter((trace) => trace.showlegend !== false).length;
+  return innerWidth < 600 ? `${20 + 1.3 * names}rem` : "";
 }
 
 function draw() {
@@ -37,8 +48,15 @@ for (const button of document.querySelectorAll("button[data-chart]")) {
     format: button.dataset.format, filename: button.dataset.chart, width: 960, height: 540, scale: 2,
   }));
 }
-dark.addEventListener("change", draw);
-// Paper is narrower than a screen, and white.
-addEventListener("beforeprint", () => draw().then(() => charts.forEach(({ id }) => Plotly.Plots.resize(id))));
-addEventListener("afterprint", draw);
-draw().then(() => { document.documentElement.dataset.drawn = charts.length; });
+async function start() {
+  await expandPlotly();
+  dark.addEventListener("change", draw);
+  // Paper is narrower than a screen, and white.
+  addEventListener("beforeprint", () => draw().then(() => charts.forEach(({ id }) => Plotly.Plots.resize(id))));
+  addEventListener("afterprint", draw);
+  await draw();
+  document.documentElement.dataset.drawn = charts.length;
+}
+
+if (window.DecompressionStream) start();
+else for (const { id } of charts) document.getElementById(id).textContent = "Charts need a browser of 2023 or later.";

@@ -1,10 +1,12 @@
-"""Reports as one offline HTML file: text, tables, charts, and plotly.js, which draws the charts.
+"""Reports as one offline HTML file: text, tables, charts, and plotly.js (compressed), which draws the charts.
 
 Does not know plans or sweeps. plotly.js comes from the package plotly (`pip install 'kvoffload[report]'`).
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 import html
 import os
 from collections.abc import Iterable, Sequence
@@ -17,6 +19,7 @@ import msgspec
 
 from kvoffload._version import __version__
 from kvoffload.errors import ConfigError
+from kvoffload.text import unbroken
 
 Data = list[dict[str, Any]]
 """Traces of a chart, in the form of plotly.js."""
@@ -49,17 +52,19 @@ class Table:
     Attributes:
         headings: a ``#`` at the end marks a column of numbers, which are aligned right.
         marks: a mark for each row (``chosen``, ``cannot``, ``good``, ``bad``, or empty), or no marks.
+        notes: lines below the table of a page.
     """
 
     title: str
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
     marks: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs under a title; `is_code` marks text for copying."""
+    """Paragraphs under a title, which may be empty; `is_code` marks text for copying."""
 
     title: str
     paragraphs: Sequence[str]
@@ -75,7 +80,7 @@ def check_report(path: Path, *, force: bool) -> None:
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
     if path.exists() and not (force and path.is_file()):
         raise ConfigError("report", str(path), "the file exists; --force replaces it")
-    _plotly_js()
+    _plotly_js(path)
 
 
 def write_report(path: Path, content: str) -> None:
@@ -89,11 +94,11 @@ def write_report(path: Path, content: str) -> None:
         raise ConfigError("report", str(path), f"the file cannot be written ({error.strerror})") from None
 
 
-def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes, command: str) -> str:
+def page(title: str, answer: Sequence[Text], parts: Iterable[Part], result: bytes, command: str) -> str:
     """Build the HTML of a page.
 
     Args:
-        answer: paragraphs of the answer, the most important first.
+        answer: sections of the answer, the most important first.
         result: all numbers as JSON; becomes the element with id ``result``.
         command: command that makes the page.
     """
@@ -105,7 +110,7 @@ def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes
     ]
     files = resources.files("kvoffload.pages")
     css, js = ((files / name).read_text("utf-8") for name in ("page.css", "page.js"))
-    paragraphs = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in answer)
+    sections = "".join(map(_html, answer))
     body = "\n".join(map(_html, parts))
     return f"""<!doctype html>
 <html lang="en">
@@ -118,7 +123,7 @@ def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes
 </head>
 <body>
 <h1>{html.escape(title)}</h1>
-<section class="answer">{paragraphs}</section>
+<section class="answer">{sections}</section>
 <noscript><p class="quiet">Charts need JavaScript; the text and the tables do not.</p></noscript>
 {body}
 {_html(Text("Command", [command], is_code=True))}
@@ -126,7 +131,7 @@ def page(title: str, answer: Sequence[str], parts: Iterable[Part], result: bytes
 of this page as JSON.</p>
 <script type="application/json" id="result">{_in_script(result)}</script>
 <script type="application/json" id="charts">{_in_script(msgspec.json.encode(charts))}</script>
-<script>{_plotly_js()}</script>
+<script type="text/plain" id="plotly">{_compressed(_plotly_js())}</script>
 <script>{js}</script>
 </body>
 </html>
@@ -134,7 +139,7 @@ of this page as JSON.</p>
 
 
 def _html(part: Part) -> str:
-    title = f"<h2>{html.escape(part.title)}</h2>"
+    title = f"<h2>{html.escape(part.title)}</h2>" if part.title else ""
     if isinstance(part, Chart):
         buttons = "".join(
             f'<button type="button" data-chart="{part.name}" data-format="{kind}">{kind.upper()}</button>'
@@ -143,8 +148,9 @@ def _html(part: Part) -> str:
         caption = f"<figcaption>{html.escape(part.note)}{buttons}</figcaption>"
         return f'<figure>{title}<div class="chart" id="{part.name}"></div>{caption}</figure>'
     if isinstance(part, Text):
-        tag = "pre" if part.is_code else "p"
-        return title + "".join(f"<{tag}>{html.escape(paragraph)}</{tag}>" for paragraph in part.paragraphs)
+        if part.is_code:
+            return title + "".join(f"<pre>{html.escape(paragraph)}</pre>" for paragraph in part.paragraphs)
+        return title + _paragraphs(part.paragraphs)
     marks = [*part.marks, *[""] * (len(part.rows) - len(part.marks))]
     classes = ["number" if heading.endswith("#") else "" for heading in part.headings]
     heads = _cells("th", [heading.removesuffix("#") for heading in part.headings], classes)
@@ -153,12 +159,16 @@ def _html(part: Part) -> str:
         for row, mark in zip(part.rows, marks, strict=True)
     )
     table = f"<table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'{title}<div class="wide">{table}</div>'
+    return f'{title}<div class="wide">{table}</div>{_paragraphs(part.notes, "quiet")}'
+
+
+def _paragraphs(texts: Iterable[str], name: str = "") -> str:
+    return "".join(f'<p class="{name}">{html.escape(unbroken(text))}</p>' for text in texts)
 
 
 def _cells(tag: str, cells: Sequence[str], classes: Sequence[str]) -> str:
     return "".join(
-        f'<{tag} class="{name}">{html.escape(cell)}</{tag}>'
+        f'<{tag} class="{name}">{html.escape(unbroken(cell))}</{tag}>'
         for cell, name in zip(cells, classes, strict=True)
     )
 
@@ -168,11 +178,17 @@ def _in_script(text: bytes) -> str:
     return text.decode().replace("<", "\\u003c")
 
 
-def _plotly_js() -> str:
+def _compressed(source: str) -> str:
+    """Compress plotly.js to two fifths of its size, as text; page.js expands it."""
+    return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
+
+
+def _plotly_js(path: Path | None = None) -> str:
+    """Return the source of plotly.js. Raises `ConfigError` about the report `path` without plotly."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        why = "a report needs plotly: pip install 'kvoffload[report]'"
-        raise ConfigError("report", "", why) from None
+        why = "it needs plotly: pip install 'kvoffload[report]'"
+        raise ConfigError("report", str(path), why) from None
     source: str = get_plotlyjs()
     return source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
 from kvoffload.plan.clock import InTime
@@ -12,11 +13,15 @@ from kvoffload.plan.words import PLACEHOLDERS, goods, money, shares, ttft
 from kvoffload.text import duration, interval, percent, size
 
 _GIB = 2**30
+_MANY_MINUTES_S = 3 * 3600
+"""Duration above which the time axis has hours."""
+_PURCHASES = "Purchases, the best use of each; * is recommended, x is infeasible"
 
 
 def plan_page(answer: PlanAnswer, command: str) -> str:
     """Build the page; `command` is the command that made it."""
-    return page(f"What to buy for {answer.trace}", answer.words, _parts(answer), answer.to_json(), command)
+    sections = [Text(section.title, section.sentences) for section in answer.sections]
+    return page(f"What to buy for {answer.trace}", sections, _parts(answer), answer.to_json(), command)
 
 
 def _parts(answer: PlanAnswer) -> Iterator[Part]:
@@ -33,7 +38,7 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
         yield _waits(answer.in_time)
         yield _links(answer.in_time)
     yield _over_time(answer)
-    yield purchases_table(answer, answer.purchases, "Purchases, the best use of each")
+    yield _with_short_reasons(purchases_table(answer, answer.purchases, _PURCHASES), answer.purchases)
     yield Text("What the recording cannot tell", answer.cannot_tell)
     rows = [(assumption.name, assumption.value, assumption.source) for assumption in answer.assumptions]
     yield Table("Assumptions", ("assumption", "value", "source"), rows)
@@ -51,6 +56,10 @@ def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: obje
 def _hover(row: PlanRow) -> str:
     label = f"{goods(row)}<br>{row.setup}"
     return label if row.feasible else f"{label}<br>infeasible: {row.why_not}"
+
+
+def _line(rows: Sequence[PlanRow], name: str, **look: object) -> dict[str, object]:
+    return _points(rows, [row.ram_bytes / _GIB for row in rows], name, mode="lines+markers", **look)
 
 
 def _flat(name: str, y: float, x: Sequence[float], dash: str = "dot") -> dict[str, object]:
@@ -72,8 +81,9 @@ def _frontier(answer: PlanAnswer) -> Chart:
         _points([answer.chosen], [answer.chosen.price], "recommended", marker={"size": 16, "symbol": "star"}),
         _flat("ceiling", answer.ceiling, prices),
     ]  # fmt: skip
-    if infeasible:
-        data.insert(1, _points(infeasible, [row.price for row in infeasible], "infeasible",
+    for reason in sorted({row.exceeds for row in infeasible}, reverse=True):
+        rows = [row for row in infeasible if row.exceeds == reason]
+        data.insert(1, _points(rows, [row.price for row in rows], f"infeasible: {reason}",
                                marker={"size": 7, "symbol": "x", "opacity": 0.6}))  # fmt: skip
     note = "Each point is a purchase, used in one way."
     if sampled:
@@ -90,15 +100,23 @@ _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 
 
 def _over_ram(answer: PlanAnswer) -> Chart:
-    """Build the chart of the saving over RAM, a line for each setup; every point is measured."""
+    """Build the chart of the saving over RAM; every point is measured.
+
+    The best setup of each size and the recommended setup are drawn. A click on the legend draws the others.
+    """
     alone = [row for row in answer.sampled or answer.rows if not (row.ssd_drives or row.servers)]
     setups = sorted({row.setup for row in alone if row.ram_modules})
-    data: Data = []
-    for setup in setups:
-        line = sorted((row for row in alone if row.setup == setup), key=lambda row: row.ram_bytes)
-        sizes = [row.ram_bytes / _GIB for row in line]
-        data.append(_points(line, sizes, str(setup), mode="lines+markers"))
     bought = [row for row in alone if row.ram_modules]
+    best_of = {row.ram_bytes: row for row in sorted(bought, key=lambda row: row.saved)}
+    data: Data = [_line([best_of[ram] for ram in sorted(best_of)], "best setup of each size")]
+    others: Data = []
+    for setup in setups:
+        rows = sorted((row for row in alone if row.setup == setup), key=lambda row: row.ram_bytes)
+        if setup == answer.chosen.setup:
+            data.append(_line(rows, f"recommended: {setup}", line={"dash": "dashdot"}))
+        else:
+            hidden = {"visible": "legendonly", "legendgroup": "others", "showlegend": not others}
+            others.append(_line(rows, "other setups: click", **hidden))
     best = dict[float, float]()
     for row in sorted(bought, key=lambda row: (row.ram_bytes, row.optimum)):
         best[row.ram_bytes / _GIB] = 100 * row.optimum
@@ -108,6 +126,7 @@ def _over_ram(answer: PlanAnswer) -> Chart:
          "y": list(best.values()), "line": {"dash": "dash"},
          "hovertemplate": "%{y:.1f}%<extra>optimum</extra>"},
     ]  # fmt: skip
+    data += others
     if not answer.sampled:
         data += [_flat("ceiling", answer.ceiling, sizes), _flat("the GPUs alone", answer.by_gpus, sizes)]
     axes = {"xaxis": {"title": {"text": "RAM, GiB"}}, "yaxis": _SAVED}
@@ -127,11 +146,21 @@ def _places(answer: PlanAnswer) -> Chart:
          "hovertemplate": f"%{{y:.1f}}% by {name}<br>%{{customdata}}<extra></extra>"}
         for name, field in fields
     ]  # fmt: skip
-    ticks = {"tickvals": list(range(1, len(names) + 1)), "title": {"text": "purchases, cheapest first"}}
+    labels = [f"<b>★ {_short(row)}</b>" if row == answer.chosen else _short(row) for row in answer.frontier]
+    ticks = {"tickvals": list(range(1, len(names) + 1)), "ticktext": labels,
+             "title": {"text": "cheapest first; ★ recommended"}}  # fmt: skip
     layout = {"barmode": "stack", "xaxis": ticks, "yaxis": _SAVED}
     return Chart(
         "places", "Where blocks come from", data, layout, "Of the purchases with most for the money."
     )
+
+
+def _short(row: PlanRow) -> str:
+    """Name a purchase below a bar: ``64 GiB``, ``64 GiB + 3.84 TB``, ``64 GiB + 2 servers``."""
+    parts = [size(row.ram_bytes)] if row.ram_bytes else []
+    parts += [size(row.ssd_bytes, 1000)] if row.ssd_bytes else []
+    parts += [f"{row.servers} server" + "s" * (row.servers > 1)] if row.servers else []
+    return " + ".join(parts) or "nothing"
 
 
 def _wear(answer: PlanAnswer) -> Chart:
@@ -166,9 +195,11 @@ def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
 
 
 def _waits(timed: InTime) -> Chart:
+    names = ("p50", "mean", "p90", "p99")
     data: Data = [
-        {"type": "bar", "name": name, "x": [percentile for percentile, _ in ttft(run)],
-         "y": [value for _, value in ttft(run)], "hovertemplate": f"%{{y:.3g}} s<extra>{name}</extra>"}
+        {"type": "bar", "name": name, "x": names,
+         "y": [dict(ttft(run))[percentile] for percentile in names],
+         "hovertemplate": f"%{{y:.3g}} s<extra>{name}</extra>"}
         for name, run in (("recommended", timed.with_offload), ("the GPUs alone", timed.without))
     ]  # fmt: skip
     layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}}
@@ -190,16 +221,30 @@ def _links(timed: InTime) -> Table:
 
 
 def _over_time(answer: PlanAnswer) -> Chart:
-    numbers = list(range(1, len(answer.over_time) + 1))
+    label, unit_s = ("hours", 3600.0) if answer.duration_s > _MANY_MINUTES_S else ("minutes", 60.0)
+    ends: list[float] = [window.until_s / unit_s for window in answer.over_time if window.until_s is not None]
+    if not ends:
+        label, ends = "window of the recording", list(range(1, len(answer.over_time) + 1))
     data: Data = [
-        {"type": "scatter", "mode": "lines", "name": name, "x": numbers,
+        {"type": "scatter", "mode": "lines", "name": name, "x": ends,
          "y": [100 * getattr(window, field) for window in answer.over_time],
          "hovertemplate": f"%{{y:.1f}}%<extra>{name}</extra>"}
         for name, field in (("recommended", "chosen"), ("the GPUs alone", "by_gpus"))
     ]  # fmt: skip
-    axes = {"xaxis": {"title": {"text": "window of the recording"}}, "yaxis": _SAVED}
+    axes = {"xaxis": {"title": {"text": label}, "rangemode": "tozero"}, "yaxis": _SAVED}
     note = "Windows have the same number of requests; intervals are computed from them. Caches begin empty."
     return Chart("over-time", "Saving over time", data, axes, note)
+
+
+def _with_short_reasons(table: Table, rows: Sequence[PlanRow]) -> Table:
+    """Replace the reasons of infeasible rows by short names, with an example of each below the table."""
+    cells = [
+        shown if row.feasible else [*shown[:-1], row.exceeds]
+        for shown, row in zip(table.rows, rows, strict=True)
+    ]
+    examples = {row.exceeds: f"{row.exceeds}, for example {goods(row)}: {row.why_not}." for row in rows[::-1]
+                if not row.feasible}  # fmt: skip
+    return replace(table, rows=cells, notes=list(examples.values())[::-1])
 
 
 def purchases_table(answer: PlanAnswer, rows: Sequence[PlanRow], title: str) -> Table:

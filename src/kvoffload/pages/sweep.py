@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from kvoffload.pages.page import Chart, Data, Part, Table, page
+from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.table import Row
 from kvoffload.sweep.verdict import Verdict
@@ -20,7 +20,7 @@ def sweep_page(rows: Sequence[Row], verdicts: Sequence[Verdict], command: str) -
     lines = [f"{_place(verdict.best)}, {verdict.line}." if several else f"{verdict.line}."
              for verdict in verdicts]  # fmt: skip
     lines = [line[0].upper() + line[1:] for line in lines]
-    return page(f"Sweep of {names}", lines, _parts(rows), as_json(rows), command)
+    return page(f"Sweep of {names}", [Text("", lines)], _parts(rows), as_json(rows), command)
 
 
 def _place(row: Row) -> str:

@@ -25,6 +25,7 @@ from kvoffload.simulate.timed import run_in_time
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import OnProgress, Progress
 from kvoffload.sweep.task import code_digests, load
+from kvoffload.text import duration
 
 _FORMAT = 1
 """Format of a timed replay in the journal."""
@@ -205,7 +206,7 @@ def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
     for name in QUANTITIES:
         number: Quantity | None = getattr(machine, name)
         if number is not None:
-            yield name, f"{number.value:.4g}", number.source
+            yield name, _with_unit(name, number.value), number.source
     if timed.engines > 1:
         engine = f"the busiest of {timed.engines}, with {timed.requests:,} requests"
         yield "timed engine", engine, "other engines wait less, if their machines are equal"
@@ -213,3 +214,12 @@ def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
     yield "tokens a step", f"{timed.step_tokens:,}", "assumed, of an engine"
     if timed.load != 1:
         yield "arrival rate", f"{timed.load:g} times the recording's", "scale; with full-size caches"
+
+
+def _with_unit(name: str, value: float) -> str:
+    """Format a quantity of a machine, whose name ends with its unit: ``50.4 GB/s``, ``5 ms``."""
+    if name.endswith("_bytes_per_s"):
+        return f"{value / 1e9:.4g} GB/s"
+    if name.endswith(("tokens_per_s", "_squared")):
+        return f"{value:.4g}"
+    return duration(value)

@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.plan.fleet import Fleet
 from kvoffload.replay.device import run_device
 from kvoffload.replay.optimum import infinite
-from kvoffload.sweep.bootstrap import RESAMPLES, Interval, Resamples, Sums, window_sums
+from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Interval, Resamples, Sums, window_sums
 from kvoffload.sweep.measuring import swept
 from kvoffload.sweep.table import SweptTrace
 from kvoffload.sweep.task import Share, TraceSource, load
@@ -42,6 +42,7 @@ class Evidence:
         ceiling_hits: block references that unlimited caches would serve.
         apart_hits: the same for replicas that share nothing.
         refs: block references in each window.
+        window_ends_s: last arrival of each window, in seconds after the first arrival; empty without times.
         device_hits: block references that the GPUs alone serve, in each window.
         draws: resamples of the windows, for intervals.
     """
@@ -60,6 +61,7 @@ class Evidence:
     ceiling_hits: int
     apart_hits: int
     refs: Sums
+    window_ends_s: tuple[float, ...]
     device_hits: Sums
     draws: Resamples
 
@@ -145,6 +147,7 @@ def gather(
         ceiling_hits=infinite(load(undivided)).prefix_hit_blocks if is_shared else apart,
         apart_hits=apart,
         refs=windows,
+        window_ends_s=_window_ends(shares, len(windows)) if duration_s else (),
         device_hits=together(
             [window_sums(run_device(share, fleet.device_blocks).served) for share in shares]
         ),
@@ -158,6 +161,17 @@ def together(windows: Sequence[Sums]) -> Sums:
     padded = (np.pad(sums, (0, longest - len(sums))) for sums in windows)
     total: Sums = sum(padded, np.zeros(longest, np.int64))
     return total
+
+
+def _window_ends(shares: Sequence[Trace], count: int) -> tuple[float, ...]:
+    """Compute the last arrival in each window, of all replicas."""
+    first = min(int(share.timestamps_ms.min()) for share in shares)
+    latest = np.zeros(count)
+    for share in shares:
+        windows = min(WINDOWS, share.requests)
+        lasts = np.arange(1, windows + 1) * share.requests // windows - 1
+        latest[:windows] = np.maximum(latest[:windows], (share.timestamps_ms[lasts] - first) / 1000)
+    return tuple(latest.tolist())
 
 
 def _outside_blocks(shares: Sequence[Trace]) -> float | None:

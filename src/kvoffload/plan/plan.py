@@ -34,6 +34,7 @@ from kvoffload.sweep.grid import Grid, incompatible
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
+from kvoffload.text import exact_size
 
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
 _CONFIRMED = 8
@@ -51,10 +52,15 @@ class Assumption(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Savings in one window (`bootstrap.window_sums`), by the recommended row and by the GPUs alone."""
+    """Savings in one window (`bootstrap.window_sums`), by the recommended row and by the GPUs alone.
+
+    Attributes:
+        until_s: last arrival of the window, in seconds after the first arrival; null without times.
+    """
 
     chosen: float
     by_gpus: float
+    until_s: float | None = None
 
 
 class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -293,8 +299,13 @@ class Plan:
 def _answer(findings: Findings, work: Work) -> PlanAnswer:
     fleet, evidence, choice = findings.fleet, findings.evidence, findings.choice
     sections = answer(findings)
+    ends_s = evidence.window_ends_s or [None] * len(evidence.refs)
     windows = zip(
-        choice.chosen.hits.tolist(), evidence.device_hits.tolist(), evidence.refs.tolist(), strict=True
+        choice.chosen.hits.tolist(),
+        evidence.device_hits.tolist(),
+        evidence.refs.tolist(),
+        ends_s,
+        strict=True,
     )
     return PlanAnswer(
         trace=evidence.name,
@@ -321,7 +332,9 @@ def _answer(findings: Findings, work: Work) -> PlanAnswer:
         rows=[measured.row for measured in findings.rows],
         one_in=findings.one_in,
         sampled=[measured.row for measured in findings.sampled],
-        over_time=[Window(hits / max(refs, 1), alone / max(refs, 1)) for hits, alone, refs in windows],
+        over_time=[
+            Window(hits / max(refs, 1), alone / max(refs, 1), end_s) for hits, alone, refs, end_s in windows
+        ],
         in_time=findings.in_time,
         assumptions=assumptions(findings),
         cannot_tell=cannot_tell(findings),
@@ -421,10 +434,11 @@ class _Search:
 def assumptions(findings: Findings) -> list[Assumption]:
     """List the assumptions of the answer that do not follow from the recording."""
     fleet, evidence, in_time = findings.fleet, findings.evidence, findings.in_time
-    block, prices, one_in = f"{fleet.block_bytes:,} B", fleet.prices, findings.one_in
+    block, prices, one_in = exact_size(fleet.block_bytes), fleet.prices, findings.one_in
+    each = exact_size(fleet.kv_bytes_per_gpu)
     listed = [
         Assumption("block", block, "bytes of a token (--model) times the recording's tokens per block"),
-        Assumption("GPUs", f"{fleet.gpus} with {fleet.kv_bytes_per_gpu:,} B for blocks each", "given"),
+        Assumption("GPUs", f"{fleet.gpus} with {each} for blocks each", "given"),
         Assumption("engines", f"{fleet.replicas}, requests by {fleet.routing}",
                    "given; each has its own GPUs, RAM and SSDs"),
         Assumption("GPU cache", "lru", "vLLM's own; requests end when they are served"),

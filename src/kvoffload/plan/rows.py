@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -76,6 +77,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         ssd_life_years: years until a drive is worn out; null without SSDs.
         feasible: whether the row keeps all limits.
         why_not: exceeded limits, in words.
+        exceeds: short names of the exceeded limits: ``SSD wear, budget``.
         ttft_p90_s: 90th percentile of the time to first token; null if it was not simulated.
         one_in: the row was measured on one session in this many; 1: on all.
     """
@@ -122,6 +124,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     why_not: str
     ttft_p90_s: float | None = None
     one_in: int = 1
+    exceeds: str = ""
 
     @property
     def purchase(self) -> Purchase:
@@ -208,7 +211,9 @@ def measured(
     hits = cell.window_hits(measurements)
     row = _measured(cell, measurements, fleet, evidence, hits).row
     exceeded = limits(row, fleet, budget)
-    return Measured(msgspec.structs.replace(row, feasible=not exceeded, why_not="; ".join(exceeded)), hits)
+    why_not = "; ".join(limit.text for limit in exceeded)
+    names = ", ".join(dict.fromkeys(limit.name for limit in exceeded))
+    return Measured(msgspec.structs.replace(row, feasible=not exceeded, why_not=why_not, exceeds=names), hits)
 
 
 def _measured(
@@ -268,44 +273,61 @@ def _measured(
     return Measured(row, hits)
 
 
-def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[str]:
-    """List the limits of hardware and budget that a row exceeds, in words."""
-    exceeded, prices, drives = list[str](), fleet.prices, fleet.hosts * row.ssd_drives
+class Limit(NamedTuple):
+    """An exceeded limit: its short name, and the numbers in words."""
+
+    name: str
+    text: str
+
+
+def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limit]:
+    """List the limits of hardware and budget that a row exceeds."""
+    exceeded, prices, drives = list[Limit](), fleet.prices, fleet.hosts * row.ssd_drives
     if budget is not None and row.price > budget:
-        exceeded.append(f"{row.price:,.0f} {prices.currency} are above the budget")
+        exceeded.append(Limit("budget", f"{row.price:,.0f} {prices.currency} are above the budget"))
     link = fleet.gpus * prices.link_bytes_per_s
     for name, used in (("stores", row.ram_write_bytes_per_s), ("loads", row.load_bytes_per_s)):
         if used is not None and used * row.busy > link:
-            exceeded.append(f"{name} of {_rate(used * row.busy)} exceed the GPUs' links of {_rate(link)}")
+            text = f"{name} of {_rate(used * row.busy)} exceed the GPUs' links of {_rate(link)}"
+            exceeded.append(Limit("GPU links", text))
     if row.servers:
         return [*exceeded, *_network(row, fleet)]
     if not drives:
         return exceeded
     if row.ssd_write_bytes_per_s is None or row.ssd_read_bytes_per_s is None:
-        return [*exceeded, "the recording has no times, so the writes to SSDs per second are unknown"]
+        text = "the recording has no times, so the writes to SSDs per second are unknown"
+        return [*exceeded, Limit("no times", text)]
     for verb, used, limit in (
         ("written", row.ssd_write_bytes_per_s, prices.ssd.write_bytes_per_s),
         ("read", row.ssd_read_bytes_per_s, prices.ssd.read_bytes_per_s),
     ):
         if used * row.busy > drives * limit:
             needed, most = _rate(used * row.busy), _rate(drives * limit)
-            exceeded.append(f"{needed} {verb} in the busiest minute exceed the SSDs' {most}")
+            exceeded.append(
+                Limit("SSD speed", f"{needed} {verb} in the busiest minute exceed the SSDs' {most}")
+            )
     if row.drive_writes_a_day is not None and row.drive_writes_a_day > prices.ssd.writes_per_day:
-        exceeded.append(
+        text = (
             f"{row.drive_writes_a_day:,.1f} drive writes a day, rated for {prices.ssd.writes_per_day:g}: "
             f"SSDs last {age(row.ssd_life_years)}, not {prices.ssd.life_years:g} years"
         )
+        exceeded.append(Limit("SSD wear", text))
     return exceeded
 
 
-def _network(row: PlanRow, fleet: Fleet) -> list[str]:
+def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
     """List the limits of the servers' and the hosts' networks that a row exceeds."""
     server = fleet.prices.server
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
-        return ["the recording has no times, so the bytes per second to servers are unknown"]
+        return [
+            Limit("no times", "the recording has no times, so the bytes per second to servers are unknown")
+        ]
     return [
-        f"{_rate(used * row.busy)} {direction} in the busiest minute exceed "
-        f"the {owner}' network of {_rate(link)}"
+        Limit(
+            "network",
+            f"{_rate(used * row.busy)} {direction} in the busiest minute exceed "
+            f"the {owner}' network of {_rate(link)}",
+        )
         for direction, used in (
             ("to servers", row.server_write_bytes_per_s),
             ("from servers", row.server_read_bytes_per_s),
