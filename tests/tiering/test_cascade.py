@@ -188,6 +188,35 @@ def test_waiting_blocks_that_leave_ram_are_counted_and_logged(caplog: pytest.Log
     assert "tier t0: 2 blocks left RAM unwritten" in caplog.text
 
 
+def test_close_logs_the_number_of_blocks_that_were_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(capacity=4, immediate=False, max_in_flight=0.5)
+    rig.store("abcd")
+    rig.store("xy")  # in place of c and d, which wait
+    rig.end_all()
+    rig.manager.poll()
+    rig.end_all()
+    rig.store("uv")
+    rig.store("w")  # waits for u and v
+    caplog.clear()
+    rig.manager.close(timeout_s=0)
+    (line,) = caplog.messages
+    assert line == (
+        "tier t0: 2 of 9 blocks left RAM before the tier could write them; 1 were queued at close: call "
+        "flush() first"
+    )
+    caplog.clear()
+    rig.manager.close(timeout_s=0)
+    assert not caplog.messages
+
+
+def test_close_logs_nothing_if_every_block_was_written(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(capacity=4)
+    rig.store("abcd")
+    assert rig.manager.flush(1.0)
+    rig.manager.close()
+    assert not caplog.messages
+
+
 def test_waiting_blocks_are_bounded_by_the_capacity_of_ram() -> None:
     rig = Rig(capacity=4, immediate=False, max_in_flight=0.25)
     rig.store("a")

@@ -6,6 +6,7 @@ a tier decide which blocks it keeps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import islice
 
@@ -19,6 +20,7 @@ from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
+_LOGGER = logging.getLogger("kvoffload.tiering")
 _MIN_WEIGHT = 0.25
 """Smallest weight of a slow tier, relative to the fastest. Its writes must overlap to show its real speed."""
 
@@ -75,11 +77,32 @@ class Cascade:
             return
         lane.jobs[job] = LaneJob(written, self._stack.clock())
         lane.num_writing += len(written.keys)
+        lane.num_accepted += len(written.keys)
 
     def end_write(self, lane: TierLane, plan: LoadPlan, result: JobResult) -> None:
         """Unpin the blocks of a write that has ended."""
         lane.end_write(len(plan.keys), int(np.count_nonzero(result.ok)), result.seconds)
         self._stack.ram.unpin(plan)
+
+    def stop(self) -> None:
+        """Forget the queued blocks, and log a line for each tier that has not been offered all blocks."""
+        for lane in self._stack.lanes:
+            keys = self._stack.ram.pack([*lane.waiting])
+            missing = keys.take(~lane.tier.contains(keys))
+            num_left = int(np.count_nonzero(self._stack.ram.ready_slots_of(missing) < 0))
+            lane.waiting.clear()
+            self._stack.counts.not_offered += num_left
+            num_lost, num_queued = lane.num_lost + num_left, len(missing) - num_left
+            lane.num_lost = 0
+            if num_lost or num_queued:
+                queued = f"; {num_queued} were queued at close: call flush() first" if num_queued else ""
+                _LOGGER.warning(
+                    "tier %s: %d of %d blocks left RAM before the tier could write them%s",
+                    lane.tier.name,
+                    num_lost,
+                    lane.num_accepted + num_lost + num_queued,
+                    queued,
+                )
 
     def _offer_waiting(self, lane: TierLane) -> None:
         """Offer the oldest queued blocks, if they are still in RAM.
@@ -122,6 +145,7 @@ class Cascade:
     def _count_lost(self, lane: TierLane, num_blocks: int) -> None:
         if num_blocks:
             self._stack.counts.not_offered += num_blocks
+            lane.num_lost += num_blocks
             self._log.warn(
                 f"waiting {id(lane)}",
                 "tier %s: %d blocks left RAM unwritten: the tier writes slower than blocks arrive",

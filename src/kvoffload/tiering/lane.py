@@ -69,6 +69,8 @@ class TierLane:
         write_s_per_block: recent average, including time in the tier's queue; 0 before the first write.
         probing: blocks of the probes in flight.
         waiting: queued blocks of RAM, to offer in this order when the tier has room.
+        num_accepted: blocks that the tier has accepted for writing.
+        num_lost: queued blocks that left RAM before the tier accepted them.
     """
 
     def __init__(self, tier: SecondaryTier, row: int, clock: Callable[[], float]) -> None:
@@ -80,6 +82,7 @@ class TierLane:
         self.write_s_per_block = 0.0
         self._failed_reads, self._next_try = 0, 0.0
         self.waiting: dict[bytes, None] = {}
+        self.num_accepted = self.num_lost = 0
         self.probing: set[bytes] = set()
 
     def probe(self, keys: Keys, now: float) -> None:

@@ -355,9 +355,8 @@ class TieredManager:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait up to `timeout_s` for the jobs in flight, and close the tiers. Queued blocks are not written:
-        call `flush` before."""
-        for lane in self.lanes:
-            lane.waiting.clear()
+        call `flush` before. Logs the number of blocks that no tier was offered, a line for each tier."""
+        self._cascade.stop()
         self.settle(timeout_s)
         for lane in self.lanes:
             lane.tier.close()
