@@ -45,7 +45,7 @@ class Failure:
         error = str(self.error)
         if not isinstance(self.error, AssertionError):
             error = f"{type(self.error).__name__}: {error}"
-        head = f"fails with {self.capacity_blocks} slots, store mode {self.store}, and these steps:"
+        head = f"fails with capacity_blocks={self.capacity_blocks}, store={self.store!r} and these steps:"
         return "\n".join([head, *steps, error + _place_in_policy(self.error)])
 
 
