@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvoffload.tiers.contract import SecondaryTier
     from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
+    from kvoffload.tiers.spec import open_tier
     from kvoffload.tiers.striped import StripedTier
     from kvoffload.tiers.write_budget import WriteBudget
     from kvoffload.traces.format import read_trace
@@ -77,6 +78,7 @@ _HOME = {
     "copy_blocks": "transfer",
     "copy_engine_for": "transfer",
     "load_trace": "traces.sources",
+    "open_tier": "tiers.spec",
     "optimum": "replay.optimum",
     "read_trace": "traces.format",
     "write_trace": "traces.formats.mooncake",
@@ -116,6 +118,7 @@ __all__ = [
     "copy_blocks",
     "copy_engine_for",
     "load_trace",
+    "open_tier",
     "optimum",
     "read_trace",
     "write_trace",

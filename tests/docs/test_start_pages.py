@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -27,10 +28,10 @@ def commands() -> list[tuple[str, str]]:
     return [shown for page in PAGES for shown in _SHOWN.findall((ROOT / "docs" / page).read_text())]
 
 
-def printed(document: str) -> tuple[str, str]:
-    """What the code of a document prints, and the document."""
+def printed(document: str, number: int = 0) -> tuple[str, str]:
+    """What an example in a document prints, and the document."""
     text = (ROOT / document).read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    code = re.findall(r"```python\n(.*?)```", text, re.S)[number]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, {})
     return out.getvalue(), text
@@ -66,6 +67,18 @@ def test_the_code_for_engine_authors_has_hits() -> None:
     out, page = printed("docs/start-engine.md")
     assert out == "0 of 8 blocks from RAM\n8 of 8 blocks from RAM\n"
     assert f"```\n{out}```" in page
+
+
+def test_the_code_with_tiers_has_hits_from_the_disk_of_an_earlier_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    out, page = printed("docs/start-engine.md", number=1)
+    assert out == (
+        "first life: 0 blocks from RAM, 0 from the disk\nsecond life: 0 blocks from RAM, 8 from the disk\n"
+    )
+    assert f"```\n{out}```" in page
+    assert not caplog.messages
 
 
 def test_the_code_of_the_readme_has_hits() -> None:

@@ -10,7 +10,9 @@ Descriptions contain no passwords, and error messages hide them.
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +23,7 @@ from urllib.parse import parse_qsl
 
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
-from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
+from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError, check_integer
 from kvoffload.settings.read import MOST_BLOCKS, option_names, parse_capacity, read_options
 from kvoffload.settings.registry import Registry
 from kvoffload.tiers.contract import SecondaryTier
@@ -274,6 +276,55 @@ def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[Seconda
                 opened[-1].name = name
         undo.pop_all()
     return opened
+
+
+def open_tier(
+    description: str | Mapping[str, Any],
+    *,
+    block_bytes: int,
+    fingerprint: str,
+    key_bytes: int = 32,
+    must_answer: bool = True,
+) -> SecondaryTier:
+    """Open a tier from the text that the command line takes: a disk, a server, a cluster or a bucket.
+
+    The tier is one of `TieredManager`'s, which closes it. ``disk:/nvme/kv:1TiB`` is a `DiskTier`, or a
+    `StripedTier` for several paths. ``valkey://cache:6379/team-a``, ``valkey+cluster://...`` and
+    ``s3://bucket/prefix`` are tiers that machines share. Options follow the text: ``...:1TiB,policy=arc``,
+    ``...team-a?ttl=7d&timeout=1s``.
+
+    Args:
+        description: the text, or a mapping: ``{"url": "valkey://cache:6379/team-a", "ttl": "7d"}``.
+        block_bytes: bytes of a block.
+        fingerprint: identifies the producer: model, dtype, layout, parallel shape. Blocks of another
+            producer are never served. For a shared tier the fingerprint must be equal on all machines that
+            compute equal bytes for equal keys, and on no other machine.
+        key_bytes: length of every key.
+        must_answer: False: a shared tier whose server does not answer yet is opened, and used when the
+            server answers.
+
+    Raises:
+        ConfigError: an impossible option, or a server that refuses the login.
+        UnavailableError: the directory or server cannot be used now.
+
+    Cost: waits up to 5 s for a server, up to 1 s with ``must_answer=False`` (3 s for a bucket).
+    """
+    if not isinstance(fingerprint, str) or not fingerprint:
+        raise ConfigError("fingerprint", fingerprint, "allowed: a text that names the producer")
+    options = parse_tier("tier", description)
+    owner = TierOwner(
+        check_integer("block_bytes", block_bytes, sys.maxsize),
+        check_integer("key_bytes", key_bytes, sys.maxsize),
+        fingerprint,
+        on_unavailable=None if must_answer else _log_unavailable,
+    )
+    tier = options.open(owner)
+    (tier.name,) = names_of([options])
+    return tier
+
+
+def _log_unavailable(error: UnavailableError) -> None:
+    logging.getLogger("kvoffload.tiering").error("%s", error)
 
 
 class _TiersParser:
