@@ -35,7 +35,11 @@ def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]
     assumptions = [
         (assumption.name, assumption.value, assumption.source) for assumption in answer.assumptions
     ]
-    yield terminal_table(Table("Assumptions", ("", "", ""), assumptions))
+    if width < _ROOMY:
+        yield Text("Assumptions")
+        yield Lines([f"{name}: {value}; {source}" for name, value, source in assumptions])
+    else:
+        yield terminal_table(Table("Assumptions", ("", "", ""), assumptions))
 
 
 def _first_columns(table: Table, count: int) -> Table:

@@ -170,8 +170,9 @@ def _words(statistics: TraceStatistics, best: list[dict[str, Any]], like: dict[s
         else "LRU equals the optimum at every size above: the policy makes no difference.",
         _sessions(statistics),
         *outside_blocks(statistics.share_outside_blocks),
-        f"The nearest workload is {nearest}: {factor:.1f} times apart in the mean of "
-        f"{len(features(statistics))} features ({', '.join(f'{name} {far:.1f}' for name, far in further)}).",
+        f"The most similar built-in workload is {nearest}: {len(features(statistics))} features (lengths, "
+        f"pauses, reuse) differ by a factor of {factor:.1f} in the mean, and 1.0 is equal "
+        f"({', '.join(f'{name} {far:.1f}' for name, far in further)}).",
     ]
     return "\n".join(f"  {sentence}" for sentence in sentences)
 
