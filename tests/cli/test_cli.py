@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.cli.output import plain_text, terminal_table
 from kvoffload.core.policy import POLICIES
+from kvoffload.pages.page import Table
 from support.run_cli import kvoffload
 
 SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
@@ -78,6 +80,25 @@ def test_a_narrow_terminal_cuts_nothing_off(trace_file: Path) -> None:
         if not any(mark in line for mark in others):
             assert {word.rstrip(":,") for word in line.split()} <= set(words), line
     assert "  offload tier (lru, all, 200 blocks)\n    blocks: " in narrow
+
+
+def test_a_table_as_a_list() -> None:
+    headings = ("", "RAM#", "use, or why infeasible")
+    rows = [("*", "64 GiB", "lru, on-compute"), ("", "1 TiB", ""), ("", "2 TiB", "too large " * 3)]
+    shown = plain_text(terminal_table(Table("", headings, rows)), 30)
+    assert shown.decode().splitlines() == [
+        "  * RAM 64 GiB",
+        "    use, or why infeasible:",
+        "    lru, on-compute",
+        "  RAM 1 TiB",
+        "  RAM 2 TiB",
+        "    use, or why infeasible:",
+        "    too large too large too",
+        "    large",
+        "",
+    ]
+    numbers = Table("title", ("capacity#", "ratio#"), [("1%", "0.05" * 10)])
+    assert plain_text(terminal_table(numbers), 40).decode().splitlines()[:2] == ["title", "  capacity 1%"]
 
 
 def test_bytes_of_a_token_below_1_kib_give_one_warning(trace_file: Path) -> None:

@@ -37,9 +37,9 @@ def show(json: bytes, table: RenderableType, *, is_json: bool, output: Path | No
         Console().print(table)
 
 
-def plain_text(shown: RenderableType) -> bytes:
+def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
     """Render a report for a file, without colours."""
-    console = Console(width=_WIDTH, no_color=True, record=True, force_terminal=False)
+    console = Console(width=width, no_color=True, record=True, force_terminal=False)
     with console.capture() as captured:
         console.print(shown)
     return captured.get().encode()
@@ -153,9 +153,12 @@ def _as_list(table: Table) -> Iterator[RenderableType]:
         named = [(label, cell) for label, cell in zip(labels, row, strict=True) if cell]
         # A number needs its heading, also in front.
         needs_label = table.headings[0].endswith("#") or not row[0]
-        first = [f"{label} {cell}" if needs_label else cell for label, cell in named[:1]]
-        cells = [f"{label}: {cell}" if label else cell for label, cell in named[1:]]
-        yield Lines(first, style)
+        # A mark in front, such as the star of a plan, stays beside the next cell.
+        count = 2 if not labels[0] and len(row[0]) == 1 else 1
+        first = [f"{label} {cell}" if label and (needs_label or count == 2) else cell
+                 for label, cell in named[:count]]  # fmt: skip
+        cells = [f"{label}: {cell}" if label else cell for label, cell in named[count:]]
+        yield Lines([" ".join(first)], style)
         yield Lines(["; ".join(cells)] if cells else [], style, "    ")
     yield Text()
 
