@@ -1,25 +1,31 @@
 """The guard of `hazard` over many sizes of RAM: monotone hits, the lag behind LRU, and the mean lead.
 
-Replays each recording (its first references) at sizes in a geometric sequence, on three sides: on compute, on
-compute behind a device, and as a victim tier behind that device. Prints the hit ratio of every policy at every
-size, and for each policy a summary:
+Replays the first references of each recording at sizes in a geometric sequence, on three sides: on compute,
+on compute behind a device, and as a victim tier behind that device. Prints the hit ratio of every policy at
+every size, and for each policy a summary:
 
 - drops: sizes whose hits are more than half a point below the hits of a smaller size, and the largest drop;
 - lag: the largest number of points below `lru`;
 - lead: the mean over all sizes and sides, in points.
 
-    python bench/guard.py TRACES                                  about six minutes
+    python bench/guard.py TRACES                                  about three minutes
     python bench/guard.py TRACES --policies lru hazard,promise=1  other variants
+    python bench/guard.py --synthetic 40                          mixed traffic from 40 seeds
 
-`TRACES` is the folder of the recordings.
+`TRACES` is the folder of the recordings. ``--synthetic`` replays 15 runs for each seed of
+`tests/support/mixed`, and prints for each policy the mean and the lowest lead over the first policy, and the
+number of low leads.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +48,9 @@ SIDES = {
 DEVICE_SHARE = 0.02
 SMALLEST, LARGEST, SIZES = 0.01, 0.6, 12
 TOLERATED_DROP = 0.005
+SYNTHETIC_SHARES = (0.005, 0.02, 0.05, 0.1, 0.4)
+LOW_LEADS = (-0.003, -0.005, -0.01)
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def first(trace: Trace, references: int) -> Trace:
@@ -115,12 +124,39 @@ def report(trace: Trace, policies: list[str], totals: dict[str, Summary]) -> Non
             print(f"| {policy} | {' | '.join(f'{each:.4f}' for each in ratios)} | {of_side} |", flush=True)
 
 
+def replay_synthetic(seeds: int, policies: list[str]) -> None:
+    """Replay mixed traffic; a device is as large as the tier."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    support: Any = importlib.import_module("support.mixed")
+    rows = []
+    for seed in range(seeds):
+        trace = support.mixed(seed)
+        for share in SYNTHETIC_SHARES:
+            capacity = max(4, round(share * trace.unique_blocks))
+            for store, device in SIDES.values():
+                configs = [ReplayConfig(capacity, each, "all", device * capacity, store) for each in policies]
+                rows.append([Replay(trace, config).run().prefix_hit_ratio for config in configs])
+    leads = np.array(rows) - np.array(rows)[:, :1]
+    print(f"{len(rows)} runs, leads over {policies[0]} in points")
+    for policy, of_policy in zip(policies, leads.T, strict=True):
+        low = ", ".join(f"{(of_policy < bound).sum()} below {bound * 100:g}" for bound in LOW_LEADS)
+        print(f"{policy}: mean {of_policy.mean() * 100:+.2f}, lowest {of_policy.min() * 100:.2f}; {low}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("traces", type=Path)
+    parser.add_argument("traces", type=Path, nargs="?")
+    parser.add_argument("--synthetic", type=int, metavar="SEEDS")
     parser.add_argument("--policies", nargs="+", default=POLICIES, help="the first is compared with")
-    parser.add_argument("--references", type=int, default=300_000, help="of each recording, from its beginning")
+    parser.add_argument(
+        "--references", type=int, default=300_000, help="of each recording, from its beginning"
+    )
     args = parser.parse_args()
+    if args.synthetic:
+        replay_synthetic(args.synthetic, list(args.policies))
+        return
+    if args.traces is None:
+        parser.error("TRACES or --synthetic is missing")
     totals = {policy: Summary() for policy in args.policies}
     for name in RECORDINGS:
         report(first(read_trace(args.traces / name), args.references), list(args.policies), totals)

@@ -450,33 +450,59 @@ def test_hazard_is_lru_during_its_warm_up() -> None:
     assert len(evicted) > 0
 
 
-def promising() -> Any:
-    manager = learnt(4, 1.0)
+def promising(capacity_blocks: int = 4) -> Any:
+    manager = learnt(capacity_blocks, 1.0)
     policy: Any = manager.policy
-    policy.state.promise = 0.003
+    policy.state.promise = 0.01
     return policy
 
 
-def judged(policy: Any, references: int, lead: float) -> bool:
-    """Return whether LRU decides when it leads by `lead` blocks after so many references."""
-    policy.state.references, policy.history.shadow.lead = references, lead
-    parts.keep_promise(policy.state)
+def judged(policy: Any, count: int, lead: float) -> bool:
+    """Return whether LRU decides after `count` more references, at whose begin it leads by `lead` blocks."""
+    policy.history.shadow.lead = lead
+    parts.keep_promise(policy.state, count)
     return bool(policy.is_lru)
 
 
-def test_lru_decides_from_a_lead_that_endangers_the_promise_until_that_is_little() -> None:
+def test_lru_decides_from_a_lead_that_endangers_the_promise_until_it_is_little() -> None:
     policy = promising()
-    assert not judged(policy, 100_000, 119)
-    assert judged(policy, 100_000, 121)
-    assert judged(policy, 143_000, 121), "a quarter of the promise is not little"
-    assert not judged(policy, 145_000, 121), "so the next attempt comes after as much traffic again"
+    assert not judged(policy, 0, 400)
+    assert judged(policy, 0, 401)
+    assert judged(policy, 0, 281), "0.28 points of 100,000 references are not little"
+    assert not judged(policy, 0, 280)
+
+
+def test_hazard_decides_again_within_fifty_thousand_references() -> None:
+    """The lead fades however long ago it came about, and however old the cache is."""
+    policy = promising()
+    policy.state.references = 10_000_000
+    assert judged(policy, 0, 401)
+    waited = 0
+    while policy.is_lru:
+        assert judged(policy, 100, policy.history.shadow.lead) == policy.is_lru
+        waited += 100
+    assert 30_000 < waited < 40_000
+
+
+def test_a_request_longer_than_the_memory_of_the_guard_leaves_no_lead() -> None:
+    policy = promising()
+    assert not judged(policy, 200_000, 5_000)
+    assert policy.history.shadow.lead == 0
+
+
+def test_the_guard_of_a_large_cache_remembers_four_turnovers() -> None:
+    policy = promising(50_000)
+    assert not judged(policy, 0, 800)
+    assert judged(policy, 0, 801)
+    assert judged(policy, 100_000, 1_200)
+    assert policy.history.shadow.lead == 600
 
 
 @pytest.mark.parametrize(
     ("parameters", "promised"),
     [
-        ({}, 0.003),
-        ({"write_cost": -0.2}, 0.003),
+        ({}, 0.01),
+        ({"write_cost": -0.2}, 0.01),
         ({"write_cost": 0.3}, 0.02),
         ({"write_cost": 1.0, "promise": 0.1}, 0.1),
     ],
@@ -489,9 +515,9 @@ def test_a_positive_write_cost_lowers_the_promise(parameters: dict[str, float], 
 
 def test_a_lead_over_lru_is_credited_up_to_one_percent() -> None:
     policy = promising()
-    assert not judged(policy, 100_000, -5_000)
+    assert not judged(policy, 0, -5_000)
     assert policy.history.shadow.lead == -1_000
-    assert judged(policy, 100_000, policy.history.shadow.lead + 1_121)
+    assert judged(policy, 0, policy.history.shadow.lead + 1_401)
 
 
 def test_a_long_time_as_lru_ends() -> None:
@@ -607,7 +633,7 @@ sizes = st.fixed_dictionaries(
         "sample_capacity": st.integers(1, 8),
         "half_life": st.integers(20, 100),
         "warm_up": st.integers(0, 2),
-        "promise": st.sampled_from([0.0, 0.003, 1.0]),
+        "promise": st.sampled_from([0.0, 1e-5, 0.003, 1.0]),
     }
 )
 """Small enough that histories and samples overflow within a script."""

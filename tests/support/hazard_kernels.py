@@ -101,10 +101,10 @@ def take_in(of: ShadowLRU, positions: list[int]) -> None:
 
 
 @_helper
-def _keep_promise(own: State) -> None:
-    policy.keep_promise(own)
+def _keep_promise(own: State, count: int) -> None:
+    policy.keep_promise(own, count)
 
 
-def keep_promise(own: State) -> None:
-    """Update whether LRU decides."""
-    _keep_promise(own.memory)
+def keep_promise(own: State, count: int) -> None:
+    """Let the lead fade by `count` references, and update whether LRU decides."""
+    _keep_promise(own.memory, count)

@@ -84,6 +84,7 @@ class NaiveHazard(EvictionPolicy):
         self.bounds: list[int] = age_bounds().tolist()
         self.gap_unit = max(1, self.capacity_blocks // 4)
         self.promised = hazard.promised(self.promise, self.write_cost)
+        self.recent = float(max(hazard.RECENT, hazard.RECENT_TURNS * self.capacity_blocks))
         self.max_keys = max(self.history_capacity, 2 * self.capacity_blocks)
         self.sampled_one_in = 4
         while self.sample_capacity * self.sampled_one_in < 3 * self.capacity_blocks:
@@ -142,7 +143,7 @@ class NaiveHazard(EvictionPolicy):
         if self.now >= self.next_evaluation:
             self._evaluate()
         self.references += len(slots)
-        self._keep_promise()
+        self._keep_promise(len(slots))
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         label, keys = self.labels.number(hints), list(path)
@@ -173,12 +174,12 @@ class NaiveHazard(EvictionPolicy):
             self.classes[block_class].append(slot)
             block.block_class, block.last = block_class, self.now
 
-    def _keep_promise(self) -> None:
-        shadow, references = self.shadow, max(self.references, hazard.SHORTEST_RUN)
-        shadow.lead = max(shadow.lead, -hazard.CREDIT * references)
-        if shadow.lead > hazard.TOLERATED * self.promised * references:
+    def _keep_promise(self, count: int) -> None:
+        shadow, recent = self.shadow, self.recent
+        shadow.lead = max(shadow.lead * max(1.0 - count / recent, 0.0), -hazard.CREDIT * recent)
+        if shadow.lead > hazard.TOLERATED * self.promised * recent:
             self.lru_decides = True
-        elif shadow.lead <= hazard.FORGIVEN * self.promised * references:
+        elif shadow.lead <= hazard.FORGIVEN * self.promised * recent:
             self.lru_decides = False
 
     @property

@@ -38,14 +38,15 @@ from kvoffload.structures.structs import Struct
 VICTIM_WRITE_COST = -0.2
 _NO_REFUSAL = -2.0
 """A write cost below -1 accepts every new block."""
-_PROMISE, _PROMISE_OF_FEW_WRITES = 0.003, 0.02
+_PROMISE, _PROMISE_OF_FEW_WRITES = 0.01, 0.02
 TOLERATED, FORGIVEN = 0.4, 0.28
-"""Limits of LRU's lead, as multiples of ``promise * references``. LRU decides once its lead exceeds
-`TOLERATED`, until the lead falls to `FORGIVEN`. The limits differ because a switch to LRU also costs hits."""
-SHORTEST_RUN = 100_000
-"""References of the shortest run that the promise covers. Shorter runs depend on a few requests."""
+"""Limits of LRU's lead, as multiples of ``promise * recent``. LRU decides once its lead exceeds `TOLERATED`,
+until the lead falls to `FORGIVEN`. The limits differ because a switch to LRU also costs hits."""
+RECENT, RECENT_TURNS = 100_000, 4
+"""References after which a lead has faded to 1/e, and their minimum in turnovers of the cache. While LRU
+decides, a lead at the limit fades to the lower limit within ``0.36 * RECENT`` references."""
 CREDIT = 0.01
-"""Largest lead over LRU that is credited, as a share of all references."""
+"""Largest lead over LRU that is credited, as a share of `RECENT` references."""
 VICTIM_TURNS = 4
 """Factor of `warm_up` in a victim tier, which receives blocks only when the device drops them."""
 _NO_RUN = -1
@@ -70,6 +71,7 @@ class State(Struct):
             is refused.
         write_cost, victim_write_cost: write cost of blocks of a prefix, and of blocks of a victim tier.
         warm_up, promise: as in `Hazard`.
+        recent: references after which a lead has faded to 1/e.
         references: the clock, the number of observed block references.
         now: the clock at the beginning or end of the last request.
         is_victim_tier: 1 if the blocks of the last store were independent.
@@ -96,6 +98,7 @@ class State(Struct):
     victim_write_cost: float
     warm_up: float
     promise: float
+    recent: float
     references: int
     now: int
     is_victim_tier: int
@@ -120,10 +123,10 @@ class Hazard(CompiledPolicy):
 
     - Until the policy has observed three times the age at which LRU evicts, it evicts as LRU, because it does
       not know the relevant ages yet. In a victim tier this takes at least twelve times the capacity.
-    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. When LRU leads by
-      0.4 of the `promise`, LRU decides, until more traffic has made the lead small in proportion. So each new
-      attempt needs more traffic than the last. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache
-      as the sample.)
+    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. The lead of LRU
+      fades with a time constant of 100,000 references, or four turnovers of the cache if that is more. When
+      the lead reaches 0.4 of the `promise`, LRU decides until the lead has faded to 0.28, about 36,000
+      references. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache as the sample.)
 
     Blocks that a device serves are not looked up in this tier, and count neither as hits nor as misses. If
     the engine reports the end of a request (`finished`), ages count from the end, and the request's label
@@ -144,7 +147,7 @@ class Hazard(CompiledPolicy):
         sample_capacity, half_life: as in `Lifetimes`.
         warm_up: duration of the first guard, as a multiple of the age at which LRU evicts.
         promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. A goal, which
-            is mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.003, or 0.02 with a
+            is mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.01, or 0.02 with a
             `write_cost` above 0, which accepts fewer hits for fewer writes.
     """
 
@@ -191,6 +194,7 @@ class Hazard(CompiledPolicy):
             victim_write_cost=VICTIM_WRITE_COST if self.write_cost is None else self.write_cost,
             warm_up=self.warm_up,
             promise=promised(self.promise, self.write_cost),
+            recent=float(max(RECENT, RECENT_TURNS * capacity)),
         )
         self._start()
 
@@ -238,13 +242,13 @@ def promised(promise: float | None, write_cost: float | None) -> float:
 
 
 @inline
-def keep_promise(own: State) -> None:
-    """Let LRU decide while its lead is too large in proportion to all traffic."""
-    shadow, references = own.history.shadow, max(own.references, SHORTEST_RUN)
-    shadow.lead = max(shadow.lead, -CREDIT * references)
-    if shadow.lead > TOLERATED * own.promise * references:
+def keep_promise(own: State, count: int) -> None:
+    """Let the lead of LRU fade by `count` references; let LRU decide while the lead is too large."""
+    shadow, recent = own.history.shadow, own.recent
+    shadow.lead = max(shadow.lead * max(1.0 - count / recent, 0.0), -CREDIT * recent)
+    if shadow.lead > TOLERATED * own.promise * recent:
         own.lru_decides = 1
-    elif shadow.lead <= FORGIVEN * own.promise * references:
+    elif shadow.lead <= FORGIVEN * own.promise * recent:
         own.lru_decides = 0
 
 
@@ -300,7 +304,7 @@ def observe(own: State, path: Path) -> None:
     own.references += path.length - start
     if now >= own.lifetimes.next_evaluation:
         evaluate(own.lifetimes, now)
-    keep_promise(own)
+    keep_promise(own, path.length - start)
 
 
 @Hazard.compiled
