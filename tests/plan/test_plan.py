@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import re
@@ -80,6 +81,52 @@ def test_without_a_target_no_more_is_bought_than_brings_something(loop: str) -> 
     answer = planned(loop)
     assert answer.chosen.ram_modules == 20
     assert "No other feasible purchase saves more." in answer.words
+
+
+@pytest.mark.parametrize(
+    ("gpu_hour", "sentence"),
+    [
+        (0.0, None),
+        (0.1, "At 0.1 USD a GPU-hour that is 40 USD a year: less than the price within 5 years, so"),
+        (2.5, "At 2.5 USD a GPU-hour that is 1,011 USD a year: the purchase pays back in 24 months."),
+        (100.0, "At 100 USD a GPU-hour that is 40,447 USD a year: the purchase pays back in 19 days."),
+    ],
+)
+def test_the_price_is_weighed_against_gpu_hours(loop: str, gpu_hour: float, sentence: str | None) -> None:
+    """225 of 500 requests find 1,024 tokens in 4,990 s; a GPU computes 1,000 a second: 0.0462 GPUs."""
+    at_price = dataclasses.replace(
+        fleet(prefill_tokens_per_s=1000.0), prices=msgspec.structs.replace(prices(), gpu_hour=gpu_hour)
+    )
+    answer = planned(loop, at_price, of_ceiling=1.0)
+    assert answer.chosen.price == 2000
+    if sentence is None:
+        assert answer.payback is None
+        assert not any("GPU-hour" in line for line in answer.words)
+        return
+    assert answer.words[1].startswith(sentence)
+    assert answer.payback is not None
+    assert answer.payback.gpus == pytest.approx(225 * 1024 / 4990 / 1000)
+    assert answer.payback.days == pytest.approx(2000 / (24 * answer.payback.gpus * gpu_hour))
+
+
+def test_a_purchase_that_replaces_no_gpu_says_so(loop: str) -> None:
+    answer = planned(loop, fleet(prefill_tokens_per_s=100_000.0), of_ceiling=1.0)
+    assert answer.words[1] == "It replaces no GPU: it is worth its price only for shorter waits."
+    assert answer.payback is not None
+    assert answer.payback.days is None
+
+
+def test_lru_in_the_same_memory_is_named(loop: str) -> None:
+    """LRU keeps nothing of a loop that is longer than its memory; LIRS does."""
+    answer = planned(loop, setups=Setups(("on-compute",), ("lru", "lirs"), ("all",)), saved=0.1)
+    assert answer.chosen.policy == "lirs"
+    (sentence,) = (line for line in answer.words if line.startswith("With lru"))
+    assert sentence.startswith(
+        "With lru in the same memory, blocks that it stores as they are computed save 0.0%, "
+    )
+    points = 100 * answer.chosen.saved
+    assert sentence.endswith(f"{points:.1f} points less.")
+    assert "With lru" not in words(planned(loop)), "lru itself is the choice"
 
 
 def test_a_victim_tier_needs_less_ram(loop: str) -> None:

@@ -22,6 +22,7 @@ from kvoffload.plan.clock import InTime, clock_of, timing_assumptions
 from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet, Purchase
+from kvoffload.plan.payback import Payback, payback_of
 from kvoffload.plan.prices import MEANING, Server, flattened
 from kvoffload.plan.rows import SERVER_POLICY, Cell, Measured, PlanRow, Setup, difference, measured, nothing
 from kvoffload.plan.sample import check_sample, scaled, sessions_in
@@ -85,6 +86,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         one_in: a long recording was searched on one session in this many; 1: on all.
         sampled: rows of the search on a sample.
         over_time: savings in each window of the recording.
+        payback: worth of the purchase; null without one, a speed of the GPUs, times or a price of GPU-hours.
         in_time: timed replays; null without a machine or times, and with servers.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
@@ -116,6 +118,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     one_in: int = 1
     sampled: list[PlanRow] = []
     over_time: list[Window]
+    payback: Payback | None = None
     in_time: InTime | None = None
     assumptions: list[Assumption]
     cannot_tell: list[str]
@@ -335,6 +338,7 @@ def _answer(findings: Findings, work: Work) -> PlanAnswer:
         over_time=[
             Window(hits / max(refs, 1), alone / max(refs, 1), end_s) for hits, alone, refs, end_s in windows
         ],
+        payback=payback_of(findings),
         in_time=findings.in_time,
         assumptions=assumptions(findings),
         cannot_tell=cannot_tell(findings),

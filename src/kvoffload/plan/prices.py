@@ -97,6 +97,7 @@ class Prices(_Part, frozen=True, kw_only=True):
 
     Attributes:
         currency, source, date: origin of the prices, shown in answers.
+        gpu_hour: price of an hour of one GPU; 0: unknown, and no payback is computed.
         gpus_per_host: GPUs that share a host's RAM and SSDs.
         link_per_s: bandwidth between a GPU and its host, in each direction.
     """
@@ -104,6 +105,7 @@ class Prices(_Part, frozen=True, kw_only=True):
     currency: str = "USD"
     source: str = "assumed by kvoffload, not a quotation: replace them by yours"
     date: str = "2026-11"
+    gpu_hour: _NotNegative = 2.5
     gpus_per_host: _Count = 8
     link_per_s: str = "50GB"
     ram: Ram = Ram()
@@ -119,6 +121,7 @@ MEANING = {
     "currency": "currency of all prices",
     "source": "source of the prices",
     "date": "date of the prices",
+    "gpu_hour": "price of an hour of one GPU, rented; 0: no payback is computed",
     "gpus_per_host": "GPUs that share the RAM and SSDs of a host",
     "link_per_s": "GPU to host, each direction; PCIe 5.0 x16 has a nominal 63 GB/s",
     "ram.module": "size of a RAM module; every host gets the same number",

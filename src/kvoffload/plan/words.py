@@ -15,10 +15,12 @@ from kvoffload.plan.clock import InTime
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import Fleet, Purchase
+from kvoffload.plan.payback import LIFE_DAYS, NO_MORE, gpus_saved, payback_of, saves_less_in_time
 from kvoffload.plan.rows import Measured, PlanRow, age
 from kvoffload.plan.targets import ABOUT, ENOUGH, Outcome, beside
 from kvoffload.simulate.report import OVERLOADED, TimedOutcome, TimedTierReport, break_even_sentence
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
+from kvoffload.sweep.table import YARDSTICK
 from kvoffload.sweep.verdict import Certainty, certainty_of
 from kvoffload.text import duration, interval, outside_blocks, percent, size
 
@@ -35,8 +37,6 @@ _CERTAINTIES = {
     "narrow, because the traffic changes slowly)",
 }
 """Explanations of certainties, for their first use."""
-_NO_MORE = 0.0005
-"""Share below which a difference is printed as 0.0%."""
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ def answer(findings: Findings) -> list[Section]:
     fleet, row = findings.fleet, findings.row
     recommendation = [*_overload(findings), _recommendation(findings)]
     if row.ram_modules:
-        recommendation += [_use(row, fleet), *_ssds(row), *_servers(row)]
+        recommendation += [*_payback(findings), _use(row, fleet), *_ssds(row), *_servers(row)]
     sections = [
         Section("", recommendation),
         Section("Waits", _waits(findings.in_time, row) if findings.in_time is not None else []),
@@ -87,6 +87,7 @@ def _other_purchases(findings: Findings) -> list[str]:
     if choice.smaller is not None and not _same_purchase(choice.smaller, rival):
         sentences.append(_smaller(findings, choice.smaller))
     sentences += _larger(findings, rival)
+    sentences += _lru(findings)
     sentences += _more_ssds(row, findings.rows)
     sentences += _best_infeasible(findings)
     if not findings.target.is_given and choice.chosen is not choice.most:
@@ -157,16 +158,34 @@ def _saving(row: PlanRow, timed: InTime | None) -> str:
     places += [f"{percent(row.by_servers)} by servers"] if row.servers else []
     chance = interval(row.saved_low, row.saved_high)
     counted = f"{percent(row.saved)} of the prefill{chance and f' ({chance})'}"
-    share = 1.0
-    if timed is not None and timed.engines == 1 and row.saved - timed.with_offload.hit_ratio >= _NO_MORE:
-        in_time = timed.with_offload.hit_ratio
-        counted = f"{percent(in_time)} of the prefill in time, {counted} without a clock"
-        gain = max(0.0, in_time - timed.without.hit_ratio)
-        share = min(1.0, gain / (row.saved - row.by_gpus)) if row.saved > row.by_gpus else 0.0
+    if timed is not None and saves_less_in_time(row, timed):
+        counted = f"{percent(timed.with_offload.hit_ratio)} of the prefill in time, {counted} without a clock"
     text = f"saves {counted}: {', '.join(places)}"
-    if row.gpus_worth is not None:
-        text += f". The purchase does the work of {share * row.gpus_worth:,.2f} GPUs"
+    if (gpus := gpus_saved(row, timed)) is not None:
+        text += f". The purchase does the work of {gpus:,.2f} GPUs"
     return text
+
+
+def _payback(findings: Findings) -> list[str]:
+    """Weigh the price of the purchase against the price of the GPU-hours that it saves."""
+    payback, currency = payback_of(findings), findings.currency
+    if payback is None:
+        return []
+    if payback.days is None:
+        return ["It replaces no GPU: it is worth its price only for shorter waits."]
+    hour = f"{findings.fleet.prices.gpu_hour:g} {currency} a GPU-hour"
+    a_year = f"{money(payback.saved_a_year, currency)} a year"
+    if payback.days > LIFE_DAYS:
+        return [f"At {hour} that is {a_year}: less than the price within {LIFE_DAYS // 365} years, so the "
+                "purchase is worth its price only for shorter waits."]  # fmt: skip
+    return [f"At {hour} that is {a_year}: the purchase pays back in {_days(payback.days)}."]
+
+
+def _days(days: float) -> str:
+    """Format a time to pay back: ``12 days``, ``7 months``, ``2.1 years``."""
+    if days < 60:
+        return _several(math.ceil(days), "day")
+    return _several(math.ceil(days / 30.4), "month") if days < 730 else f"{days / 365:.1f} years"
 
 
 def _overload(findings: Findings) -> list[str]:
@@ -294,7 +313,7 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
     """Explain why the timed replay has fewer hits than the replay without a clock."""
     run, where = timed.with_offload, " on that engine" if timed.engines > 1 else ""
-    if row.saved - run.hit_ratio < _NO_MORE:
+    if row.saved - run.hit_ratio < NO_MORE:
         return []
     reasons = ["the last block of each prompt is always computed, and requests overlap"]
     reasons += ["caches are empty at the start of a recording that is shortened"] if timed.load > 1 else []
@@ -360,11 +379,37 @@ def _larger(findings: Findings, rival: Measured | None) -> list[str]:
         sentences.append(f"{_offer(larger.row, currency)}, {100 * gain:.1f} points more ({certainty(lead)}).")
     if choice.most is not larger:
         most = choice.most.row
+        label = "The most that can be saved" if findings.target.budget is None else "The most for this budget"
         sentences.append(
-            f"The most that can be saved is {percent(most.saved)}, with {goods(most)} for "
-            f"{money(most.price, currency)}."
+            f"{label} is {percent(most.saved)}, with {goods(most)} for {money(most.price, currency)}."
         )
     return sentences
+
+
+def _lru(findings: Findings) -> list[str]:
+    """Compare the setup of the choice with ``lru`` in the same purchase, as vLLM's own offloading has it."""
+    chosen = findings.choice.chosen
+    if not chosen.row.ram_modules or (chosen.row.policy, chosen.row.admission) == (YARDSTICK, "all"):
+        return []
+    best: dict[str, Measured] = {}
+    for measured in findings.rows:
+        row = measured.row
+        is_plain = (row.policy, row.admission) == (YARDSTICK, "all")
+        if is_plain and row.purchase == chosen.row.purchase and row.ssd_admission in ("", "all"):
+            rival = best.setdefault(row.store, measured)
+            best[row.store] = max(rival, measured, key=lambda one: one.row.saved)
+    stores = {ON_COMPUTE: "stores as they are computed", ON_DEVICE_EVICTION: "stores as the GPUs drop them"}
+    clauses = [
+        f"that it {words} save {percent(best[store].row.saved)}, {_points(chosen, best[store])}"
+        for store, words in stores.items()
+        if store in best
+    ]
+    return [f"With lru in the same memory, blocks {'; blocks '.join(clauses)}."] if clauses else []
+
+
+def _points(chosen: Measured, other: Measured) -> str:
+    less = 100 * (chosen.row.saved - other.row.saved)
+    return f"{abs(less):.1f} points {'less' if less > 0 else 'more'}"
 
 
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
@@ -372,7 +417,7 @@ def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
     saved = [measured.row.saved for measured in rows
              if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
              and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip
-    if not saved or max(saved) - row.saved >= _NO_MORE:
+    if not saved or max(saved) - row.saved >= NO_MORE:
         return []
     return [f"{'More SSDs save' if row.ssd_drives else 'An SSD saves'} nothing more."]
 
@@ -381,7 +426,7 @@ def _best_infeasible(findings: Findings) -> list[str]:
     """Describe the best infeasible row, if it saves more than every feasible row."""
     infeasible = [measured.row for measured in findings.rows if not measured.row.feasible]
     best = max(infeasible, key=lambda row: (row.saved, -row.price), default=None)
-    if best is None or best.saved < findings.choice.most.row.saved + _NO_MORE:
+    if best is None or best.saved < findings.choice.most.row.saved + NO_MORE:
         return []
     return [f"{_offer(best, findings.currency)} with {best.setup}, but is infeasible: {best.why_not}."]
 

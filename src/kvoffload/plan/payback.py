@@ -1,0 +1,60 @@
+"""Worth of a purchase: the GPUs whose work it does, the price of their hours, and its payback time."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvoffload.plan.clock import InTime
+from kvoffload.plan.findings import Findings
+from kvoffload.plan.rows import PlanRow
+
+LIFE_DAYS = 5 * 365
+"""Hardware is replaced after about this time. A purchase that takes longer to pay back does not pay."""
+NO_MORE = 0.0005
+"""Share below which a difference is printed as 0.0%."""
+LEAST_GPUS = 0.005
+"""GPUs below this number are printed as 0.00."""
+
+
+class Payback(msgspec.Struct, frozen=True, kw_only=True):
+    """Worth of a purchase, at the price of a GPU-hour.
+
+    Attributes:
+        gpus: GPUs whose work the purchase does, in time where one engine was timed.
+        saved_a_year: price of the hours of these GPUs in a year.
+        days: days until this sum exceeds the price of the purchase; null if it does no GPU's work.
+    """
+
+    gpus: float
+    saved_a_year: float
+    days: float | None
+
+
+def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
+    """Return True if the row was timed on its only engine and saves less there than without a clock."""
+    return timed is not None and timed.engines == 1 and row.saved - timed.with_offload.hit_ratio >= NO_MORE
+
+
+def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:
+    """Return the GPUs whose work a purchase does; None without speeds or times.
+
+    Less than `PlanRow.gpus_worth` if the timed replay saves less.
+    """
+    if row.gpus_worth is None:
+        return None
+    if timed is None or not saves_less_in_time(row, timed):
+        return row.gpus_worth
+    gain = max(0.0, timed.with_offload.hit_ratio - timed.without.hit_ratio)
+    share = min(1.0, gain / (row.saved - row.by_gpus)) if row.saved > row.by_gpus else 0.0
+    return share * row.gpus_worth
+
+
+def payback_of(findings: Findings) -> Payback | None:
+    """Compute the payback of the choice; None without a purchase, a speed of the GPUs, times or a price."""
+    row, gpu_hour = findings.row, findings.fleet.prices.gpu_hour
+    gpus = gpus_saved(row, findings.in_time)
+    if gpus is None or not row.price or not gpu_hour:
+        return None
+    a_day = 24 * gpus * gpu_hour
+    days = row.price / a_day if gpus >= LEAST_GPUS else None
+    return Payback(gpus=gpus, saved_a_year=365 * a_day, days=days)
