@@ -50,8 +50,9 @@ def keys_and_values(computing: LlamaForCausalLM, tokens: torch.Tensor) -> list[t
 def differences(first: list[torch.Tensor], second: list[torch.Tensor], value_type: str) -> Iterator[float]:
     for one, other in zip(first, second, strict=True):
         for begin in range(0, NUM_TOKENS, BLOCK_TOKENS):
-            block = slice(begin, begin + BLOCK_TOKENS)
-            yield difference(*(as_bytes(kv[:, block], value_type) for kv in (one, other)), value_type)
+            parts = (kv[:, begin : begin + BLOCK_TOKENS] for kv in (one, other))
+            computed, stored = (as_bytes(part, value_type) for part in parts)
+            yield difference(computed, stored, value_type)
 
 
 def as_bytes(values: torch.Tensor, value_type: str) -> np.ndarray[Any, Any]:
