@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= 0.32.0
 VLLM_VENV ?= .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
+SOURCES ?= 0.33.0
+WITHOUT_ENGINES = test_adapter.py test_differential.py test_plugin.py test_policies.py test_secondary.py test_worker.py
 BIN := $(VENV)/bin
 TRACE ?=
 ARGS ?=
@@ -11,7 +13,7 @@ SEED ?=
 VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay report test test-slow test-all test-checked test-vllm test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay report test test-slow test-all test-checked test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -76,6 +78,10 @@ test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 
 test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
 	PYTHON=$(PYTHON) bash tools/vllm_versions.sh .venv-versions $(VERSIONS)
+
+test-vllm-sources: vllm-env  ## tests without engines, on the Python files of vLLM 0.33, which has no CPU build (336 MB)
+	PYTHON=$(PYTHON) sh tools/vllm_sources.sh .venv-sources-$(SOURCES) $(SOURCES)
+	PYTHONPATH=.venv-sources-$(SOURCES):src $(VLLM_VENV)/bin/python -m pytest $(addprefix tests/vllm/,$(WITHOUT_ENGINES)) $(ARGS)
 
 bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM's manager, ours (needs KVOFFLOAD_TRACES)
 	$(VLLM_VENV)/bin/python bench/vllm_lookup.py

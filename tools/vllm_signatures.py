@@ -63,6 +63,7 @@ WATCHED = {
     f"{_OFFLOAD}/cpu/host_register.py": ("host_register", "host_unregister"),
     f"{_OFFLOAD}/cpu/policies/base.py": ("BlockStatus", "CachePolicy", "ChunkStatus"),
     f"{_OFFLOAD}/cpu/policies/factory.py": ("CachePolicyFactory",),
+    f"{_OFFLOAD}/tiering/base.py": ("JobResult", "ParentManager", "SecondaryTierManager", "TransferJob"),
     f"{_CONNECTOR}/factory.py": ("KVConnectorFactory",),
     "vllm/v1/core/block_pool.py": ("BlockPool",),
     f"{_CONNECTOR}/v1/offloading_connector.py": ("OffloadingConnector",),

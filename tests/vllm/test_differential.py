@@ -13,7 +13,7 @@ import pytest
 from kvoffload.testing.audit import audit
 from kvoffload.traces.format import read_trace
 from support.vllm_managers import Ours, Theirs, key, random_paths
-from support.vllm_needs import COUNTS_OF_OFFERS, ORDER, needs
+from support.vllm_needs import COUNTS_OF_OFFERS, ORDER, VERSION, needs
 
 
 @needs(*ORDER)
@@ -111,14 +111,19 @@ def test_difference_a_hit_refreshes_what_the_device_served() -> None:
 
 
 def test_difference_a_request_does_not_evict_its_own_head() -> None:
-    """Stored in two pieces, as chunked prefill does: vLLM protects only the keys of the call."""
+    """Stored in two pieces, as chunked prefill does: vLLM protects only the keys of the call.
+
+    Since 0.33 it evicts the tail of the first piece before the head; blocks behind the gap are unreachable.
+    """
     vllm_side, our_side = Theirs(3, "lru"), Ours(3, "lru")
     path = [key(number) for number in range(5)]
     ctx = vllm_side.begin("r", path)
     for piece in (path[:3], path[3:]):
         output = vllm_side.manager.prepare_store(piece, ctx)
         vllm_side.manager.complete_store(output.keys_to_store, ctx)
-    assert [vllm_side.holds(item) for item in path] == [False, False, True, True, True]
+    evicts_tail_first = VERSION >= (0, 33)
+    kept = [True, False, False, True, True] if evicts_tail_first else [False, False, True, True, True]
+    assert [vllm_side.holds(item) for item in path] == kept
     context = our_side.manager.begin_request("r", path)
     first = our_side.manager.prepare_store(path[:3], context)
     assert first is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,12 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.vllm_needs import SECONDARY, lacks
+from support.vllm_needs import POLLED_TIERS, SECONDARY, lacks, needs
 
 if reason := lacks(*SECONDARY):
     pytest.skip(reason, allow_module_level=True)
 
-from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
 from vllm.v1.kv_offload.config import (
     OffloadingCacheConfig,
     OffloadingConfig,
@@ -27,8 +38,9 @@ from vllm.v1.kv_offload.config import (
     OffloadingModelConfig,
     OffloadingParallelConfig,
 )
-from vllm.v1.kv_offload.tiering.base import TransferJob
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvoffload.errors import ConfigError
@@ -84,8 +96,8 @@ class Life:
             **({"path": str(path), "capacity": "2MiB"} if path else {}),
             **options,
         }
-        spec = TieringOffloadingSpec(config(model, tier))
-        self.tier: Any = made_by_a_connector(vllm_config(model, rope_theta), tier, self.pool, spec)
+        self.spec = TieringOffloadingSpec(config(model, tier))
+        self.tier: Any = made_by_a_connector(vllm_config(model, rope_theta), tier, self.pool, self.spec)
         self.numbers = itertools.count()
         self.ctx = ReqContext("r")
         self.tier.on_new_request(self.ctx)
@@ -380,6 +392,137 @@ def test_a_server_that_does_not_answer_is_a_miss(server: Server) -> None:
         assert until_known(life, [3]) == [MISS]
         life.tier.drain_jobs()
     life.tier.shutdown()
+
+
+def test_its_metrics_are_defined_and_reported(tmp_path: Path) -> None:
+    """Each name that is reported is defined, and the first report has every counter."""
+    life = Life(tmp_path, label="nvme")
+    defined = type(life.tier).build_metric_definitions({})
+    life.tier.on_request_finished(life.ctx)
+    reported = {*re.findall(r"vllm:\w+", str(life.tier.get_stats().data))}
+    counters = {name for name, made in defined.items() if isinstance(made, OffloadingCounterMetadata)}
+    assert counters <= reported <= defined.keys(), "with the first report every counter exists"
+    life.tier.on_new_request(life.ctx)
+    life.store([1, 2])
+    life.load([1])
+    life.tier.on_request_finished(life.ctx)
+    assert life.tier.get_stats() is not None, "no request runs"
+    life.tier.on_new_request(life.ctx)
+    assert life.tier.get_stats() is None, "while requests run at most ten times a second"
+    assert all(name.startswith("vllm:kvoffload_tier_") for name in defined)
+    assert all(definition.labelnames == ("tier",) for definition in defined.values())
+    life.tier.shutdown()
+
+
+def test_an_empty_store_reports_no_bytes(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    assert life.store([1]).transfer_bytes == BLOCK_BYTES
+    assert life.store([1]).transfer_bytes == 0, "vLLM would count the bytes of the job"
+    life.tier.shutdown()
+
+
+def test_its_configuration_is_shown(tmp_path: Path) -> None:
+    life = Life(tmp_path, policy="arc")
+    assert set(life.tier.config_info()) == set(type(life.tier).config_info_keys({}))
+    shown = life.tier.config_info()
+    assert (shown["kvoffload_tier"], shown["kvoffload_policy"]) == ("disk", "arc")
+    assert shown["kvoffload_capacity"] == "2MiB"
+    assert str(tmp_path) not in str(shown), "labels are public, paths are not"
+    life.tier.shutdown()
+
+
+class Peer(SecondaryTierManager):
+    """A tier that asks its parent for blocks in vLLM's poll thread, as a peer of another engine does."""
+
+    medium = Medium.STORAGE
+    tolerates_off_thread_polling = True
+
+    def __init__(self, spec: Any, view: memoryview) -> None:
+        super().__init__(spec, view, "peer")
+        self.finished: list[int] = []
+        self.threads: set[str] = set()
+        self.found: set[bytes] = set()
+        self.rounds = 0
+
+    def serve_external_requests(self, parent: Any) -> None:
+        self.rounds += 1
+        self.threads.add(threading.current_thread().name)
+        asked = ReqContext(f"peer {self.rounds}")
+        parent.on_new_request(asked)
+        for number in range(12):
+            if parent.lookup(key(number), asked) is HIT:
+                self.found.add(key(number))
+        parent.on_request_finished(asked)
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        return MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self.finished.append(job_metadata.job_id)
+
+    def submit_load(self, job_metadata: Any) -> None:
+        raise AssertionError("it has nothing")
+
+    def get_finished_jobs(self) -> Any:
+        done, self.finished = self.finished, []
+        return [JobResult(job_id=job, success=True) for job in done]
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        pass
+
+
+def behind_vllms_ram(life: Life) -> tuple[Any, Any]:
+    """Return vLLM's own tiering manager with the tier of this life and a `Peer`, and the peer."""
+    pool = life.pool
+    region = SimpleNamespace(create_kv_memoryview=lambda: pool.data, cleanup=lambda: None)
+    primary = CPUPrimaryTierOffloadingManager(NUM_SLOTS, region)
+    peer = Peer(life.spec, pool.data)
+    return TieringOffloadingManager(primary, [life.tier, peer], tier_poll_interval_s=0.001), peer
+
+
+@needs(*POLLED_TIERS)
+@pytest.mark.parametrize("where", ["disk", "server"])
+def test_vllms_manager_uses_it_from_its_poll_thread_too(
+    tmp_path: Path, request: pytest.FixtureRequest, where: str
+) -> None:
+    """A peer looks up blocks in the poll thread, while the scheduler's thread stores and promotes them."""
+    life = Life(tmp_path) if where == "disk" else sharing(request.getfixturevalue("server"))
+    life.store(list(range(30)))
+    life.tier.on_request_finished(life.ctx)
+    manager, peer = behind_vllms_ram(life)
+    try:
+        for turn in range(10):
+            numbers, absent = range(turn % 5 * 6, turn % 5 * 6 + 6), [40 + turn]
+            ctx = ReqContext(f"request {turn}")
+            with manager.lock:
+                manager.on_new_request(ctx)
+            found: list[Any] = []
+            deadline = time.monotonic() + PATIENCE_S
+            while time.monotonic() < deadline:
+                with manager.lock:
+                    found = [manager.lookup(key(number), ctx) for number in [*numbers, *absent]]
+                    manager.on_schedule_end(ScheduleEndContext((), ()))
+                if not {RETRY, LookupResult.HIT_PENDING} & {*found}:
+                    break
+                time.sleep(0.001)
+            assert found == [HIT] * 6 + [MISS]
+            with manager.lock:
+                manager.on_request_finished(ctx)
+        until = time.monotonic() + PATIENCE_S
+        while peer.found != {*map(key, range(12))}:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        with manager.lock:
+            assert "vllm:kvoffload_tier_written" in str(manager.get_stats())
+            shown = [dict(info) for info in manager.config_info()]
+        assert shown[1]["kvoffload_tier"] == ("disk" if where == "disk" else "valkey")
+        assert "vllm_offload_tier_poll" in peer.threads
+        assert not life.tier.broken
+    finally:
+        manager.shutdown()
 
 
 def test_bad_options_stop_the_start(tmp_path: Path) -> None:

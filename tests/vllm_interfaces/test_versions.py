@@ -21,6 +21,7 @@ from kvoffload.integrations.vllm import plugin
 from kvoffload.integrations.vllm.shared.versions import (
     SINCE_CONNECTOR,
     SINCE_DEVICES,
+    SINCE_SECONDARY,
     check_version,
     engine_facts,
     events,
@@ -38,8 +39,14 @@ OURS = {
     "OffloadingManager": "KVOffloadManager",
     "OffloadingWorker": "KVOffloadWorker",
     "CachePolicy": "VLLMPolicy",
+    "SecondaryTierManager": "KVOffloadTier",
 }
 """Interface -> our class that implements it."""
+CASES = [
+    (interface, version)
+    for interface in OURS
+    for version in (versions_since(SINCE_SECONDARY) if interface == "SecondaryTierManager" else VERSIONS)
+]
 
 
 @functools.cache
@@ -65,8 +72,7 @@ def test_every_version_is_known() -> None:
     assert sorted(known) == VERSIONS
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("interface", list(OURS))
+@pytest.mark.parametrize(("interface", "version"), CASES)
 def test_our_class_takes_every_call(interface: str, version: str) -> None:
     """Every abstract method exists, and our methods take the arguments that the version passes."""
     our_class = our_classes()[OURS[interface]]
@@ -90,6 +96,32 @@ def test_our_class_takes_every_call(interface: str, version: str) -> None:
             assert args.kwarg is not None or by_name in names + [
                 parameter.arg for parameter in args.kwonlyargs
             ], where
+
+
+@pytest.mark.parametrize("version", versions_since(SINCE_SECONDARY))
+def test_every_member_of_a_tier_is_decided(version: str) -> None:
+    """A member that a version adds is implemented, or listed here with the reason why vLLM's own is right."""
+    inherited = {
+        "block_size_bytes": "the size of a slot of vLLM's RAM",
+        "bp_detector": "vLLM measures the stores and drops some of them",
+        "cache_hit_source": "follows from `medium`",
+        "serve_external_requests": "no peer asks our tiers",
+    }
+    ours = our_classes()["KVOffloadTier"].keys() | {"medium", "tolerates_off_thread_polling"}
+    assert set(forms("SecondaryTierManager", version)) - ours <= inherited.keys()
+
+
+def test_the_result_of_a_job_has_the_fields_that_we_set() -> None:
+    source = ast.parse((OUR_ROOM / "secondary.py").read_text())
+    used = {
+        keyword.arg
+        for node in ast.walk(source)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "JobResult"
+        for keyword in node.keywords
+    }
+    assert {"job_id", "success", "successful_keys"} <= used
+    for version in versions_since(SINCE_SECONDARY):
+        assert used <= forms("JobResult", version).keys()
 
 
 BUILT_ON = {

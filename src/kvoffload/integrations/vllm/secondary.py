@@ -13,19 +13,26 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Collection, Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from vllm import __version__ as vllm_version
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
+from kvoffload import __version__
 from kvoffload.integrations.vllm.scheduler_side.containment import contained
 from kvoffload.integrations.vllm.scheduler_side.lookups import path_of
 from kvoffload.integrations.vllm.scheduler_side.manager import USUAL_KEY_BYTES
+from kvoffload.integrations.vllm.scheduler_side.metrics import (
+    METRICS_INTERVAL_S,
+    TierMetrics,
+    tier_definitions,
+)
 from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
 from kvoffload.integrations.vllm.shared.producer import find_configuration
 from kvoffload.integrations.vllm.shared.tiers import (
@@ -43,6 +50,13 @@ from kvoffload.tiers.spec import open_tiers, parse_tiers
 
 _DRAIN_TIMEOUT_S, _SHARED_DRAIN_TIMEOUT_S = 30.0, 2.0
 _NEW_WAIT_AFTER_S = 2.0
+_INFO = {
+    "kvoffload_tier": "name",
+    "kvoffload_policy": "policy",
+    "kvoffload_admission": "admission",
+    "kvoffload_capacity": "capacity",
+}
+"""Label of vLLM's info metric -> option of a tier; a tier without the option leaves the label empty."""
 
 
 class KVOffloadTier(SecondaryTierManager):
@@ -53,13 +67,19 @@ class KVOffloadTier(SecondaryTierManager):
     RETRY until the probe ends, for at most the tier's `probe_timeout`.
 
     Takes ``url`` and its parameters, or the options of a disk, as `KVOffloadSpec` does for a tier.
-    Raises `ConfigError` when the engine starts. Thread: the scheduler's.
+    Raises `ConfigError` when the engine starts.
+
+    Thread: the scheduler's. Since vLLM 0.33 also the thread that polls other tiers: for a request of a peer
+    it looks blocks up here. vLLM's lock orders the calls, and no call depends on its thread.
 
     Attributes:
+        tolerates_off_thread_polling: False, so that vLLM 0.33 asks for finished jobs in its steps only. No
+            peer waits for this tier between steps.
         broken: the tier is no longer used after an internal error, or could not be opened.
     """
 
     medium = Medium.STORAGE
+    tolerates_off_thread_polling: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -94,9 +114,39 @@ class KVOffloadTier(SecondaryTierManager):
         self._unknown: dict[bytes, None] = {}
         self._probes: dict[int, set[bytes]] = {}
         self._waits: dict[str, TierWait] = {}
+        self._metrics, self._reported_s = TierMetrics(), 0.0
+        self._info = {label: str(getattr(checked, option, "")) for label, option in _INFO.items()}
         self.broken = not self._opened
         if self._opened and self._tier.shared:
             self.locality = Locality.REMOTE
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """Return the definitions of the tier's metrics, ``vllm:kvoffload_tier_...``."""
+        return tier_definitions()
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        """Return the labels of `config_info`. Called by vLLM 0.33."""
+        return ("kvoffload_version", *_INFO)
+
+    def config_info(self) -> dict[str, str]:
+        """Return version and options of the tier, for vLLM's info metric. Called by vLLM 0.33."""
+        return {"kvoffload_version": __version__, **self._info}
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """Return the changed metrics, if a report is due; vLLM calls this in every step."""
+        now_s = time.monotonic()
+        if self._records and now_s - self._reported_s < METRICS_INTERVAL_S:
+            return None
+        self._reported_s = now_s
+        return self._take_stats()
+
+    @contained(None)
+    def _take_stats(self) -> OffloadingConnectorStats:
+        taken, stats = OffloadingConnectorStats(), self._tier.stats()
+        self._metrics.add(taken, {self._tier.name: {"hits": stats.read, **asdict(stats)}})
+        return taken
 
     @property
     def _tier(self) -> GuardedTier:
@@ -224,8 +274,8 @@ class KVOffloadTier(SecondaryTierManager):
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
         number = self._begin(job, keys, rows, is_store)
         if number == NO_JOB:
-            # An empty store is a success, an empty load a failure.
-            self._finished.append(JobResult(job_id=job.job_id, success=is_store))
+            # An empty store is a success, an empty load a failure. No bytes, or vLLM would count the job's.
+            self._finished.append(JobResult(job_id=job.job_id, success=is_store, transfer_bytes=0))
         else:
             self._jobs[number] = job
 

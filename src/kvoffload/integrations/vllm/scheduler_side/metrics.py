@@ -144,11 +144,54 @@ def definitions() -> dict[str, Any]:
     made[PREFIX + POLICY] = OffloadingGaugeMetadata(
         documentation="State of the eviction policy.", labelnames=("policy", "name")
     )
-    for name, text in TIER_COUNTERS.items():
-        made[f"{PREFIX}tier_{name}"] = OffloadingCounterMetadata(documentation=text, labelnames=("tier",))
-    for name, text in TIER_GAUGES.items():
-        made[f"{PREFIX}tier_{name}"] = OffloadingGaugeMetadata(documentation=text, labelnames=("tier",))
-    return made
+    return made | tier_definitions()
+
+
+def tier_definitions() -> dict[str, Any]:
+    """Return the definitions of the metrics of tiers in vLLM's form."""
+    counters, gauges = TIER_COUNTERS.items(), TIER_GAUGES.items()
+    return {
+        f"{PREFIX}tier_{name}": metadata(documentation=text, labelnames=("tier",))
+        for metadata, texts in ((OffloadingCounterMetadata, counters), (OffloadingGaugeMetadata, gauges))
+        for name, text in texts
+    }
+
+
+class Gauges:
+    """The last reported value of each gauge."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def show(
+        self, taken: OffloadingConnectorStats, name: str, value: float, labels: tuple[str, ...] = ()
+    ) -> None:
+        """Set a gauge if its value has changed."""
+        if self._shown.get((name, labels)) != value:
+            self._shown[name, labels] = value
+            taken.set_gauge(name, value, labels)
+
+
+class TierMetrics:
+    """Counts of tiers since the last report to vLLM; the first report has every counter, for alerts."""
+
+    def __init__(self) -> None:
+        self._before: Counter[tuple[str, str]] = Counter()
+        self._gauges = Gauges()
+        self._has_begun = False
+
+    def add(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add the counters and gauges of each tier, by name, from its counts since it was opened."""
+        is_first, self._has_begun = not self._has_begun, True
+        for tier, counts in tiers.items():
+            for name in TIER_COUNTERS:
+                increase = counts[name] - self._before[tier, name]
+                self._before[tier, name] = counts[name]
+                if is_first or increase:
+                    taken.increase_counter(f"{PREFIX}tier_{name}", increase, (tier,))
+            for name in TIER_GAUGES:
+                if counts[name] is not None:
+                    self._gauges.show(taken, f"{PREFIX}tier_{name}", counts[name], (tier,))
 
 
 class Metrics:
@@ -169,8 +212,7 @@ class Metrics:
         self.num_lookups = 0
         self.interval_s, self._reported_s = interval_s, 0.0
         self._before = ManagerStats()
-        self._shown: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._tiers_before: Counter[tuple[str, str]] = Counter()
+        self._gauges, self._tiers = Gauges(), TierMetrics()
         self._not_promoted_before: Counter[str] = Counter()
         self._has_begun = self._has_begun_tiers = False
         self._audits_before: Counter[str] | None = None
@@ -259,15 +301,7 @@ class Metrics:
             self._not_promoted_before[reason] += increase
             if is_first or increase:
                 taken.increase_counter(PREFIX + NOT_PROMOTED, increase, (reason,))
-        for tier, counts in tiers.items():
-            for name in TIER_COUNTERS:
-                increase = counts[name] - self._tiers_before[tier, name]
-                self._tiers_before[tier, name] = counts[name]
-                if is_first or increase:
-                    taken.increase_counter(f"{PREFIX}tier_{name}", increase, (tier,))
-            for name in TIER_GAUGES:
-                if counts[name] is not None:
-                    self._show(taken, f"tier_{name}", counts[name], (tier,))
+        self._tiers.add(taken, tiers)
 
     def _show(
         self,
@@ -277,7 +311,4 @@ class Metrics:
         labels: tuple[str, ...] = (),
         prefix: str = PREFIX,
     ) -> None:
-        """Set a gauge if its value has changed."""
-        if self._shown.get((name, labels)) != value:
-            self._shown[name, labels] = value
-            taken.set_gauge(prefix + name, value, labels)
+        self._gauges.show(taken, prefix + name, value, labels)
