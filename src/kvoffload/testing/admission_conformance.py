@@ -15,13 +15,13 @@ import pickle
 from typing import ClassVar
 
 import numpy as np
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.core.admission import Admission
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import state_of
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Step, key_of, random_script
+from kvoffload.testing.shrink_limit import run_machine
 
 _KEY_BYTES = 20
 _SEEDS = range(4)
@@ -57,7 +57,7 @@ class AdmissionConformance:
                 max_examples=self.max_examples,
                 step_count=30,
             )
-            run_state_machine_as_test(machine, settings=machine.TestCase.settings)
+            run_machine(machine)
 
     def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
         """Check the results of `admit` and `leading`, and that neither changes the rule."""
