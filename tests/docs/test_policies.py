@@ -105,7 +105,7 @@ def test_a_missed_target_is_named_with_its_worst_place(bench: ModuleType, tmp_pa
         "t,0,on-compute,1%,lru,all,0.1,0.1,0.9,0.3",
         "t,0,on-compute,1%,hazard,all,0.15,0.15,0.3,0.3",
         "t,0,on-compute,20%,lru,all,0.3,0.3,0.1,0.3",
-        "t,0,on-compute,20%,hazard,all,0.295,0.295,0.1,0.3",
+        "t,0,on-compute,20%,hazard,all,0.293,0.293,0.1,0.3",
         "t,1x,on-compute,20%,lru,all,0.3,0.1,0.1,0.5",
         "t,1x,on-compute,20%,hazard,all,0.297,0.097,0.1,0.5",
         "t,1x,on-device-eviction,20%,lru,all,0.35,0.15,0.1,0.4",
@@ -113,16 +113,16 @@ def test_a_missed_target_is_named_with_its_worst_place(bench: ModuleType, tmp_pa
     )
     lines = bench.table_of_targets(rows, ("1%", "20%"), ("0", "1x")).splitlines()[2:]
     table = dict(line.strip("| ").split(" | ", 1) for line in lines)
-    assert table["never more than 0.3 points below LRU"] == "**2 of 3**; -0.20 at 20%"
+    assert table["never more than 0.5 points below LRU"] == "**2 of 3**; -0.20 at 20%"
     assert table["1-2 %, alone: 30 % of the gap to the optimum"] == "**0 of 1**; -5.00 at 1%"
     assert table["1-5 %, optimum 5 points above LRU: a third of LRU's writes"] == "1 of 1"
     assert (
         table["device as large as the tier: 40 % of what the optimum adds"]
         == "**0 of 1**; -7.67 at 20% behind 1x"
     )
-    assert table["victim tier: never more than 0.3 points below the better plain mode"] == "1 of 1"
+    assert table["victim tier: never more than 0.5 points below the better plain mode"] == "1 of 1"
     assert bench.largest_shortfalls(rows, ("1%", "20%")).splitlines() == [
-        "- t: -0.50 at 20%, on-compute; -0.30 at 20% behind 1x, on-compute (2 of 4 places below)"
+        "- t: -0.70 at 20%, on-compute; -0.30 at 20% behind 1x, on-compute (2 of 4 places below)"
     ]
 
 
