@@ -4,7 +4,7 @@ Owns what a release must be: what is in it, what its page on PyPI shows, and wha
 that has nothing else. Knows nothing of how the package works but its commands. `make dist` runs it with the
 group `dist` of pyproject.toml; the files stay in dist/.
 
-    python tools/packages.py [--pythons 3.10,3.13] [--replay 3.10] [--torch 3.11] [--upload]
+    python tools/packages.py [--pythons 3.10,3.13] [--replay 3.10] [--torch 3.11] [--lowest 3.10] [--upload]
 """
 
 from __future__ import annotations
@@ -77,6 +77,8 @@ def main() -> None:
             smoke(python, version, wheel, folder, replay=version in arguments.replay)
             if version in arguments.torch:
                 smoke(python, version, wheel, folder, torch=True)
+            if version in arguments.lowest:
+                smoke(python, version, wheel, folder, replay=True, lowest=True)
     say(f"fit for release, after {time.monotonic() - started:.0f} s")
 
 
@@ -92,6 +94,7 @@ def parsed() -> argparse.Namespace:
             "of those: where a trace is replayed; kernels compile for 20 s in each",
         ),
         ("--torch", "", "of those: where it is tried with torch, too"),
+        ("--lowest", "", "of those: where it is tried with the lowest version of each dependency, too"),
     ):
         parser.add_argument(name, default=default, type=lambda text: [one for one in text.split(",") if one],
                             help=f"{told}  [default: {default or 'none'}]")  # fmt: skip
@@ -196,14 +199,35 @@ def interpreter(version: str) -> str | None:
     return None
 
 
+def lowest_versions(wheel: Path) -> list[str]:
+    """Pin each direct dependency to the lowest version that the wheel accepts: ``numpy==1.26``."""
+    pins = []
+    for requirement in metadata(wheel).get_all("Requires-Dist") or []:
+        name_and_version, _, marker = requirement.partition(";")
+        if "extra" not in marker:
+            if not re.fullmatch(r"[\w.-]+>=[\d.]+", name_and_version.strip()):
+                raise Unfit(f"{requirement}: no lowest version")
+            pins.append(name_and_version.strip().replace(">=", "==") + (f";{marker}" if marker else ""))
+    return pins
+
+
 def smoke(
-    python: str, version: str, wheel: Path, folder: Path, *, replay: bool = False, torch: bool = False
+    python: str,
+    version: str,
+    wheel: Path,
+    folder: Path,
+    *,
+    replay: bool = False,
+    torch: bool = False,
+    lowest: bool = False,
 ) -> None:
     """Install the wheel into an empty environment; run what a newcomer runs first."""
     started = time.monotonic()
-    home = folder / f"env-{version}{'-torch' if torch else ''}"
+    home = folder / f"env-{version}{'-torch' if torch else ''}{'-lowest' if lowest else ''}"
     run(python, "-m", "venv", str(home))
-    run(str(home / "bin/pip"), "install", "--quiet", f"{wheel}[torch]" if torch else str(wheel), cwd=folder)
+    pins = lowest_versions(wheel) if lowest else []
+    wanted = f"{wheel}[torch]" if torch else str(wheel)
+    run(str(home / "bin/pip"), "install", "--quiet", wanted, *pins, cwd=folder)
     run(str(home / "bin/pip"), "check", cwd=folder)
     own = str(home / "bin/kvoffload")
     told = run(own, "--version", cwd=folder)
@@ -226,6 +250,7 @@ def smoke(
         if not re.search(r"mismatches served +0", told):
             raise Unfit(f"the replay says: {told}")
         names += ", a replay"
+    names += f", with {', '.join(pins)}" if lowest else ""
     shutil.rmtree(home)
     say(f"Python {version}: installs, starts ({names}), {time.monotonic() - started:.0f} s")
 
