@@ -1,6 +1,6 @@
 """Hits of a recording in vLLM's real scheduler, with each way of offloading, and no model.
 
-    .venv-vllm/bin/python bench/vllm_hits.py RECORDING [--gpu-blocks 2000] [--ram-blocks 4000 8000]
+    .venv-vllm/bin/python bench/vllm_hits.py RECORDING [--ram-blocks 4000 8000] [--sides "ours, lru"]
 
 Every side has a scheduler of vLLM's own with its connector, the same GPU blocks and the same RAM. A block of
 the recording is a block of 16 tokens. Requests run in the recording's order, at most `--at-once` at a time;
@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--ram-blocks", type=int, nargs="+", default=[4000, 8000])
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--requests", type=int, default=None, help="the first requests only")
+    parser.add_argument("--sides", nargs="+", default=[*SIDES], choices=[*SIDES], metavar="SIDE")
     chosen = parser.parse_args()
     sys.path.insert(0, str(ROOT / "tests"))
     tiny: Any = importlib.import_module("support.vllm_engine")
@@ -117,7 +118,8 @@ def main() -> None:
             )
             print(f"\nGPU {chosen.gpu_blocks:,} blocks, RAM {ram_blocks:,} blocks")
             print(f"{'':22s}    GPU    RAM    all   stored   CPU us   replay: GPU    RAM")
-            for name, options in SIDES.items():
+            for name in chosen.sides:
+                options = SIDES[name]
                 side = Side(model, options, layout)
                 side.serve(prompts(trace), "r", chosen.at_once)
                 total = trace.block_refs * BLOCK_TOKENS
