@@ -1,11 +1,11 @@
 """What tiers serve after damage, and what durability costs disks: ``python bench/integrity.py``.
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
-our `DiskTier`, vLLM's `fs` secondary tier, and LMCache's `fs` and `fs_native` adapters. In servers, through
-the server's own door: our tier and LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which
-takes NIXL's OBJ plug-in, in a bucket. The real objects of each. Then times writes and reads of all disk tiers
-in turns. Every product runs under a Python of its own (``--vllm-python``, ``--lmcache-python``); one that is
-not there is named with the reason. Exits 1 if kvoffload served one wrong byte.
+our `DiskTier`, vLLM's `fs` secondary tier, LMCache's `fs` and `fs_native` adapters, spoolcache's store. In
+servers, through the server's own door: our tier and LMCache's `resp` adapter in Valkey; our tier and vLLM's
+`obj` tier, which takes NIXL's OBJ plug-in, in a bucket. The real objects of each. Then times writes and reads
+of all disk tiers in turns. Every product runs under a Python of its own (``--vllm-python`` and so on); one
+that is not there is named with the reason. Exits 1 if kvoffload served one wrong byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -45,6 +45,7 @@ MODULES = {
     "lmcache": "lmcache_fs",
     "lmcache-direct": "lmcache_fs",
     "lmcache-native": "lmcache_fs",
+    "spoolcache": "spoolcache_files",
     "kvoffload-valkey": "kvoffload_remote",
     "lmcache-resp": "lmcache_resp",
     "kvoffload-s3": "kvoffload_remote",
@@ -56,6 +57,7 @@ TITLES = {
     "lmcache": "LMCache `fs`",
     "lmcache-direct": "LMCache `fs`, O_DIRECT",
     "lmcache-native": "LMCache `fs_native`, O_DIRECT",
+    "spoolcache": "spoolcache",
     "kvoffload-valkey": "kvoffload `valkey://`",
     "lmcache-resp": "LMCache `resp`",
     "kvoffload-s3": "kvoffload `s3://`",
@@ -303,6 +305,9 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
     parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python", help="tools/lmcache_env.sh")
+    parser.add_argument(
+        "--spoolcache-python", default=".venv-spoolcache/bin/python", help="tools/spoolcache_env.sh"
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=20, help="writers to kill")
     parser.add_argument("--rounds", type=int, default=5, help="of timing")
@@ -312,6 +317,7 @@ def main() -> None:
         "kvoffload_disk": sys.executable,
         "vllm_fs": arguments.vllm_python,
         "lmcache_fs": arguments.lmcache_python,
+        "spoolcache_files": arguments.spoolcache_python,
         "kvoffload_remote": sys.executable,
         "lmcache_resp": arguments.lmcache_python,
         "vllm_obj": arguments.vllm_python,
