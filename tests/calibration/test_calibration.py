@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,14 @@ def test_an_unusable_server_is_refused_with_the_reason(server: Any) -> None:
 SMALL = ("--block-bytes", "4KiB", "--total-bytes", "64KiB", "--repeats", "2", "--quiet")
 
 
-def test_the_command_writes_a_machine_that_simulate_accepts(tmp_path: Path, server: Any) -> None:
+def test_the_command_writes_a_machine_that_simulate_accepts(
+    tmp_path: Path, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test's server takes equally long for all prompts, so the times are made to grow with them."""
+    ask = Server.ask
+    monkeypatch.setattr(
+        Server, "ask", lambda self, tokens: replace(ask(self, tokens), first_s=1e-3 + 1e-5 * len(tokens))
+    )
     out = tmp_path / "machine.json"
     done = kvoffload(
         *("calibrate", "--out", str(out), "--disk", str(tmp_path), "--url", server.url),
