@@ -3,14 +3,14 @@
     python bench/lmcache_4499.py [--seeds 5]
 
 The text gives: SWE-agent trajectories of 4 to 158 steps, prompts that grow to at most 34,600 tokens, 14 at a
-time at a constant rate of steps, 2,212 requests; 182.6 GiB of distinct KV, 36.7 GiB live; RAM of 40, 20 and 10
+time at a constant rate of steps, 2,212 requests; 182.6 GiB of distinct KV, 36.7 GiB live; RAM of 40, 20, 10
 GiB. The GPU alone serves 0.308 of the tokens, also beside RAM of 10 GiB: a prefix that all requests share.
 "external" is the share of the rest that RAM serves: (0.776 - 0.308) / (1 - 0.308) gives the text's 0.677.
 
 Not in the text: lengths of the trajectories, the model, the size of the GPU's cache. Assumed: steps of a
 log-normal law with these limits and the median that makes about 36.7 GiB live; prompts that grow by equal
-steps; bytes of a token so that the distinct KV is 182.6 GiB. Fitted to one number of the text, 0.450: the GPU's
-cache. Eager storing is `lru` on-compute, eviction-aware storing `lru` on-device-eviction.
+steps; bytes of a token so that the distinct KV is 182.6 GiB. Fitted to one number of the text, 0.450: the
+GPU's cache. Eager storing is `lru` on-compute, eviction-aware storing `lru` on-device-eviction.
 """
 
 from __future__ import annotations
