@@ -23,6 +23,8 @@ from typing import Any
 
 import pytest
 
+from support.stopping import stop
+
 PATIENCE_S = 60.0
 """Seconds until a test gives up waiting."""
 BUCKET, KEY_ID, SECRET = "kv-cache", "AKIATESTS", "hunter2hunter2"
@@ -112,7 +114,7 @@ class S3Server(ABC):
     def stopped(self) -> Iterator[None]:
         """Let the server hang."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process.pid)
         try:
             yield
         finally:

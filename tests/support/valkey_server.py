@@ -21,6 +21,7 @@ import pytest
 from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.identity import is_rest
 from kvoffload.tiers.valkey.resp import Connection, Login, command
+from support.stopping import stop
 
 PATIENCE_S = 60.0
 """Seconds until a test gives up waiting."""
@@ -146,7 +147,10 @@ class Server:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal, as ``SIGSTOP``, which makes the server hang."""
         assert self._process is not None
-        self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            stop(self._process.pid)
+        else:
+            self._process.send_signal(number)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
