@@ -395,10 +395,10 @@ def test_shrinking_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """With no time to shrink, the first failure is reported: its steps, and what is wrong."""
     monkeypatch.setattr(shrink_limit, "SHRINK_CPU_S", 0.0)
     suite = type("Suite", (PolicyConformance,), {"policy": KeepsRemovedBlocks})()
-    with pytest.raises(AssertionError, match=r"disagree about the slots|orders slots twice") as failure:
+    with pytest.raises(AssertionError, match="policy naive-lru") as failure:
         suite.test_life_cycle()
     assert "state." in str(failure.value)
-    with pytest.raises(AssertionError, match=r"disagree about the slots|orders slots twice"):
+    with pytest.raises(AssertionError, match="policy naive-lru"):
         suite.test_it_takes_any_hints()
 
 
