@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,24 +270,6 @@ def test_reset_while_everything_is_under_way(world: Callable[..., World]) -> Non
     assert rig.serve("again", path) == (0, path)
     assert rig.serve("again", path) == (4, [])
     assert not rig.manager._arrivals
-
-
-def test_nothing_is_stored_after_a_refused_part(world: Callable[..., World]) -> None:
-    """vLLM offers a prompt in parts, one a step. A block after a missing one can be reached by no request."""
-    rig = world(8, admission="reuse:2")
-    path = [key(number) for number in range(6)]
-    rig.serve("once", path[2:])
-    ctx = rig.request("r", path)
-    assert rig.lookup(ctx, path) == 0
-    assert not rig.manager.prepare_store(path[:2], ctx).keys_to_store, "seen for the first time"
-    assert not rig.manager.prepare_store(path[2:4], ctx).keys_to_store, "seen twice, and unreachable"
-    assert rig.manager.metrics.counts["unreachable"] == 2
-    rig.manager.on_schedule_end(SimpleNamespace(new_req_ids=set(), preempted_req_ids={"r"}))
-    assert rig.manager.prepare_store(path[2:4], ctx).keys_to_store == path[2:4], "until it runs again"
-    rig.manager.complete_store(set(path[2:4]), ctx)
-    rig.manager.on_request_finished(ctx)
-    taken = repr(rig.manager.get_stats().data)
-    assert "('unreachable',): 2" in taken
 
 
 def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,8 +36,6 @@ class Request:
         begun_step: the last step in which vLLM may have begun the request; None while it is known to wait.
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
         first_step: the step of the first lookup of the current wait; None before that lookup.
-        is_cut: a block of the request was offered and is not in RAM, so no later request can reach the blocks
-            after it.
         is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
     """
 
@@ -48,7 +46,6 @@ class Request:
     begun_step: int | None = None
     was_preempted: bool = False
     first_step: int | None = None
-    is_cut: bool = False
     is_audited: bool | None = None
 
     def is_first_lookup(self, step: int) -> bool:
@@ -64,7 +61,6 @@ class Request:
     def wait_again(self) -> None:
         """Record a preemption or a failed load: vLLM looks the request up again."""
         self.begun_step, self.first_step, self.was_preempted = None, None, True
-        self.is_cut = False
 
 
 class Lookups:

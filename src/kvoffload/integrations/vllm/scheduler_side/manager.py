@@ -31,7 +31,7 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
     path_of,
     positions_of,
 )
-from kvoffload.integrations.vllm.scheduler_side.metrics import UNREACHABLE, Metrics
+from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.shared.options import ALWAYS, DROP, STOP, VLLMOptions
@@ -376,9 +376,6 @@ class KVOffloadManager(OffloadingManager):
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP  # vLLM offers blocks of running requests, after a step
         self._release(request)
-        if request.is_cut:
-            self.metrics.counts[UNREACHABLE] += len(keys)
-            return _NOTHING
         offered = list(keys)
         # Stable: blocks that end at the same token stay in the order of their groups.
         positions = positions_of(req_context)
@@ -386,20 +383,10 @@ class KVOffloadManager(OffloadingManager):
         audited = None if self.audits is None else self.audits.pin(offered)
         if places == sorted(places):
             plan = self.core.prepare_store(offered, request.ctx)
-            request.is_cut = plan is not None and self._is_cut(plan, offered)
             return self._output_of(plan, offered, None, audited, req_context.req_id)
         order = np.argsort(places, kind="stable")
         plan = self.core.prepare_store([offered[row] for row in order.tolist()], request.ctx)
-        request.is_cut = plan is not None and self._is_cut(plan, offered)
         return self._output_of(plan, offered, order, audited, req_context.req_id)
-
-    def _is_cut(self, plan: StorePlan, offered: list[bytes]) -> bool:
-        """Return True if an offered block is neither in RAM nor being stored.
-
-        vLLM offers a prompt in parts, one a step. Each part is judged alone, so without this a rule or policy
-        that refuses one part may take the next one, which no request can reach.
-        """
-        return len(plan) < len(offered) and not self.core.contains(offered).all()
 
     def _output_of(
         self,

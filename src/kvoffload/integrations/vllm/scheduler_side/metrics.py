@@ -45,11 +45,9 @@ NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
 NATIVE_PREFIX = "vllm:kv_offload_"
 
 REFUSED = "refused_blocks"
-UNREACHABLE = "unreachable"
 REASONS = {
     "admission": "refused by the admission rule or the policy",
     "no_room": "all other blocks were in use",
-    UNREACHABLE: "an earlier block of the request was not stored",
 }
 GAUGES = {
     "capacity_blocks": "Capacity of RAM in blocks.",
@@ -233,7 +231,6 @@ class Metrics:
         """
         counters = counters or self._before
         counts, self.counts = self.counts, Counter()
-        unreachable = counts.pop(UNREACHABLE, 0)
         counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, counters
         taken = OffloadingConnectorStats()
@@ -250,7 +247,6 @@ class Metrics:
         refused = {
             "admission": counters.refused - before.refused,
             "no_room": counters.dropped - before.dropped,
-            UNREACHABLE: unreachable,
         }
         for reason, count in refused.items():
             if is_first or count:
