@@ -34,6 +34,7 @@ class Request:
         reach: number of keys that are looked up ahead.
         checks: verifications of the request's blocks, pending and done.
         begun_step: the last step in which vLLM may have begun the request; None while it is known to wait.
+        waits_since: the last step in which the request is known to have waited, after a preemption.
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
         first_step: the step of the first lookup of the current wait; None before that lookup.
         is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
@@ -44,6 +45,7 @@ class Request:
     reach: int = _FIRST_REACH
     checks: Checks = field(default_factory=Checks)
     begun_step: int | None = None
+    waits_since: int | None = None
     was_preempted: bool = False
     first_step: int | None = None
     is_audited: bool | None = None
@@ -55,11 +57,17 @@ class Request:
         return self.first_step == step
 
     def may_run(self, step: int) -> bool:
-        """Return True if the request may have begun before this step and may still run."""
-        return self.begun_step is not None and self.begun_step < step
+        """Return True if the request may have begun before this step and may still run.
 
-    def wait_again(self) -> None:
-        """Record a preemption or a failed load: vLLM looks the request up again."""
+        A preempted request resumes without a lookup if the GPU's cache holds its prompt.
+        """
+        if self.begun_step is not None:
+            return self.begun_step < step
+        return self.waits_since is not None and self.waits_since < step - 1
+
+    def wait_again(self, step: int) -> None:
+        """Record in `step` a preemption or a failed load: vLLM looks the request up again."""
+        self.waits_since = step
         self.begun_step, self.first_step, self.was_preempted = None, None, True
 
 

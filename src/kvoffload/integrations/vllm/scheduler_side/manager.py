@@ -310,7 +310,7 @@ class KVOffloadManager(OffloadingManager):
         """Return the number of ready leading blocks, and True if the next block may soon be ready."""
         request = self._request(req_context, keys)
         if request.may_run(self._step):
-            request.wait_again()
+            request.wait_again(self._step)
         if request.is_first_lookup(self._step):
             self.metrics.num_lookups += len(keys)
         num_ready, wait = self._lookups.prefix(keys, request)
@@ -507,9 +507,9 @@ class KVOffloadManager(OffloadingManager):
             if (arrival := self._arrivals.get(request_id)) is not None:
                 arrival.ran_unasked = False
             if (request := self._requests.get(request_id)) is not None:
-                request.wait_again()
+                request.wait_again(self._step)
         for request in self._asked_again:
-            request.wait_again()
+            request.wait_again(self._step)
         self._asked_again.clear()
         self._step += 1
 
