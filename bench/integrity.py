@@ -306,7 +306,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", default=".venv-vllm/bin/python", help="made by `make vllm-env`")
     parser.add_argument("--lmcache-python", default=".venv-lmcache/bin/python", help="tools/lmcache_env.sh")
     parser.add_argument(
-        "--spoolcache-python", default=".venv-spoolcache/bin/python", help="tools/spoolcache_env.sh"
+        "--spoolcache-python", default=".venv-spoolcache/bin/python", help="see docs/integrity.md"
     )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=20, help="writers to kill")

@@ -110,9 +110,9 @@ class Lines:
             subsequent_indent=self._indent, break_on_hyphens=False,
         )  # fmt: skip
         for line in self._lines:
-            for part in wrapper.wrap(unbroken(line)) or [""]:
+            for wrapped in wrapper.wrap(unbroken(line)) or [""]:
                 # For pipes and pasting: only the wrapper needs the no-break spaces.
-                yield Text(part.replace(NO_BREAK, " "), self._style)
+                yield Text(wrapped.replace(NO_BREAK, " "), self._style)
 
 
 class _TerminalTable:

@@ -109,14 +109,14 @@ def _over_ram(answer: PlanAnswer) -> Chart:
     bought = [row for row in alone if row.ram_modules]
     best_of = {row.ram_bytes: row for row in sorted(bought, key=lambda row: row.saved)}
     data: Data = [_line([best_of[ram] for ram in sorted(best_of)], "best setup of each size")]
-    others: Data = []
+    hidden_lines: Data = []
     for setup in setups:
         rows = sorted((row for row in alone if row.setup == setup), key=lambda row: row.ram_bytes)
         if setup == answer.chosen.setup:
             data.append(_line(rows, f"recommended: {setup}", line={"dash": "dashdot"}))
         else:
-            hidden = {"visible": "legendonly", "legendgroup": "others", "showlegend": not others}
-            others.append(_line(rows, "other setups: click", **hidden))
+            hidden = {"visible": "legendonly", "legendgroup": "others", "showlegend": not hidden_lines}
+            hidden_lines.append(_line(rows, "other setups: click", **hidden))
     best = dict[float, float]()
     for row in sorted(bought, key=lambda row: (row.ram_bytes, row.optimum)):
         best[row.ram_bytes / _GIB] = 100 * row.optimum
@@ -126,7 +126,7 @@ def _over_ram(answer: PlanAnswer) -> Chart:
          "y": list(best.values()), "line": {"dash": "dash"},
          "hovertemplate": "%{y:.1f}%<extra>optimum</extra>"},
     ]  # fmt: skip
-    data += others
+    data += hidden_lines
     if not answer.sampled:
         data += [_flat("ceiling", answer.ceiling, sizes), _flat("the GPUs alone", answer.by_gpus, sizes)]
     axes = {"xaxis": {"title": {"text": "RAM, GiB"}}, "yaxis": _SAVED}

@@ -130,7 +130,7 @@ def describe(trace: Trace) -> TraceStatistics:
     request_of, new_blocks, session_of = inferred.request_of, inferred.new_blocks, inferred.session_of
     previous_turn = inferred.previous_turn
     is_next = previous_turn != _NONE
-    others = ~inferred.is_named
+    is_inferred = ~inferred.is_named
     num_turns = np.bincount(session_of)
     times_ms = trace.timestamps_ms
     duration_ms = int(times_ms.max(initial=0) - times_ms.min(initial=2**62)) if trace.requests else 0
@@ -153,7 +153,7 @@ def describe(trace: Trace) -> TraceStatistics:
         output_tokens=_percentiles(trace.output_tokens),
         sessions=len(num_turns),
         named_share=int(inferred.is_named.sum()) / max(trace.requests, 1),
-        unambiguous_share=float(inferred.is_unambiguous[others].mean()) if others.any() else None,
+        unambiguous_share=float(inferred.is_unambiguous[is_inferred].mean()) if is_inferred.any() else None,
         turns_per_session=_percentiles(num_turns),
         mean_turns=trace.requests / max(len(num_turns), 1),
         turn_gap_s=_percentiles((times_ms - times_ms[previous_turn])[is_next], unit=1000),

@@ -34,25 +34,25 @@ def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
     in one block only.
     """
     kind = getattr(torch, value_type)
-    theirs, ours = (
+    computed_values, stored_values = (
         torch.from_numpy(np.ascontiguousarray(rows)).view(kind).double().numpy()
         for rows in (computed, stored)
     )
-    finite = np.isfinite(theirs) & np.isfinite(ours)
-    if not np.array_equal(theirs[~finite], ours[~finite], equal_nan=True):
+    finite = np.isfinite(computed_values) & np.isfinite(stored_values)
+    if not np.array_equal(computed_values[~finite], stored_values[~finite], equal_nan=True):
         return float("inf")
-    size = np.where(finite, theirs, 0.0) ** 2
-    distance = np.where(finite, theirs - ours, 0.0) ** 2
-    begins = np.arange(0, len(size), RUN_VALUES)
-    counts = np.diff([*begins.tolist(), len(size)])
-    near = np.add.reduceat(size, begins) / counts
-    apart = np.add.reduceat(distance, begins) / counts
-    least = _LEAST_SHARE**2 * size.mean()
+    squared_value = np.where(finite, computed_values, 0.0) ** 2
+    squared_difference = np.where(finite, computed_values - stored_values, 0.0) ** 2
+    begins = np.arange(0, len(squared_value), RUN_VALUES)
+    counts = np.diff([*begins.tolist(), len(squared_value)])
+    near = np.add.reduceat(squared_value, begins) / counts
+    apart = np.add.reduceat(squared_difference, begins) / counts
+    least = _LEAST_SHARE**2 * squared_value.mean()
     with np.errstate(divide="ignore", invalid="ignore"):
         relative = np.where(apart > 0.0, apart / np.maximum(near, least), 0.0)
     return float(np.sqrt(relative.max()))
 
 
-def is_rounding(found: float, value_type: str, *, on_cpu: bool) -> bool:
+def is_rounding(distance: float, value_type: str, *, on_cpu: bool) -> bool:
     """Return True if a difference between two computations of a block is as small as rounding."""
-    return found <= (_TF32_LIMIT if value_type == "float32" and not on_cpu else LIMITS[value_type])
+    return distance <= (_TF32_LIMIT if value_type == "float32" and not on_cpu else LIMITS[value_type])

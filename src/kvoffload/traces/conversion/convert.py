@@ -119,8 +119,8 @@ def convert(
         missing.append(Missing(ConfigError("out", None, "give a file for the trace"), "", example_out(place)))
     if missing or out is None:
         known = {option.flag for option in missing}
-        others = [option for option in _missing(made, place) if option.flag not in known]
-        raise IncompleteError(made.name, [*others, *missing])
+        further = [option for option in _missing(made, place) if option.flag not in known]
+        raise IncompleteError(made.name, [*further, *missing])
     requests = _Requests(made, place, skip_bad_lines, progress)
     return _write(requests, made, out, tokens)
 

@@ -1,4 +1,4 @@
-"""Audits of stored blocks: chooses requests, pins the blocks to compare, and judges what the workers found.
+"""Audits of stored blocks: chooses requests, pins the blocks to compare, and judges the workers' findings.
 
 An audited request is computed although RAM holds its blocks. When the engine offers the computed blocks, the
 workers compare them with the stored ones. Owns the choice and the pins. The caller handles differences.
@@ -123,10 +123,10 @@ class Audits:
         """End the comparisons of a finished store, and return the blocks that differ."""
         differences = []
         for plan in self._pinned.take(request_id, keys):
-            found = self._pool.take_findings(plan.slots)
+            findings = self._pool.take_findings(plan.slots)
             if not success:
-                found["result"] = 0
-            for key, finding in zip(plan.keys, found, strict=True):
+                findings["result"] = 0
+            for key, finding in zip(plan.keys, findings, strict=True):
                 result = int(finding["result"])
                 self.results[RESULTS[result]] += 1
                 if result == DIFFERENT:

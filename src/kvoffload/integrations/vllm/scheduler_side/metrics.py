@@ -109,29 +109,31 @@ def definitions() -> dict[str, Any]:
         PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
     }
     made |= {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
-    reasons = "; ".join(f"{reason}: {text}" for reason, text in REASONS.items())
-    made[PREFIX + REFUSED] = OffloadingCounterMetadata(
-        documentation=f"Blocks offered and not stored, by reason ({reasons}).", labelnames=("reason",)
-    )
-    actions = "; ".join(f"{action}: {text}" for action, text in KV_HINTS.items())
-    made[PREFIX + KV_HINT_ACTIONS] = OffloadingCounterMetadata(
-        documentation=f"Actions in the kv_hints of requests ({actions}).", labelnames=("action",)
-    )
+    for name, text, label, meanings in (
+        (REFUSED, "Blocks offered and not stored, by reason", "reason", REASONS),
+        (KV_HINT_ACTIONS, "Actions in the kv_hints of requests", "action", KV_HINTS),
+        (
+            AUDITED_BLOCKS,
+            "With audit: blocks compared with computed ones, by result",
+            "result",
+            AUDIT_RESULTS,
+        ),
+        (
+            NOT_PROMOTED,
+            "Blocks found in a tier and not loaded from it, by reason",
+            "reason",
+            NOT_PROMOTED_REASONS,
+        ),
+    ):
+        explained = "; ".join(f"{value}: {meaning}" for value, meaning in meanings.items())
+        made[PREFIX + name] = OffloadingCounterMetadata(
+            documentation=f"{text} ({explained}).", labelnames=(label,)
+        )
     made[PREFIX + AUDITED_REQUESTS] = OffloadingCounterMetadata(
         documentation="With audit: requests that were computed although RAM held their blocks."
     )
-    results = "; ".join(f"{result}: {text}" for result, text in AUDIT_RESULTS.items())
-    made[PREFIX + AUDITED_BLOCKS] = OffloadingCounterMetadata(
-        documentation=f"With audit: blocks compared with computed ones, by result ({results}).",
-        labelnames=("result",),
-    )
     made[PREFIX + AUDIT_DIFFERENCE] = OffloadingGaugeMetadata(
         documentation="With audit: largest difference that counted as rounding, relative to the values."
-    )
-    reasons = "; ".join(f"{reason}: {text}" for reason, text in NOT_PROMOTED_REASONS.items())
-    made[PREFIX + NOT_PROMOTED] = OffloadingCounterMetadata(
-        documentation=f"Blocks found in a tier and not loaded from it, by reason ({reasons}).",
-        labelnames=("reason",),
     )
     made[PREFIX + NOT_OFFERED] = OffloadingCounterMetadata(
         documentation="Blocks evicted from RAM before a tier could take them: the tier writes too slowly."

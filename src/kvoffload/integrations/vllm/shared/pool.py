@@ -235,9 +235,9 @@ class SharedPool:
         of_parts = self.findings[:, slots]
         self.findings[:, slots] = np.zeros((), FINDING)
         worst = np.lexsort((of_parts["difference"], of_parts["result"]), axis=0)[-1]
-        found = of_parts[worst, np.arange(len(slots))]
-        found["result"][(of_parts["result"] == 0).any(axis=0)] = 0
-        return found
+        most_serious = of_parts[worst, np.arange(len(slots))]
+        most_serious["result"][(of_parts["result"] == 0).any(axis=0)] = 0
+        return most_serious
 
     def close(self) -> None:
         """Release the memory, which is unmapped when its last view is gone. Idempotent."""

@@ -28,7 +28,7 @@ class Auditor:
 
     Args:
         value_types: for each KV group, the name of torch's type of its values; None if the bytes have no
-            single type. Blocks of such a group are equal or unjudged.
+            single type: the group's blocks are then equal or unjudged.
 
     Thread: `submit` on the worker's; one more thread compares.
     """
@@ -88,10 +88,10 @@ class Auditor:
         if value_type is None:
             finding["result"] = max(finding["result"], UNJUDGED)
             return
-        found = difference(computed, stored, value_type)
-        is_close = is_rounding(found, value_type, on_cpu=self._device.type == "cpu")
-        if found >= finding["difference"]:
-            finding["group"], finding["tensor"], finding["difference"] = *place, found
+        distance = difference(computed, stored, value_type)
+        is_close = is_rounding(distance, value_type, on_cpu=self._device.type == "cpu")
+        if distance >= finding["difference"]:
+            finding["group"], finding["tensor"], finding["difference"] = *place, distance
         finding["result"] = max(finding["result"], CLOSE if is_close else DIFFERENT)
 
     def _read(
@@ -118,9 +118,9 @@ _NO_SCALES_INSIDE = (0, 1)
 
 
 def _value_type(spec: Any, cache_dtype: str) -> str | None:
-    inner = getattr(spec, "kv_cache_specs", None)
-    if inner is not None:
-        kinds = {_value_type(one, cache_dtype) for one in inner.values()}
+    layers = getattr(spec, "kv_cache_specs", None)
+    if layers is not None:
+        kinds = {_value_type(layer, cache_dtype) for layer in layers.values()}
     elif (states := getattr(spec, "dtypes", None)) is not None:
         kinds = {str(state).removeprefix("torch.") for state in states}
     else:
