@@ -88,6 +88,12 @@ class MisuseError(KVOffloadError, RuntimeError):
     """A call that breaks the life cycle of a block, such as a plan completed twice. Nothing has changed."""
 
 
+class GoneError(MisuseError):
+    """A block that was ready and left before it was pinned, because another process evicted it. Look it up
+    again. Raised only by managers that processes share.
+    """
+
+
 class PolicyError(KVOffloadError, RuntimeError):
     """An eviction policy that broke its contract, for example by naming a pinned slot as a victim."""
 

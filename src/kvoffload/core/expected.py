@@ -115,6 +115,12 @@ class Queue:
             _withdraw(self._expected.memory, ctx.memory)
             self._is_full = self._is_full and not all(map(self._expect_all, self._waiting))
 
+    def renew(self) -> None:
+        """Expect the keys of all waiting requests again, after the expected keys were cleared."""
+        for ctx in self._waiting:
+            Path.over(ctx.memory).num_expected = 0
+        self._is_full = not all(map(self._expect_all, self._waiting))
+
     def _expect_all(self, ctx: RequestContext) -> bool:
         assert self._expected is not None
         has_room = bool(_expect(self._expected.memory, ctx.memory) == ctx.length)

@@ -5,8 +5,13 @@ Owns the fields and the numbering of labels. Does not know how useful a label is
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvoffload.structures.jit import U64Array
 
 NUM_COARSE, NUM_LABELS = 8, 16
 _SHORTEST_S, _LONGEST_S = 1e-3, 1e9
@@ -57,11 +62,14 @@ class Labels:
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
     number separately. Numbers below `NUM_COARSE` distinguish the ends of requests. Higher numbers subdivide
     them by priority, time to live and tenant; when the higher numbers run out, the coarse number is used.
+
+    Args:
+        digests: ``(NUM_LABELS,)`` uint64: the digest of each number's label, or 0. Processes that share a
+            cache share this array, and so the numbers.
     """
 
-    def __init__(self) -> None:
-        self._coarse: dict[tuple[object, ...], int] = {}
-        self._fine: dict[tuple[object, ...], int] = {}
+    def __init__(self, digests: U64Array | None = None) -> None:
+        self._digests = np.zeros(NUM_LABELS, np.uint64) if digests is None else digests
         self._known: dict[Hints, int] = {NO_HINTS: 0}
 
     def number(self, hints: Hints) -> int:
@@ -80,17 +88,22 @@ class Labels:
         fine = (hints.priority, octave, hints.tenant)
         number = 0
         if coarse != ("", False):
-            number = _assign(self._coarse, coarse, 1, NUM_COARSE)
+            number = self._assign(coarse, 1, NUM_COARSE)
         if fine != (0, None, ""):
-            number = _assign(self._fine, (number, *fine), NUM_COARSE, NUM_LABELS) or number
+            number = self._assign((number, *fine), NUM_COARSE, NUM_LABELS) or number
         return number
 
+    def _assign(self, label: tuple[object, ...], first: int, stop: int) -> int:
+        """Return the number of a label.
 
-def _assign(numbers: dict[tuple[object, ...], int], label: tuple[object, ...], first: int, stop: int) -> int:
-    """Return the number of a label.
-
-    A new label gets the next number from `first` on, or 0 if none is left.
-    """
-    if label not in numbers and first + len(numbers) < stop:
-        numbers[label] = first + len(numbers)
-    return numbers.get(label, 0)
+        A new label gets the next number from `first` on, or 0 if none is left.
+        """
+        digest = np.uint64(
+            int.from_bytes(hashlib.blake2b(repr(label).encode(), digest_size=8).digest(), "little") | 1
+        )
+        for number in range(first, stop):
+            if self._digests[number] == 0:
+                self._digests[number] = digest
+            if self._digests[number] == digest:
+                return number
+        return 0

@@ -136,6 +136,13 @@ def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) 
 # ---- loads
 
 
+@inline
+def _hold(cache: Cache, slot: int, change: int) -> None:
+    """Record a pin or a write of this process, or their end; processes that share the slots need the record."""
+    if cache.holds.shape[0] != 0:
+        cache.holds[slot] += np.int32(change)
+
+
 @kernel
 def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned) -> int:
     """Pin a batch; return the number of blocks, or ``~row`` of the first block that is not ready."""
@@ -149,6 +156,7 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned) -> int:
     for row in range(count):
         cache.slots.num_evictable -= ref_cnt[slots[row]] == 0
         ref_cnt[slots[row]] += 1
+        _hold(cache, slots[row], 1)
     load.count = max(0, count)
     return count
 
@@ -161,6 +169,7 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
     for row in range(load.count):
         ref_cnt[load.slots[row]] -= 1
         slots.num_evictable += ref_cnt[load.slots[row]] == 0
+        _hold(cache, load.slots[row], -1)
     cache.loaded += load.count if is_load else 0
     return slots.num_condemned
 
@@ -449,6 +458,7 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
         slot, position = new.slots[i], positions[new.rows[i]]
         insert(index, path.index.keys, position, records[position, HASH], slot)
         slots.ref_cnt[slot] = WRITING
+        _hold(cache, slot, WRITING)
         _record(slots.version, records, position, slot)
         # The store counts as the request's access: `finish_request` must not count a second one.
         records[position, FLAGS] |= np.uint64(ACCESSED)
@@ -554,6 +564,7 @@ def become_ready(cache: Cache, new: Entering) -> None:
     slots = cache.slots
     for i in range(new.count):
         slots.ref_cnt[new.slots[i]] = 0
+        _hold(cache, new.slots[i], -WRITING)
     slots.num_writing -= new.count
     slots.num_evictable += new.count
     cache.stored += new.count
@@ -566,6 +577,7 @@ def abandon(cache: Cache, new: Entering) -> None:
         remove(cache.index, new.slots[i])
         cache.slots.version[new.slots[i]] += np.uint32(1)
         give_back(cache.slots, new.slots[i])
+        _hold(cache, new.slots[i], -WRITING)
     cache.slots.num_writing -= new.count
     cache.store_failed += new.count
 

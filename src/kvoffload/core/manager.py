@@ -8,6 +8,7 @@ and reports results.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -116,6 +117,7 @@ class OffloadingManager:
             known=known_keys(self.index, self._follows_device and self.policy.needs_returns()),
             follows_device=self._follows_device,
             expected=Expected(0, key_bytes),
+            holds=np.empty(0, np.int32),
         )
         self._cache = self._state.memory
         mode = OnDeviceEviction if self._follows_device else OnCompute
@@ -425,6 +427,8 @@ class OffloadingManager:
 
     # ---- private
 
+    _not_ready: ClassVar[type[MisuseError]] = MisuseError
+
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
             return RequestContext("", self.key_bytes, self)
@@ -444,7 +448,7 @@ class OffloadingManager:
         while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan)) < AGAIN:
             ctx.make_room(keys, pinned)
         if pinned < 0:
-            raise MisuseError(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
+            raise self._not_ready(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
         return LoadPlan(ctx, keys, plan, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> None:

@@ -40,6 +40,8 @@ class Cache(Struct):
         expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
             manager calls the policy in Python.
         follows_device: 1 in a victim tier.
+        holds: int32: for each slot the number of pins of this process, or `WRITING` while it writes the slot.
+            Empty unless processes share the slots.
         stored, ...: as in `ManagerStats`.
     """
 
@@ -57,6 +59,7 @@ class Cache(Struct):
     replace: int
     remove: int
     follows_device: int
+    holds: I32Array
     stored: int
     store_failed: int
     loaded: int

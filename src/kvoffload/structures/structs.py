@@ -12,6 +12,7 @@ nested struct can be replaced between two kernel calls (`Struct.exchange`).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -119,6 +120,27 @@ class Struct:
         self._words[self.fields[name].at] = _address(struct.memory) - _address(self.memory)
         self._fields[name] = struct
 
+    def move(self, memory: memoryview, parts: Mapping[str, Any], *, copy: bool) -> None:
+        """Continue in other memory, which may be shared with other processes (`placement`).
+
+        Args:
+            memory: 8 bytes for each word of the struct.
+            parts: the arrays there, and the nested structs, which have moved before.
+            copy: write this struct's numbers to the memory; otherwise the memory has its numbers.
+        """
+        old_words = self._words
+        self._attach(memory)
+        here = _address(memory)
+        for name, field in self.fields.items():
+            if name in parts:
+                part = self._fields[name] = parts[name]
+                is_struct = isinstance(part, Struct)
+                self._words[field.at] = (part.address if is_struct else part.ctypes.data) - here
+                for dimension in range(field.ndim):
+                    self._words[field.at + 1 + dimension] = part.shape[dimension]
+            elif copy:
+                self._words[field.at] = old_words[field.at]
+
     def contents(self) -> dict[str, Any]:
         """Return all fields by name."""
         return {name: getattr(self, name) for name in self.fields}
@@ -126,7 +148,7 @@ class Struct:
     def __reduce__(self) -> Any:
         return _restored, (type(self), self.contents())
 
-    def _attach(self, memory: bytearray) -> None:
+    def _attach(self, memory: bytearray | memoryview) -> None:
         self.memory: Any = memory
         self._words = memoryview(memory).cast("q")
         self._fields: dict[str, Any] = {}
@@ -162,7 +184,7 @@ class Struct:
         return b"".join(pieces)
 
     @classmethod
-    def over(cls: type[S], memory: bytearray, start: int = 0) -> S:
+    def over(cls: type[S], memory: bytearray | memoryview, start: int = 0) -> S:
         """Return the struct at byte `start` of memory from `blank`. Its arrays are created on access."""
         self = cls.__new__(cls)
         self._attach(memory)
@@ -210,7 +232,7 @@ def _type_of(hint: Any) -> Any:
     return plain[hint] if hint in plain else get_args(hint)[1]
 
 
-def _address(memory: bytearray) -> int:
+def _address(memory: bytearray | memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -331,5 +353,17 @@ def _call_4(typing_context: Any, function: Any, a: Any, b: Any, c: Any, d: Any) 
     return nb.void(nb.int64, a, b, c, d), _jump
 
 
+def _call_c(typing_context: Any, function: Any, address: Any) -> Any:
+    """Call a C function ``int f(void *)`` at its address."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(_INT, [_WORD])
+        result = builder.call(builder.inttoptr(values[0], kind.as_pointer()), [values[1]])
+        return builder.sext(result, _WORD)
+
+    return nb.int64(nb.int64, nb.int64), generate
+
+
 call_2: Any = intrinsic(_call_2)
 call_4: Any = intrinsic(_call_4)
+call_c: Any = intrinsic(_call_c)

@@ -1,0 +1,343 @@
+"""The directory of a pool: its name, the processes that use it, and its removal.
+
+A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with three files:
+
+- ``members``: a header and a record for each engine. A process of engine ``i`` holds a shared lock on byte
+  ``i`` of the file. The kernel releases the lock when the process ends, even by a kill.
+- ``state``: the manager (`state`).
+- ``slots``: the bytes of the blocks and their checksums, which belong to the integration.
+
+Owns the first file. All changes of the directory happen under one lock for each user, so that two starts never
+create two pools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import stat
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.text import size
+
+SHARED_MEMORY = Path("/dev/shm")
+MAX_MEMBERS = 64
+"""Engines that can use a pool at the same time."""
+PREFIX = "kvoffload-node-"
+FORMAT = 1
+"""Version of the files of a pool; increment it with every change of their layout."""
+MEMBERS, STATE, SLOTS, FACTS = "members", "state", "slots", "facts.json"
+_MAGIC = 0x6B766F66_6E6F6465
+_MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _KEEPER_AT, _FIRST_RECORD = 0, 1, 2, 3, 4, 8
+_RECORD_WORDS = 8
+_ENGINE, _PID, _JOINED = range(3)
+"""Words of a record: digest of the engine's id or 0, pid of its first process, its start in seconds (float64)."""
+_NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
+_NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def pool_name(facts: Mapping[str, Any]) -> str:
+    """Return the name of the pool for engines with these facts. Different facts give different names."""
+    text = json.dumps({"format": FORMAT, **facts}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class PoolDirectory:
+    """One engine's membership in a pool, for one of the engine's processes.
+
+    Attributes:
+        path: the directory.
+        number: number of the engine in the pool, from 0 to `MAX_MEMBERS` - 1; equal in its processes.
+        created: True if this call created the pool.
+
+    Thread: any.
+    """
+
+    def __init__(self, path: Path, fd: int, number: int, *, created: bool) -> None:
+        self.path, self._fd, self.number, self.created = path, fd, number, created
+        self._map = mmap.mmap(fd, _NUM_BYTES)
+        self._words = np.frombuffer(self._map, np.uint64, _NUM_WORDS)
+        self._times = self._words.view(np.float64)
+
+    @classmethod
+    def join(
+        cls,
+        facts: Mapping[str, Any],
+        engine_id: str,
+        *,
+        keep_s: float,
+        root: Path = SHARED_MEMORY,
+    ) -> PoolDirectory:
+        """Find or create the pool for these facts, and join it as a process of this engine.
+
+        Args:
+            facts: all that must be equal in engines that share the pool; texts and numbers.
+            engine_id: equal in all processes of an engine, different in other engines.
+            keep_s: seconds for which the pool survives its last process.
+
+        Raises: `ConfigError` if another user has created a file with our name; `UnavailableError` if the pool
+        has `MAX_MEMBERS` engines, or has another format.
+        """
+        path = root / f"{PREFIX}{os.geteuid()}-{pool_name(facts)}"
+        with locked(root):
+            remove_expired(root)
+            created = not path.exists()
+            if created:
+                _create(path, facts, keep_s)
+            fd = _open_members(path)
+            try:
+                self = cls(path, fd, _claim(fd, engine_id), created=created)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._times[_KEEP_AT] = keep_s
+            self.note_use()
+        return self
+
+    def note_use(self) -> None:
+        """Record that the pool is in use now. Call it every few seconds."""
+        self._times[_LAST_USED_AT] = time.time()
+
+    def is_alive(self, number: int) -> bool:
+        """Return True if a process of this engine runs, or is stopped. Cost: a system call."""
+        return number == self.number or _is_locked(self._fd, number)
+
+    def is_member(self, number: int) -> bool:
+        """Return True if an engine has this number: it runs, or it ended and was not buried."""
+        return bool(self._record(number)[_ENGINE])
+
+    def dead(self) -> list[int]:
+        """Return the engines whose processes have all ended and that were not buried. Cost: 64 system calls."""
+        return [n for n in range(MAX_MEMBERS) if self._record(n)[_ENGINE] and not self.is_alive(n)]
+
+    def bury(self, number: int) -> None:
+        """Free the record of a dead engine, whose blocks and pins have been released."""
+        self._record(number)[:] = 0
+
+    def close(self) -> None:
+        """Leave the pool with this process. Idempotent."""
+        if self._fd < 0:
+            return
+        self.note_use()
+        del self._words, self._times
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        os.close(self._fd)
+        self._fd = -1
+
+    def _record(self, number: int) -> Any:
+        start = _FIRST_RECORD + number * _RECORD_WORDS
+        return self._words[start : start + _RECORD_WORDS]
+
+
+# ---- all pools of a user, for commands and starts
+
+
+class PoolStatus:
+    """A pool as the command line shows it: read once, without joining it.
+
+    Attributes:
+        path, name: its directory, and the last part of the directory's name.
+        pids: the first process of each engine that runs.
+        num_bytes: allocated memory. facts: as in `PoolDirectory.join`.
+        idle_s: seconds since the last use; 0 while an engine runs. keep_s: as in `PoolDirectory.join`.
+        problem: the reason why the pool cannot be used; empty if it can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.name.rsplit("-", 1)[-1]
+        self.pids: list[int] = []
+        self.problem, self.facts, self.idle_s, self.keep_s = "", dict[str, Any](), 0.0, 0.0
+        self.num_bytes = sum(512 * file.stat().st_blocks for file in path.iterdir() if file.is_file())
+        try:
+            self.facts = json.loads((path / FACTS).read_text())
+            fd = _open_members(path)
+        except (OSError, ValueError) as error:
+            self.problem = str(error)
+            return
+        try:
+            words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
+            records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
+            alive = [n for n in range(MAX_MEMBERS) if _is_locked(fd, n)]
+            self.pids = [int(records[n, _PID]) for n in alive]
+            times = words.view(np.float64)
+            self.keep_s = float(times[_KEEP_AT])
+            self.idle_s = 0.0 if alive else max(0.0, time.time() - float(times[_LAST_USED_AT]))
+        finally:
+            os.close(fd)
+
+    @property
+    def is_expired(self) -> bool:
+        return not self.pids and (bool(self.problem) or self.idle_s >= self.keep_s)
+
+
+def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
+    """Return the pools of this user."""
+    found = []
+    for path in sorted(root.glob(f"{PREFIX}{os.geteuid()}-*")):
+        status = path.lstat()
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+            with contextlib.suppress(FileNotFoundError):
+                found.append(PoolStatus(path))
+    return found
+
+
+def remove_expired(root: Path) -> list[str]:
+    """Remove pools that no process uses and whose time is over, and damaged ones; return their names.
+
+    The caller holds `locked`.
+    """
+    expired = [pool for pool in pools(root) if pool.is_expired]
+    for pool in expired:
+        shutil.rmtree(pool.path, ignore_errors=True)
+    return [pool.name for pool in expired]
+
+
+def remove(name: str, root: Path = SHARED_MEMORY) -> int:
+    """Remove a pool that no process uses; return its bytes.
+
+    Raises: `ConfigError` for an unknown name; `UnavailableError` while a process uses the pool.
+    """
+    with locked(root):
+        known = {pool.name: pool for pool in pools(root)}
+        if name not in known:
+            raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
+        pool = known[name]
+        if pool.pids:
+            raise UnavailableError("name", name, f"processes use the pool: {', '.join(map(str, pool.pids))}")
+        shutil.rmtree(pool.path)
+    return pool.num_bytes
+
+
+@contextlib.contextmanager
+def locked(root: Path) -> Iterator[None]:
+    """Hold the lock of this user's pools: no other process creates, joins or removes pools meanwhile.
+
+    The lock file is deleted before it is unlocked. A process that waited for the deleted file checks the name
+    and tries again.
+    """
+    path = root / f".{PREFIX}{os.geteuid()}.lock"
+    while True:
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if not _is_named(fd, path):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(fd)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file of this user. Raises `ConfigError` if another user has created a file with this name."""
+    try:
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise ConfigError("ram", str(path), f"this user cannot open the file ({error.strerror})") from None
+    status = os.fstat(fd)
+    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+        os.close(fd)
+        why = f"user {status.st_uid} has created this file; delete it, or ask that user to delete it"
+        raise ConfigError("ram", str(path), why)
+    return fd
+
+
+def _is_named(fd: int, path: Path) -> bool:
+    """Return True if this path still names this open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+# ---- the members file
+
+
+def _create(path: Path, facts: Mapping[str, Any], keep_s: float) -> None:
+    """Create the directory of a pool; it gets its name when it is complete."""
+    new = path.with_name(f".{path.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    os.mkdir(new, 0o700)
+    (new / FACTS).write_text(json.dumps(dict(facts), default=str))
+    header = np.zeros(_NUM_BYTES // 8, np.uint64)
+    header[_MAGIC_AT], header[_FORMAT_AT] = _MAGIC, FORMAT
+    header.view(np.float64)[[_LAST_USED_AT, _KEEP_AT]] = time.time(), keep_s
+    with open(os.open(new / MEMBERS, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(header.tobytes())
+    try:
+        os.rename(new, path)
+    except OSError as error:
+        raise ConfigError("ram", str(path), f"the pool cannot be created ({error.strerror})") from None
+
+
+def _open_members(path: Path) -> int:
+    """Open the members file of a pool. Raises `UnavailableError` if the pool has another format."""
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError("ram", str(path), "it is not a directory that only this user can open; delete it")
+    fd = open_own(path / MEMBERS, os.O_RDWR)
+    words = np.frombuffer(os.pread(fd, 16, 0).ljust(16, b"\0"), np.uint64)
+    num_bytes = os.fstat(fd).st_size
+    if num_bytes != _NUM_BYTES or list(words) != [_MAGIC, FORMAT]:
+        os.close(fd)
+        why = f"its file {MEMBERS} has {size(num_bytes)} and format {int(words[1])}; needed: format {FORMAT}"
+        raise UnavailableError("ram", str(path), why)
+    return fd
+
+
+def _claim(fd: int, engine_id: str) -> int:
+    """Return the number of this engine, and lock it for this process.
+
+    The first process of an engine takes a free record. The records of dead engines stay taken until a manager
+    has released their blocks.
+    """
+    digest = int.from_bytes(hashlib.sha256(engine_id.encode()).digest()[:8], "little") | 1
+    words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
+    records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
+    for number in np.flatnonzero(records[:, _ENGINE] == digest).tolist():
+        if _is_locked(fd, number):
+            _lock(fd, number)
+            return int(number)
+    free = np.flatnonzero(records[:, _ENGINE] == 0)
+    if not len(free):
+        raise UnavailableError(
+            "ram", "shared", f"{MAX_MEMBERS} engines use or used the pool; wait, or remove it"
+        )
+    number = int(free[0])
+    record = np.zeros(_RECORD_WORDS, np.uint64)
+    record[_ENGINE], record[_PID] = digest, os.getpid()
+    record.view(np.float64)[_JOINED] = time.time()
+    _lock(fd, number)
+    os.pwrite(fd, record.tobytes(), 8 * (_FIRST_RECORD + number * _RECORD_WORDS))
+    return number
+
+
+_FLOCK = "hhqqi4x"
+"""The C library's ``struct flock``: type, whence, start, length, pid."""
+
+
+def _lock(fd: int, number: int) -> None:
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
+
+
+def _is_locked(fd: int, number: int) -> bool:
+    """Return True if another open file has a lock on this byte."""
+    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+    found = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
+    return bool(found[0] != fcntl.F_UNLCK)

@@ -1,0 +1,447 @@
+"""An offloading manager whose state several processes share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvoffload.core import kernels
+from kvoffload.core.expected import Expected, Queue, most_expected
+from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import (
+    ON_COMPUTE,
+    LoadPlan,
+    LookupResult,
+    ManagerStats,
+    OffloadingEvent,
+    PrefixLookup,
+    StorePlan,
+)
+from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.request import RequestContext
+from kvoffload.core.slots import FREE, WRITING
+from kvoffload.core.state import entering
+from kvoffload.errors import ConfigError, GoneError
+from kvoffload.node import mutex
+from kvoffload.node.directory import STATE, PoolDirectory, locked
+from kvoffload.node.mutex import BUSY, OWNER_DIED
+from kvoffload.node.state import COUNTERS, DEPARTED, StateFile
+from kvoffload.structures.index import ABSENT
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.placement import Placement
+
+PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
+"""Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is free
+again."""
+CHECK_S, GRACE_S = 0.5, 1.0
+"""Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case a
+device still copies."""
+logger = logging.getLogger("kvoffload.node")
+
+
+class NodeManager(OffloadingManager):
+    """An `OffloadingManager` whose blocks all engines of a pool use: one policy, one index, one set of slots.
+
+    Every call holds the pool's lock. The differences to a manager of one process:
+
+    - A block may leave between `lookup` and `prepare_load`, because another process evicts it. `prepare_load`
+      and `pin` then raise `GoneError`, and the caller looks the block up again. Pinned blocks do not leave.
+    - If the lock is not free in time, because a process is stopped inside a call, `lookup` returns MISS,
+      `prepare_store` None, and calls that report something are repeated before the next call.
+    - An engine that ends without `close` holds its pins and slots until another member notices, within
+      seconds. An engine that dies inside a call empties the pool, because the state may be inconsistent.
+    - `reset` empties the pool for all engines. The events and `stats` are of all engines, the `counters` of
+      this engine.
+    - The admission rule of each engine counts only that engine's requests.
+
+    Args:
+        directory: the membership in the pool. `close` does not close it.
+        capacity_blocks, policy, key_bytes, block_size: equal in all members.
+        admission, enable_events, medium: as for `OffloadingManager`.
+        clock: monotonic seconds.
+
+    Attributes:
+        num_timeouts: calls that did not get the lock in time.
+
+    Thread: one in each process. Cost: about 0.4 us a call more than an `OffloadingManager`.
+
+    Raises:
+        ConfigError: for policies that are not compiled, and for a victim tier, which follows one device.
+        UnavailableError: without room in ``/dev/shm``, and for a pool of another version.
+    """
+
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        directory: PoolDirectory,
+        store: str = ON_COMPUTE,
+        enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        **manager: Any,
+    ) -> None:
+        if store != ON_COMPUTE:
+            raise ConfigError("store", store, f"allowed with a shared pool: {ON_COMPUTE}")
+        super().__init__(capacity_blocks, store=store, **manager)
+        policy = self.policy
+        if not isinstance(policy, CompiledPolicy) or not self._is_compiled(policy):
+            why = (
+                "a policy in Python cannot be shared by processes; allowed: policies with compiled functions"
+            )
+            raise ConfigError("policy", policy.name, why)
+        self._directory, self._clock = directory, clock
+        self._is_inside, self._next_check = False, 0.0
+        self._patience_s, self.num_timeouts, self._stalled_since = PATIENCE_S, 0, 0.0
+        self._deferred: list[Callable[[], Any]] = []
+        self._dead_since: dict[int, float] = {}
+        expected = Expected(most_expected(capacity_blocks), self.key_bytes)
+        self._state.exchange("expected", expected)
+        self._queue = Queue(lambda: expected, self.store_mode.expect)
+        parts = [self.index, self.slots, self._state.duplicates, self._state.known, expected, policy.state]
+        num_words, path = self.index.keys.shape[1], directory.path / STATE
+        with locked(directory.path.parent):
+            self._file = StateFile(path, Placement(parts), capacity_blocks, num_words)
+        self._mutex, self._numbers = self._file.mutex, self._file.numbers
+        self._door, self._news, self._generation = self._mutex.door, -1, self._numbers.generation
+        with self._locked(RESET_PATIENCE_S):
+            self._holds = self._file.adopt(self._state, directory.number)
+            self._cache = self._state.memory
+            self.store_mode.bind()
+            self._labels = Labels(self._file.labels)
+            self._event_at, self._listens = self._numbers.num_events, enable_events
+            self._numbers.num_listening += enable_events
+            self._announce()
+
+    _not_ready = GoneError
+
+    @staticmethod
+    def _is_compiled(policy: CompiledPolicy) -> bool:
+        """Return True if no function of the policy is in Python, where its state could be private."""
+        overridden = [name for name in ("expect", "observe", "finished") if name in vars(type(policy))]
+        return policy.is_compiled and not overridden
+
+    # ---- the lock
+
+    def _enter(self, result: int, patience_s: float) -> bool:
+        """Continue after `enter`, if there is more to do than the call; False if the lock is not free in time."""
+        if result == BUSY:
+            result = self._mutex.wait(patience_s)
+            if result == BUSY:
+                self._stall()
+                return False
+        self._is_inside = True
+        if result == OWNER_DIED:
+            self._recover()
+        self._catch_up()
+        self._look_around()
+        return True
+
+    @contextmanager
+    def _locked(self, patience_s: float) -> Iterator[None]:
+        """Hold the lock for a rare operation. Raises `TimeoutError` if the lock is not free in time."""
+        if self._is_inside:
+            yield
+            return
+        if not self._enter(mutex.enter(self._door), patience_s):
+            raise TimeoutError(f"the pool's lock was not free for {patience_s:g} s: is a process stopped?")
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            mutex.leave(self._door)
+
+    def _stall(self) -> None:
+        self.num_timeouts += 1
+        self._patience_s = 0.0
+        if not self._stalled_since:
+            self._stalled_since = self._clock()
+            logger.warning(
+                "kvoffload: a process of the pool %s does not release the lock; until it does, nothing is "
+                "loaded or stored", self._directory.path.name
+            )  # fmt: skip
+
+    def _catch_up(self) -> None:
+        """Learn of resets and burials by other members, then make the calls that had no lock."""
+        if self._stalled_since:
+            seconds, self._stalled_since = self._clock() - self._stalled_since, 0.0
+            self._patience_s = PATIENCE_S
+            logger.warning("kvoffload: the pool's lock is free again after %.1f s", seconds)
+        if self._news != self._numbers.news:
+            self._news = self._numbers.news
+            self._mutex.heard()
+            self._epoch = self._numbers.epoch
+            self._events = [] if self._numbers.num_listening else None
+            if self._generation != self._numbers.generation:
+                self._generation = self._numbers.generation
+                self._queue.renew()
+        deferred, self._deferred = self._deferred, []
+        for call in deferred:
+            call()
+
+    def _announce(self) -> None:
+        """Make all members, and this one, catch up."""
+        self._numbers.news += 1
+        self._catch_up()
+
+    # ---- ends of other engines
+
+    def _look_around(self) -> None:
+        """Release what dead engines hold. Cost: a comparison, and every `CHECK_S` a few system calls."""
+        now = self._clock()
+        if now < self._next_check:
+            return
+        self._next_check = now + CHECK_S
+        self._directory.note_use()
+        dead = self._directory.dead()
+        self._dead_since = {number: self._dead_since.get(number, now) for number in dead}
+        for number, since in self._dead_since.items():
+            if now - since >= GRACE_S:
+                self._bury(number)
+
+    def _bury(self, number: int) -> None:
+        """Release the pins and slots of a dead engine, and forget the blocks that it was writing."""
+        holds, slots = self._file.holds[number], self.slots
+        writing = np.flatnonzero(holds == WRITING).astype(np.int32)
+        pinned = np.flatnonzero(holds > 0).astype(np.int32)
+        new = writing[~slots.condemned[writing]]
+        if len(new):
+            self.policy.remove(new)
+            plan = entering(self.index.keys_at(new), new, 0)
+            plan.count = len(new)
+            saved = self._holds[new].copy()
+            kernels.abandon(self._cache, plan.memory)
+            self._holds[new] = saved
+        slots.ref_cnt[pinned] -= holds[pinned]
+        idle = pinned[(slots.ref_cnt[pinned] == 0) & ~slots.condemned[pinned]]
+        slots.num_evictable += len(idle)
+        slots.release(np.concatenate([pinned, writing]))
+        self._file.counters[DEPARTED] += self._file.counters[number]
+        self._file.counters[number] = 0
+        holds.fill(0)
+        self._forget_expected()
+        self._numbers.num_buried += 1
+        self._directory.bury(number)
+        logger.warning(
+            "kvoffload: engine %d of the pool %s has ended without leaving: %d pinned and %d unfinished slots "
+            "are released", number, self._directory.path.name, len(pinned), len(writing)
+        )  # fmt: skip
+        self._announce()
+
+    def _forget_expected(self) -> None:
+        """Clear the expected keys; each member adds those of its own waiting requests again."""
+        expected = self._state.expected
+        expected.keys.clear()
+        expected.counts.fill(0)
+        self._numbers.generation += 1
+
+    def _recover(self) -> None:
+        """Empty the pool after a death inside a call, which may have left the state inconsistent.
+
+        Slots that a living engine uses stay reserved, as after any reset.
+        """
+        logger.error(
+            "kvoffload: a process died inside a call of the pool %s: the pool is emptied",
+            self._directory.path.name,
+        )
+        self._numbers.num_died_inside += 1
+        self._epoch = self._numbers.epoch
+        self._empty()
+        self._forget_expected()
+        self._balance_counters()
+        self._mutex.repaired()
+        self._announce()
+
+    def _empty(self) -> None:
+        """Forget every block; slots that an engine pins or writes stay reserved."""
+        super().reset(drop_in_flight=False)
+        holds, ref_cnt = self._file.holds, self.slots.ref_cnt
+        ref_cnt.fill(FREE)
+        for number in range(len(holds)):
+            if self._directory.is_member(number):
+                pinned, writing = holds[number] > 0, holds[number] == WRITING
+                ref_cnt[pinned] = np.maximum(ref_cnt[pinned], 0) + holds[number][pinned]
+                ref_cnt[writing] = WRITING
+        self.slots.reset(drop_in_flight=False)
+        self._numbers.epoch = self._epoch
+
+    def _balance_counters(self) -> None:
+        """Restore ``stored == ready + evicted + discarded`` of an empty pool."""
+        total = dict(zip(COUNTERS, self._file.counters.sum(axis=0).tolist(), strict=True))
+        missing = total["stored"] - total["evicted"] - total["discarded"]
+        self._file.counters[DEPARTED, COUNTERS.index("discarded")] += missing
+
+    # ---- calls that need more than the lock
+
+    def begin_request(
+        self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> RequestContext:
+        """Create the context of a request, see `OffloadingManager.begin_request`. Without the lock the hints are
+        ignored.
+        """
+        if hints is not NO_HINTS:
+            try:
+                with self._locked(self._patience_s):
+                    return super().begin_request(request_id, keys, hints=hints)
+            except TimeoutError:
+                pass
+        return super().begin_request(request_id, keys)
+
+    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
+        """End a store, see `OffloadingManager.complete_store`."""
+        is_old = not plan.completed and self._void_before <= plan.epoch != self._epoch
+        super().complete_store(plan, success)
+        if is_old:
+            self._holds[plan.slots] = 0
+
+    def reset(self, *, drop_in_flight: bool = False) -> None:
+        """Forget every block, order, ghost and count, for all engines. Cost: O(capacity).
+
+        Slots that a transfer of any engine uses stay reserved until that transfer is completed.
+
+        Args:
+            drop_in_flight: True if the caller guarantees that no transfer of this engine is under way. Then
+                completing an old plan of this engine does nothing.
+
+        Without the lock for `RESET_PATIENCE_S`, the reset happens before the next call of this engine that gets
+        the lock.
+        """
+        try:
+            with self._locked(RESET_PATIENCE_S):
+                self._reset(drop_in_flight)
+        except TimeoutError:
+            self._deferred.append(lambda: self._reset(drop_in_flight))
+
+    def _reset(self, drop_in_flight: bool) -> None:
+        if drop_in_flight:
+            self._holds.fill(0)
+        self._epoch = self._numbers.epoch
+        self._empty()
+        if drop_in_flight:
+            self._void_before = self._epoch
+        self._announce()
+
+    # ---- reports
+
+    def stats(self) -> ManagerStats:
+        """Return the counters of all engines, use of the slots, and statistics of the policy, as a copy."""
+        stats = super().stats()
+        for name, value in zip(COUNTERS, self._file.counters.sum(axis=0).tolist(), strict=True):
+            setattr(stats, name, value)
+        return stats
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the events of all engines since the last call, in order.
+
+        If this engine has missed events, the list begins with a reset, followed by the current contents. Empty
+        without the lock.
+        """
+        return self._read_events() if self._listens else []
+
+    def close(self) -> None:
+        """Leave the pool. Call it when no transfer is in flight; otherwise the slots of the transfers stay
+        reserved until the processes of this engine have ended.
+        """
+        with self._locked(RESET_PATIENCE_S):
+            if self._listens:
+                self._numbers.num_listening -= 1
+            self._forget_expected()
+            self._announce()
+            holds_nothing = not self._holds.any()
+            if holds_nothing:
+                self._file.counters[DEPARTED] += self._file.counters[self._directory.number]
+                self._file.counters[self._directory.number] = 0
+                self._directory.bury(self._directory.number)
+        self._file.close()
+
+    def _emit(self, keys: Keys, *, removed: bool) -> None:
+        ring, numbers = self._file.events, self._numbers
+        start, count = numbers.num_events, len(keys)
+        kept = keys.words[-len(ring) :]
+        rows = (start + count - len(kept) + np.arange(len(kept))) % len(ring)
+        ring[rows, 0], ring[rows, 1:] = removed, kept
+        numbers.num_events = start + count
+
+    def _read_events(self) -> list[OffloadingEvent]:
+        ring, stop = self._file.events, self._numbers.num_events
+        start, self._event_at = self._event_at, stop
+        if stop - start > len(ring):
+            nothing = Keys.pack([], self.key_bytes)
+            content = self.index.keys_at(self.slots.ready())
+            return [
+                OffloadingEvent(nothing, self.block_size, self.medium, removed=True, is_reset=True),
+                OffloadingEvent(content, self.block_size, self.medium, removed=False),
+            ]
+        rows = ring[np.arange(start, stop) % len(ring)]
+        changes = np.flatnonzero(np.diff(rows[:, 0].astype(np.int64))) + 1
+        return [
+            OffloadingEvent(
+                Keys(np.ascontiguousarray(part[:, 1:]), self.key_bytes),
+                self.block_size,
+                self.medium,
+                removed=bool(part[0, 0]),
+            )
+            for part in np.split(rows, changes)
+            if len(part)
+        ]
+
+
+def _no_lock_gone(self: NodeManager, keys: Sequence[bytes], *_: Any) -> LoadPlan:
+    raise GoneError("the pool's lock was not free in time: look the blocks up again")
+
+
+_WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
+    "lookup": lambda self, keys, *_: PrefixLookup(0, LookupResult.MISS),
+    "lookup_key": lambda self, key, *_: LookupResult.MISS,
+    "contains": lambda self, keys, *_: np.zeros(len(keys), np.bool_),
+    "slots_of": lambda self, keys: np.full(len(keys), ABSENT, np.int32),
+    "ready_slots_of": lambda self, keys: np.full(len(keys), ABSENT, np.int32),
+    "prepare_load": _no_lock_gone,
+    "pin": _no_lock_gone,
+    "prepare_store": lambda self, keys, *_, **__: None,
+    "take_events": lambda self: [],
+}
+"""Calls that return something, with their result when the lock is not free in time."""
+_REPEATED = (
+    *("touch", "expect", "withdraw", "finish_request", "complete_load", "complete_store", "unpin", "discard"),
+)
+"""Calls that report something. Without the lock they are made before the next call that gets it."""
+
+
+def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self._is_inside:
+            return method(self, *arguments, **keywords)
+        result = mutex.enter(self._door)
+        if result and not self._enter(result, self._patience_s):
+            return otherwise(self, *arguments, **keywords)
+        self._is_inside = True
+        try:
+            return method(self, *arguments, **keywords)
+        finally:
+            self._is_inside = False
+            mutex.leave(self._door)
+
+    return call
+
+
+def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
+    def later(self: Any, *arguments: Any, **keywords: Any) -> int:
+        self._deferred.append(lambda: method(self, *arguments, **keywords))
+        return 0
+
+    return later
+
+
+for _name, _answer in _WITHOUT_LOCK.items():
+    setattr(NodeManager, _name, _with_lock(getattr(NodeManager, _name), _answer))
+for _name in _REPEATED:
+    _method = getattr(NodeManager, _name)
+    setattr(NodeManager, _name, _with_lock(_method, _repeated(_method)))

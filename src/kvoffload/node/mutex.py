@@ -1,0 +1,147 @@
+"""A lock in memory that processes share. The kernel reports a process that died while it held the lock.
+
+A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
+`acquire` makes no system call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import ConfigError
+from kvoffload.structures.jit import I64Array, kernel
+from kvoffload.structures.structs import Struct, call_c
+
+MUTEX_BYTES = 64
+"""At least the size of ``pthread_mutex_t`` (40 bytes on x86-64, 48 on aarch64)."""
+ACQUIRED, OWNER_DIED, BUSY, NEWS = 0, errno.EOWNERDEAD, errno.EBUSY, -1
+_CALLS_WITHOUT_NEWS = 16
+_ROBUST = _SHARED = 1
+_SPINS = 200
+"""Attempts before a system call: about 5 us, longer than most calls of a manager hold the lock."""
+
+
+class Door(Struct):
+    """The state of one process at a mutex, for kernels.
+
+    Attributes:
+        mutex, try_lock, unlock: addresses in this process: the mutex, and two functions of the C library.
+        news: one number in shared memory, which grows when members must read other numbers.
+        seen: the last value of `news` that this process has handled.
+        num_calls: calls of `enter` since `NEWS` was returned.
+    """
+
+    news: I64Array
+    mutex: int
+    try_lock: int
+    unlock: int
+    seen: int
+    num_calls: int
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+class Mutex:
+    """A mutex at a place in shared memory.
+
+    Args:
+        memory: `MUTEX_BYTES` bytes, aligned to 64.
+        news: see `Door`.
+        create: True to initialize the mutex; False if another process has initialized it.
+
+    Attributes:
+        door: the argument of `enter` and `leave`, which are faster than `acquire` and `release`.
+
+    Thread: `acquire` and `release` in the same thread. Cost: 0.06 us each without contention.
+    """
+
+    def __init__(self, memory: memoryview, news: I64Array, *, create: bool) -> None:
+        check_platform()
+        self._libc: Any = ctypes.CDLL(None)
+        self._memory = memory
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        if create:
+            attributes = ctypes.create_string_buffer(64)
+            self._check(self._libc.pthread_mutexattr_init(attributes))
+            self._check(self._libc.pthread_mutexattr_setpshared(attributes, _SHARED))
+            self._check(self._libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
+            self._check(self._libc.pthread_mutex_init(ctypes.c_void_p(self._address), attributes))
+        self._state = Door(
+            news=news,
+            mutex=self._address,
+            try_lock=ctypes.cast(self._libc.pthread_mutex_trylock, ctypes.c_void_p).value,
+            unlock=ctypes.cast(self._libc.pthread_mutex_unlock, ctypes.c_void_p).value,
+            seen=-1,
+        )
+        self.door = self._state.memory
+
+    def acquire(self, timeout_s: float) -> int:
+        """Return `ACQUIRED`; `OWNER_DIED`: acquired, and the last owner died while it held the lock; or `BUSY`.
+
+        After `OWNER_DIED` the caller repairs the state and calls `repaired`.
+        """
+        result: int = enter(self.door)
+        return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
+
+    def wait(self, timeout_s: float) -> int:
+        """Return as `acquire`, after `enter` has returned `BUSY`."""
+        if timeout_s <= 0:
+            return BUSY
+        until = time.clock_gettime(time.CLOCK_REALTIME) + timeout_s
+        spec = _Timespec(int(until), int(until % 1 * 1e9))
+        result: int = self._libc.pthread_mutex_timedlock(ctypes.c_void_p(self._address), ctypes.byref(spec))
+        return BUSY if result == errno.ETIMEDOUT else result
+
+    def release(self) -> None:
+        """Release the lock, which this thread holds."""
+        leave(self.door)
+
+    def heard(self) -> None:
+        """Record that the news are handled."""
+        self._state.seen = int(self._state.news[0])
+
+    def repaired(self) -> None:
+        """Declare the state consistent after `OWNER_DIED`; the lock stays acquired."""
+        self._check(self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address)))
+
+    def _check(self, code: int) -> None:
+        if code:
+            raise OSError(code, f"pthread mutex: {errno.errorcode.get(code, code)}")
+
+
+def check_platform() -> None:
+    """Raise `ConfigError` unless this system has robust mutexes."""
+    if sys.platform != "linux":
+        raise ConfigError("shared", "node", f"a pool that processes share needs Linux, not {sys.platform}")
+
+
+@kernel
+def enter(door: Door) -> int:
+    """Lock without waiting; return `ACQUIRED`, `OWNER_DIED`, `BUSY`, or `NEWS`.
+
+    `NEWS`: acquired, and there are news, or this is every 16th call.
+    """
+    result, attempt = call_c(door.try_lock, door.mutex), 0
+    while result == BUSY and attempt < _SPINS:
+        result = call_c(door.try_lock, door.mutex)
+        attempt += 1
+    if result == ACQUIRED:
+        door.num_calls += 1
+        if door.num_calls >= _CALLS_WITHOUT_NEWS or door.news[0] != door.seen:
+            door.num_calls = 0
+            return np.int64(NEWS)
+    return np.int64(result)
+
+
+@kernel
+def leave(door: Door) -> int:
+    """Unlock."""
+    return call_c(door.unlock, door.mutex)

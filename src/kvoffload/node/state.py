@@ -1,0 +1,143 @@
+"""The file with a shared manager's state: its lock, its structs, and a record for each engine.
+
+Owns the layout of the file. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.hints import NUM_LABELS
+from kvoffload.core.state import Cache
+from kvoffload.errors import UnavailableError
+from kvoffload.node.directory import FORMAT, MAX_MEMBERS, open_own
+from kvoffload.node.mutex import MUTEX_BYTES, Mutex
+from kvoffload.structures.placement import Placement, aligned
+from kvoffload.structures.structs import Struct
+from kvoffload.text import size
+
+_MAGIC = 0x6B766F66_73746174
+_MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
+_MAGIC_AT, _FORMAT_AT, _NUM_BYTES_AT, _SIGNATURE_AT, _IS_COMPLETE_AT = 0, 1, 2, 3, 7
+COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
+"""Names of the counters at the end of a `Cache`."""
+DEPARTED = MAX_MEMBERS
+"""Row of `counters` with the sums of engines that have left."""
+
+
+class Numbers(Struct):
+    """Numbers that all members share.
+
+    Attributes:
+        news: grows when a member must read other fields: after a reset, a burial, or a change of listeners.
+        epoch: number of resets.
+        generation: number of times that the expected keys were cleared.
+        num_listening: members that take events.
+        num_events: events that were ever written to the ring.
+        num_buried: engines that ended without leaving. num_died_inside: those that died inside a call.
+    """
+
+    news: int
+    epoch: int
+    generation: int
+    num_listening: int
+    num_events: int
+    num_buried: int
+    num_died_inside: int
+
+
+class StateFile:
+    """The mapped state of a pool, for one member.
+
+    Attributes:
+        mutex: the lock of everything below.
+        numbers: see `Numbers`.
+        labels: digests of hints (`hints.Labels`).
+        counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: of each member, and of departed members.
+        holds: ``(MAX_MEMBERS, capacity)`` int32 (`Cache.holds`).
+        events: ``(num, 1 + words_per_key)`` uint64: a ring of events; the first word is 1 for a removal.
+        created: True if this call created the file; then the structs were copied to it.
+
+    Raises: `UnavailableError` without room, and for a file of another version, size or geometry.
+    """
+
+    def __init__(self, path: Path, placement: Placement, capacity: int, words_per_key: int) -> None:
+        stride, self._capacity = aligned(8 * Cache.num_words), capacity
+        caches_at = _HEADER_BYTES
+        events_at = caches_at + aligned(stride * (MAX_MEMBERS + 1))
+        num_events = max(4096, 2 * capacity)
+        structs_at = events_at + aligned(num_events * 8 * (1 + words_per_key))
+        self._holds_at = -(-(structs_at + placement.num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._holds_stride = -(-4 * capacity // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = self._holds_at + MAX_MEMBERS * self._holds_stride
+        self.created = not path.exists()
+        self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if self.created or not self._is_complete():
+                self.created = True
+                os.ftruncate(self._fd, 0)
+                os.ftruncate(self._fd, num_bytes)
+                self._allocate(0, self._holds_at)
+            self._map = mmap.mmap(self._fd, 0)
+            memory = memoryview(self._map)
+            header = np.frombuffer(memory, np.uint64, _HEADER_BYTES // 8)
+            signature = np.frombuffer(placement.signature, np.uint64)
+            facts = [_MAGIC, FORMAT, num_bytes, *signature.tolist()]
+            if self.created:
+                header[: len(facts)] = facts
+            elif header[: len(facts)].tolist() != facts or len(self._map) != num_bytes:
+                raise UnavailableError("ram", str(path), "the pool's state is damaged, or of another version")
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self.numbers = Numbers.over(memory[_NUMBERS_AT : _NUMBERS_AT + 8 * Numbers.num_words])
+        news = np.frombuffer(memory, np.int64, 1, _NUMBERS_AT + 8 * Numbers.fields["news"].at)
+        self.mutex = Mutex(memory[_MUTEX_AT : _MUTEX_AT + MUTEX_BYTES], news, create=self.created)
+        self.labels = np.frombuffer(memory, np.uint64, NUM_LABELS, _LABELS_AT)
+        rows = np.frombuffer(memory, np.int64, stride // 8 * (MAX_MEMBERS + 1), caches_at)
+        first = Cache.fields["stored"].at
+        self.counters = rows.reshape(MAX_MEMBERS + 1, -1)[:, first : first + len(COUNTERS)]
+        shape = (num_events, 1 + words_per_key)
+        self.events = np.frombuffer(memory, np.uint64, shape[0] * shape[1], events_at).reshape(shape)
+        flat = np.frombuffer(memory, np.int32, MAX_MEMBERS * self._holds_stride // 4, self._holds_at)
+        self.holds = flat.reshape(MAX_MEMBERS, -1)[:, :capacity]
+        self._memory, self._caches_at, self._stride = memory, caches_at, stride
+        placement.move(memory[structs_at : structs_at + placement.num_bytes], copy=self.created)
+        header[_IS_COMPLETE_AT] = 1
+
+    def adopt(self, cache: Cache, number: int) -> npt.NDArray[np.int32]:
+        """Move a manager's `Cache` to the record of this member; return the member's row of `holds`."""
+        self._allocate(self._holds_at + number * self._holds_stride, self._holds_stride)
+        parts = {name: part for name, part in cache.contents().items() if isinstance(part, Struct)}
+        holds = self.holds[number]
+        holds.fill(0)
+        start = self._caches_at + number * self._stride
+        cache.move(self._memory[start : start + 8 * Cache.num_words], {**parts, "holds": holds}, copy=True)
+        return holds
+
+    def close(self) -> None:
+        """Unmap the file, once no view of it is left. Idempotent."""
+        if self._fd < 0:
+            return
+        os.close(self._fd)
+        self._fd = -1
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def _is_complete(self) -> bool:
+        word = os.pread(self._fd, 8, 8 * _IS_COMPLETE_AT)
+        return word == (1).to_bytes(8, "little")
+
+    def _allocate(self, start: int, num_bytes: int) -> None:
+        """Allocate memory now: a write to memory that does not exist would kill the process."""
+        try:
+            os.posix_fallocate(self._fd, start, num_bytes)
+        except OSError as error:
+            why = f"no room for {size(num_bytes)} ({error.strerror})"
+            raise UnavailableError("ram", "shared", why) from None

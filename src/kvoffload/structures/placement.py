@@ -1,0 +1,90 @@
+"""Structs moved into one piece of memory, which several processes can map.
+
+Owns the place of each struct and array in the memory. The places depend only on the classes of the structs and
+on the shapes of their arrays, so that every process that builds equal structs finds them at equal places.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.structures.structs import Struct
+
+ALIGNMENT = 64
+"""Bytes of a cache line. Structs and arrays begin at multiples."""
+
+
+def aligned(num_bytes: int) -> int:
+    """Round a number of bytes up to whole cache lines."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+class Placement:
+    """The places of structs, of their nested structs and of their arrays.
+
+    A struct or array that belongs to several structs has one place.
+
+    Attributes:
+        num_bytes: size of the memory.
+        signature: SHA-256 of the classes, types and shapes, in order. Structs with equal signatures have equal
+            places.
+    """
+
+    def __init__(self, structs: Sequence[Struct]) -> None:
+        self._structs: list[tuple[Struct, int]] = []
+        self._arrays: dict[int, tuple[Any, int]] = {}
+        self._seen: set[int] = set()
+        self._digest, self.num_bytes = hashlib.sha256(), 0
+        for struct in structs:
+            self._add(struct)
+        self.signature = self._digest.digest()
+
+    def move(self, memory: memoryview, *, copy: bool) -> None:
+        """Move the structs into the memory; their objects stay the same.
+
+        Args:
+            memory: `num_bytes` bytes, aligned as `ALIGNMENT`.
+            copy: write the contents of the structs to the memory; otherwise the memory has contents.
+        """
+        arrays: dict[int, Any] = {}
+        for number, (array, at) in self._arrays.items():
+            there = np.frombuffer(memory, array.dtype, array.size, at).reshape(array.shape)
+            if copy:
+                there[...] = array
+            arrays[number] = there
+        for struct, at in self._structs:
+            parts = {
+                name: part if isinstance(part, Struct) else arrays[id(part)]
+                for name, part in struct.contents().items()
+                if isinstance(part, (Struct, np.ndarray))
+            }
+            struct.move(memory[at : at + 8 * struct.num_words], parts, copy=copy)
+        self._structs.clear()
+        self._arrays.clear()
+
+    def _add(self, struct: Struct) -> None:
+        """Place a struct after its nested structs and arrays."""
+        if id(struct) in self._seen:
+            return
+        self._seen.add(id(struct))
+        self._note(f"{type(struct).__module__}.{type(struct).__qualname__}")
+        for name, part in struct.contents().items():
+            self._note(name)
+            if isinstance(part, Struct):
+                self._add(part)
+            elif isinstance(part, np.ndarray):
+                self._note(f"{part.dtype.str}{part.shape}")
+                if id(part) not in self._arrays:
+                    self._arrays[id(part)] = (part, self._take(part.nbytes))
+        self._structs.append((struct, self._take(8 * struct.num_words)))
+
+    def _note(self, text: str) -> None:
+        self._digest.update(text.encode() + b"\0")
+
+    def _take(self, num_bytes: int) -> int:
+        at, self.num_bytes = self.num_bytes, self.num_bytes + aligned(num_bytes)
+        return at

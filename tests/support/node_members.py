@@ -1,0 +1,165 @@
+"""Several members of one pool in one process, which look like one manager to tests."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from kvoffload.core.plans import LoadPlan, ManagerStats, OffloadingEvent, StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import MisuseError
+from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory
+from kvoffload.node.manager import GRACE_S, NodeManager
+
+
+class _Hidden:
+    """Parts that `testing.audit.snapshot` must not walk into."""
+
+    __slots__ = ("__weakref__", "clock_s", "directories", "managers", "names", "root", "turn")
+
+
+_HIDDEN: dict[int, _Hidden] = {}
+
+
+class Members:
+    """A manager that passes each request to one of `num_members` members of a pool, in turn.
+
+    Calls without a request go to any member. Equal to one manager in all that a caller can see.
+    """
+
+    def __init__(self, num_members: int, capacity_blocks: int, **manager: Any) -> None:
+        hidden = _HIDDEN[id(self)] = _Hidden()
+        hidden.root = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
+        hidden.names, hidden.turn, hidden.clock_s = itertools.count(), 0, 0.0
+        hidden.directories, hidden.managers = [], []
+        self.capacity_blocks, self._arguments = capacity_blocks, manager
+        for _ in range(num_members):
+            self._join()
+        first = hidden.managers[0]
+        self.key_bytes, self.medium, self.block_size = first.key_bytes, first.medium, first.block_size
+        self.admission = first.admission
+        self._show()
+
+    def _show(self) -> None:
+        """Show the state through a living member; all members have the same."""
+        first = self.managers[0]
+        self.index, self.slots, self.policy, self.store_mode = (
+            first.index, first.slots, first.policy, first.store_mode
+        )  # fmt: skip
+
+    @property
+    def managers(self) -> list[NodeManager]:
+        return _HIDDEN[id(self)].managers  # type: ignore[no-any-return]
+
+    def _join(self) -> NodeManager:
+        hidden = _HIDDEN[id(self)]
+        name = f"engine-{next(hidden.names)}"
+        directory = PoolDirectory.join({"test": 1}, name, keep_s=60.0, root=hidden.root)
+        manager = NodeManager(
+            self.capacity_blocks, directory=directory, clock=lambda: hidden.clock_s, **self._arguments
+        )
+        hidden.directories.append(directory)
+        hidden.managers.append(manager)
+        return manager
+
+    def _next(self) -> NodeManager:
+        hidden = _HIDDEN[id(self)]
+        hidden.turn += 1
+        return self.managers[hidden.turn % len(self.managers)]
+
+    def _of(self, ctx: RequestContext | None) -> NodeManager:
+        return self._next() if ctx is None else ctx.owner  # type: ignore[return-value]
+
+    # ---- the calls of a manager
+
+    def begin_request(self, *arguments: Any, **keywords: Any) -> RequestContext:
+        return self._next().begin_request(*arguments, **keywords)
+
+    def finish_request(self, ctx: RequestContext, *arguments: Any, **keywords: Any) -> None:
+        self._of(ctx).finish_request(ctx, *arguments, **keywords)
+
+    def expect(self, ctx: RequestContext) -> None:
+        self._of(ctx).expect(ctx)
+
+    def withdraw(self, ctx: RequestContext) -> None:
+        self._of(ctx).withdraw(ctx)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {"touch", "lookup", "contains", "lookup_key", "prepare_load", "prepare_store", "pin"}:
+            raise AttributeError(name)
+
+        def call(keys: Any, ctx: RequestContext | None = None, **keywords: Any) -> Any:
+            arguments = () if name == "pin" else (ctx,)
+            return getattr(self._of(ctx), name)(keys, *arguments, **keywords)
+
+        return call
+
+    def discard(self, keys: Any) -> int:
+        return self._next().discard(keys)
+
+    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
+        if self._is_of_living(plan):
+            plan.owner.complete_store(plan, success)  # type: ignore[attr-defined]
+
+    def complete_load(self, plan: LoadPlan, damaged: Any = ()) -> None:
+        if self._is_of_living(plan):
+            plan.owner.complete_load(plan, damaged)  # type: ignore[attr-defined]
+
+    def unpin(self, plan: LoadPlan, damaged: Any = ()) -> None:
+        if self._is_of_living(plan):
+            plan.owner.unpin(plan, damaged)  # type: ignore[attr-defined]
+
+    def reset(self, *, drop_in_flight: bool = False) -> None:
+        if drop_in_flight:
+            for manager in self.managers:
+                manager.reset(drop_in_flight=True)
+        else:
+            self._next().reset()
+
+    def stats(self) -> ManagerStats:
+        return self._next().stats()
+
+    def take_events(self) -> list[OffloadingEvent]:
+        """Return the events of the first member; all members must have received the same."""
+        first, *others = ([*manager.take_events()] for manager in self.managers)
+        for events in others:
+            assert [(e.removed, list(e.keys)) for e in events] == [(e.removed, list(e.keys)) for e in first]
+        return first
+
+    # ---- deaths
+
+    def kill(self, number: int) -> NodeManager:
+        """Let a member end without leaving; a new member joins, and a living member buries the dead one."""
+        hidden = _HIDDEN[id(self)]
+        self.managers[0].take_events()
+        dead = hidden.managers.pop(number)
+        hidden.directories.pop(number).close()
+        newcomer = self._join()
+        self._show()
+        for manager in self.managers:
+            if manager is not newcomer:
+                manager.take_events()
+        for seconds in (1.0, GRACE_S + 1.0):
+            hidden.clock_s += seconds
+            for _ in range(20):
+                self.managers[0].contains([])
+        return dead  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        hidden = _HIDDEN.pop(id(self))
+        for manager, directory in zip(hidden.managers, hidden.directories, strict=True):
+            manager.close()
+            directory.close()
+        shutil.rmtree(hidden.root)
+
+    def _is_of_living(self, plan: StorePlan | LoadPlan) -> bool:
+        """Return False for a plan of a dead member, which nobody can complete."""
+        if plan.owner in self.managers:
+            return True
+        if plan.completed:
+            raise MisuseError("the plan of a dead member is completed")
+        plan.completed = True
+        return False
