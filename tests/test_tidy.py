@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "core": {"structures", "settings", "errors"},
     "policies": {"core", "structures", "errors"},
     "admission": {"core", "structures", "errors"},
+    "node": {"core", "structures", "text", "errors"},
     "transfer": {"structures", "errors"},
     "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},

@@ -14,7 +14,8 @@ from hypothesis.stateful import Bundle, initialize, rule, run_state_machine_as_t
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan
 from kvoffload.core.request import RequestContext
-from kvoffload.testing.machine import ManagerMachine, Request, batches, known_of_requests
+from kvoffload.testing.machine import ManagerMachine, Request, batches
+from kvoffload.testing.scripts import known_of_requests
 from support.node_members import Members
 from support.small_hazard import SmallHazard
 
@@ -25,7 +26,7 @@ QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
 class MembersMachine(ManagerMachine):
     """Several members of a pool, compared with the model of one manager."""
 
-    manager: Members  # type: ignore[assignment]
+    manager: Members
     requests: Bundle[Request] = Bundle("requests")
 
     @initialize()
@@ -36,9 +37,9 @@ class MembersMachine(ManagerMachine):
 
     @rule(target=requests, numbers=batches, hints=known_of_requests)
     def begin(self, numbers: list[int], hints: Hints = NO_HINTS) -> Request:
-        request = super().begin(numbers, hints)
+        request: Any = super().begin(numbers, hints)
         self.all_requests.append(request)
-        return request
+        return request  # type: ignore[no-any-return]
 
     @rule(request=Bundle("requests"))
     def expect(self, request: Request) -> None:
@@ -87,7 +88,8 @@ class MembersMachine(ManagerMachine):
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
     logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)

@@ -138,7 +138,7 @@ def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) 
 
 @inline
 def _hold(cache: Cache, slot: int, change: int) -> None:
-    """Record a pin or a write of this process, or their end; processes that share the slots need the record."""
+    """Record a pin or write of this process, or its end, if processes share the slots."""
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
 

@@ -209,8 +209,8 @@ def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
 class OffloadingEvent:
     """Blocks that became readable in a medium, or left it (`removed`).
 
-    `block_size` is the number of tokens in a block, or 0 if unknown. `is_reset`: every block left the medium, and
-    `keys` is empty; only of pools that processes share.
+    `block_size` is the number of tokens in a block, or 0 if unknown. `is_reset`: every block left the medium,
+    and `keys` is empty; only of pools that processes share.
     """
 
     keys: Keys

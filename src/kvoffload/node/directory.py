@@ -7,8 +7,8 @@ A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with three fi
 - ``state``: the manager (`state`).
 - ``slots``: the bytes of the blocks and their checksums, which belong to the integration.
 
-Owns the first file. All changes of the directory happen under one lock for each user, so that two starts never
-create two pools.
+Owns the first file. All changes of the directory happen under one lock for each user, so that two starts
+never create two pools.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ MEMBERS, STATE, SLOTS, FACTS = "members", "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _KEEPER_AT, _FIRST_RECORD = 0, 1, 2, 3, 4, 8
 _RECORD_WORDS = 8
-_ENGINE, _PID, _JOINED = range(3)
-"""Words of a record: digest of the engine's id or 0, pid of its first process, its start in seconds (float64)."""
+_ENGINE, _PID, _JOINED, _DEAD_SINCE = range(4)
+"""Words of a record: digest of the engine's id or 0, pid of its first process; its start, and the time when
+its end was first noticed or 0, in seconds (float64)."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -104,6 +105,7 @@ class PoolDirectory:
                 raise
             self._times[_KEEP_AT] = keep_s
             self.note_use()
+            self.dead()
         return self
 
     def note_use(self) -> None:
@@ -118,9 +120,24 @@ class PoolDirectory:
         """Return True if an engine has this number: it runs, or it ended and was not buried."""
         return bool(self._record(number)[_ENGINE])
 
-    def dead(self) -> list[int]:
-        """Return the engines whose processes have all ended and that were not buried. Cost: 64 system calls."""
-        return [n for n in range(MAX_MEMBERS) if self._record(n)[_ENGINE] and not self.is_alive(n)]
+    def dead(self, for_s: float = 0.0) -> list[int]:
+        """Return the engines that were not buried although all their processes have ended.
+
+        Args:
+            for_s: seconds since a process first noticed the end.
+
+        Cost: a system call for each engine.
+        """
+        now, found = time.time(), []
+        for number in range(MAX_MEMBERS):
+            record = self._record(number)
+            if not record[_ENGINE] or self.is_alive(number):
+                continue
+            times = record.view(np.float64)
+            times[_DEAD_SINCE] = min(times[_DEAD_SINCE] or now, now)
+            if now - times[_DEAD_SINCE] >= for_s:
+                found.append(number)
+        return found
 
     def bury(self, number: int) -> None:
         """Free the record of a dead engine, whose blocks and pins have been released."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,11 +39,11 @@ from kvoffload.structures.keys import Keys
 from kvoffload.structures.placement import Placement
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
-"""Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is free
-again."""
+"""Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is
+free again."""
 CHECK_S, GRACE_S = 0.5, 1.0
-"""Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case a
-device still copies."""
+"""Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
+a device still copies."""
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -97,10 +98,9 @@ class NodeManager(OffloadingManager):
             )
             raise ConfigError("policy", policy.name, why)
         self._directory, self._clock = directory, clock
-        self._is_inside, self._next_check = False, 0.0
+        self._is_inside, self._next_check = False, math.inf
         self._patience_s, self.num_timeouts, self._stalled_since = PATIENCE_S, 0, 0.0
         self._deferred: list[Callable[[], Any]] = []
-        self._dead_since: dict[int, float] = {}
         expected = Expected(most_expected(capacity_blocks), self.key_bytes)
         self._state.exchange("expected", expected)
         self._queue = Queue(lambda: expected, self.store_mode.expect)
@@ -117,6 +117,7 @@ class NodeManager(OffloadingManager):
             self._labels = Labels(self._file.labels)
             self._event_at, self._listens = self._numbers.num_events, enable_events
             self._numbers.num_listening += enable_events
+            self._next_check = 0.0
             self._announce()
 
     _not_ready = GoneError
@@ -130,7 +131,7 @@ class NodeManager(OffloadingManager):
     # ---- the lock
 
     def _enter(self, result: int, patience_s: float) -> bool:
-        """Continue after `enter`, if there is more to do than the call; False if the lock is not free in time."""
+        """Continue after `enter`, if there is more to do; False if the lock is not free in time."""
         if result == BUSY:
             result = self._mutex.wait(patience_s)
             if result == BUSY:
@@ -199,11 +200,8 @@ class NodeManager(OffloadingManager):
             return
         self._next_check = now + CHECK_S
         self._directory.note_use()
-        dead = self._directory.dead()
-        self._dead_since = {number: self._dead_since.get(number, now) for number in dead}
-        for number, since in self._dead_since.items():
-            if now - since >= GRACE_S:
-                self._bury(number)
+        for number in self._directory.dead(GRACE_S):
+            self._bury(number)
 
     def _bury(self, number: int) -> None:
         """Release the pins and slots of a dead engine, and forget the blocks that it was writing."""
@@ -229,8 +227,8 @@ class NodeManager(OffloadingManager):
         self._numbers.num_buried += 1
         self._directory.bury(number)
         logger.warning(
-            "kvoffload: engine %d of the pool %s has ended without leaving: %d pinned and %d unfinished slots "
-            "are released", number, self._directory.path.name, len(pinned), len(writing)
+            "kvoffload: engine %d of the pool %s has ended without leaving: %d pinned and %d unfinished "
+            "slots are released", number, self._directory.path.name, len(pinned), len(writing)
         )  # fmt: skip
         self._announce()
 
@@ -282,8 +280,9 @@ class NodeManager(OffloadingManager):
     def begin_request(
         self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
     ) -> RequestContext:
-        """Create the context of a request, see `OffloadingManager.begin_request`. Without the lock the hints are
-        ignored.
+        """Create the context of a request, see `OffloadingManager.begin_request`.
+
+        Without the lock the hints are ignored.
         """
         if hints is not NO_HINTS:
             try:
@@ -309,8 +308,8 @@ class NodeManager(OffloadingManager):
             drop_in_flight: True if the caller guarantees that no transfer of this engine is under way. Then
                 completing an old plan of this engine does nothing.
 
-        Without the lock for `RESET_PATIENCE_S`, the reset happens before the next call of this engine that gets
-        the lock.
+        Without the lock for `RESET_PATIENCE_S`, the reset happens before the next call of this engine that
+        gets the lock.
         """
         try:
             with self._locked(RESET_PATIENCE_S):
@@ -339,8 +338,8 @@ class NodeManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, the list begins with a reset, followed by the current contents. Empty
-        without the lock.
+        If this engine has missed events, the list begins with a reset, followed by the current contents.
+        Empty without the lock.
         """
         return self._read_events() if self._listens else []
 

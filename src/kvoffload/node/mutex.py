@@ -12,8 +12,6 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
-
 from kvoffload.errors import ConfigError
 from kvoffload.structures.jit import I64Array, kernel
 from kvoffload.structures.structs import Struct, call_c
@@ -84,7 +82,7 @@ class Mutex:
         self.door = self._state.memory
 
     def acquire(self, timeout_s: float) -> int:
-        """Return `ACQUIRED`; `OWNER_DIED`: acquired, and the last owner died while it held the lock; or `BUSY`.
+        """Return `ACQUIRED`; `OWNER_DIED`: acquired, but the last owner died inside; or `BUSY`.
 
         After `OWNER_DIED` the caller repairs the state and calls `repaired`.
         """
@@ -129,7 +127,8 @@ def enter(door: Door) -> int:
 
     `NEWS`: acquired, and there are news, or this is every 16th call.
     """
-    result, attempt = call_c(door.try_lock, door.mutex), 0
+    result: int = call_c(door.try_lock, door.mutex)
+    attempt = 0
     while result == BUSY and attempt < _SPINS:
         result = call_c(door.try_lock, door.mutex)
         attempt += 1
@@ -137,11 +136,12 @@ def enter(door: Door) -> int:
         door.num_calls += 1
         if door.num_calls >= _CALLS_WITHOUT_NEWS or door.news[0] != door.seen:
             door.num_calls = 0
-            return np.int64(NEWS)
-    return np.int64(result)
+            result = NEWS
+    return result
 
 
 @kernel
 def leave(door: Door) -> int:
     """Unlock."""
-    return call_c(door.unlock, door.mutex)
+    result: int = call_c(door.unlock, door.mutex)
+    return result

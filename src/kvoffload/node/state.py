@@ -115,10 +115,11 @@ class StateFile:
         """Move a manager's `Cache` to the record of this member; return the member's row of `holds`."""
         self._allocate(self._holds_at + number * self._holds_stride, self._holds_stride)
         parts = {name: part for name, part in cache.contents().items() if isinstance(part, Struct)}
-        holds = self.holds[number]
+        holds: npt.NDArray[np.int32] = self.holds[number]
         holds.fill(0)
         start = self._caches_at + number * self._stride
         cache.move(self._memory[start : start + 8 * Cache.num_words], {**parts, "holds": holds}, copy=True)
+        self.counters[number] = 0
         return holds
 
     def close(self) -> None:

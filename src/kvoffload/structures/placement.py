@@ -1,7 +1,7 @@
 """Structs moved into one piece of memory, which several processes can map.
 
-Owns the place of each struct and array in the memory. The places depend only on the classes of the structs and
-on the shapes of their arrays, so that every process that builds equal structs finds them at equal places.
+Owns the place of each struct and array in the memory. The places depend only on the classes of the structs
+and on the shapes of their arrays, so that every process that builds equal structs finds them at equal places.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Placement:
 
     Attributes:
         num_bytes: size of the memory.
-        signature: SHA-256 of the classes, types and shapes, in order. Structs with equal signatures have equal
-            places.
+        signature: SHA-256 of the classes, types and shapes, in order. Structs with equal signatures have
+            equal places.
     """
 
     def __init__(self, structs: Sequence[Struct]) -> None:

@@ -1,0 +1,76 @@
+"""Real processes on one pool, killed and stopped at random: no byte is wrong, and the others go on."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.node.directory import SHARED_MEMORY
+from kvoffload.testing.audit import audit
+from support.node_process import Child, Process
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
+    yield path
+    shutil.rmtree(path)
+
+
+def check(root: Path) -> Process:
+    """Attach to the pool, wait until the dead are buried, and audit the state."""
+    process = Process(root, "auditor", 0)
+    until = time.monotonic() + 30
+    while process.directory.dead():
+        assert time.monotonic() < until, "the dead are not buried"
+        for _ in range(20):
+            process.manager.contains([])
+        time.sleep(0.05)
+    audit(process.manager)
+    assert process.manager.stats().writing == 0
+    assert process.manager.stats().condemned == 0
+    return process
+
+
+def test_processes_share_blocks(root: Path) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    children = [Child(root, f"p{n}", seed + n, 2.0) for n in range(3)]
+    counts = [child.result() for child in children]
+    assert all(count.steps > 100 and count.loaded > 0 for count in counts), counts
+    check(root)
+
+
+def kill_at_random(root: Path, num_kills: int) -> Process:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    children = {n: Child(root, f"p{n}", rng.randrange(1 << 30), 3600) for n in range(3)}
+    try:
+        for kill in range(num_kills):
+            time.sleep(rng.random() * 0.08)
+            number = rng.randrange(3)
+            children[number].kill()
+            children[number] = Child(root, f"p{number}-{kill}", rng.randrange(1 << 30), 3600)
+    finally:
+        for child in children.values():
+            child.kill()
+    return check(root)
+
+
+def test_kills_at_random_times(root: Path) -> None:
+    process = kill_at_random(root, 6)
+    assert process.manager._numbers.num_buried >= 6
+
+
+@pytest.mark.slow
+def test_two_hundred_kills(root: Path) -> None:
+    process = kill_at_random(root, 200)
+    print("died inside a call:", process.manager._numbers.num_died_inside)
+    assert process.manager._numbers.num_died_inside > 0, "no process died inside a call"
