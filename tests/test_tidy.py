@@ -65,7 +65,7 @@ MAY_IMPORT = {
 FORBIDDEN_IN_CONTROL_PLANE = {"torch", "vllm", "threading", "asyncio", "time", "os"}
 NUMBA_ONLY_IN = {
     *("structures/jit.py", "structures/kernel_cache.py", "structures/structs.py", "structures/batches.py"),
-    *("tiers/checksum.py", "transfer/copies.py", "transfer/streaming.py"),
+    *("structures/shipped.py", "tiers/checksum.py", "transfer/copies.py", "transfer/streaming.py"),
 }
 CONTROL_PLANE = {"structures", "core", "policies", "admission"}
 MAX_LINES_OF_A_FUNCTION, MAX_PARAMETERS, MAX_PARAMETERS_IN_CONTROL_PLANE = 60, 8, 7

@@ -2,7 +2,9 @@
 
 Runs the RUN steps of that file in an environment of its own, with the numba that vLLM pins; packs and unpacks
 it as a layer is (times in whole seconds); mounts it read-only; and starts it as a user that nobody knows,
-without a home. Then as a negative control with other times, which must compile. Needs root and Linux.
+without a home. Then for another processor. Once with the wheel without kernels, which must compile for the
+other processor (a negative control), and once with all wheels: the one with kernels for this Python, if it is
+among them, must compile nothing. Needs root and Linux.
 
     python tools/image_check.py dist/kvoffload-*.whl [--numba 0.65.0] [--python /usr/bin/python3]
 """
@@ -47,7 +49,7 @@ def steps() -> tuple[dict[str, str], list[str]]:
     return environment, re.findall(r"^RUN (.*)", text, re.M)
 
 
-def build(image: Path, options: argparse.Namespace) -> dict[str, str]:
+def build(image: Path, options: argparse.Namespace, given: list[Path]) -> dict[str, str]:
     """Run the steps where ``python3`` and ``uv pip install --system`` are those of an environment."""
     environment, commands = steps()
     subprocess.run([options.python, "-m", "venv", "--copies", image], check=True)
@@ -55,7 +57,8 @@ def build(image: Path, options: argparse.Namespace) -> dict[str, str]:
     inside = {"PATH": f"{image}/bin:/usr/bin:/bin:/usr/sbin:/sbin", **environment}
     wheels = image / "wheels"
     wheels.mkdir()
-    (wheels / options.wheel.name).write_bytes(options.wheel.read_bytes())
+    for wheel in given:
+        (wheels / wheel.name).write_bytes(wheel.read_bytes())
     for command in commands:
         here = command.replace("uv pip install --system", "pip install --quiet")
         here = here.replace("/tmp/kvoffload", str(wheels))
@@ -103,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("wheel", type=Path)
+    parser.add_argument("wheels", type=Path, nargs="+")
     parser.add_argument("--numba", default="0.65.0", help="vLLM 0.32 pins this one")
     parser.add_argument("--python", help="one that every user may run  [default: this, or the system's]")
     options = parser.parse_args()
@@ -115,23 +118,38 @@ def main() -> None:
     if options.python is None:
         print(f"image: not checked: user {USER} can run none of {', '.join(candidates)}")
         return
+    pure = [wheel for wheel in options.wheels if wheel.name.endswith("-none-any.whl")]
+    check(options, pure, has_kernels=False)
+    asked = [options.python, "-c", "import sys; print('-cp%d%d-' % sys.version_info[:2])"]
+    tag = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    if any(tag in wheel.name for wheel in options.wheels):
+        check(options, options.wheels, has_kernels=True)
+    else:
+        print(f"image: no wheel has kernels for {options.python} ({tag.strip('-')}): not checked")
+
+
+def check(options: argparse.Namespace, wheels: list[Path], has_kernels: bool) -> None:
+    """Build an image with the best of the wheels; start it as it is, and for another processor."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-image-") as name:
         folder = Path(name)
         folder.chmod(0o755)
         image = folder / "image"
         began = time.monotonic()
-        environment = build(image, options)
+        environment = build(image, options, wheels)
         as_a_layer(image)
-        print(f"image: built with {environment}, {time.monotonic() - began:.0f} s", flush=True)
+        which = "a wheel with kernels" if has_kernels else "the wheel without kernels"
+        print(f"image: {which}, built with {environment}, {time.monotonic() - began:.0f} s", flush=True)
         compiled, found, spent = start(image, environment)
         print(
             f"image: as it is: {compiled} kernels compiled, {found} found; {spent:.1f} s of CPU to a manager"
         )
-        if compiled or not found:
+        if compiled or not (found or has_kernels):
             raise SystemExit("image: a start compiles")
         compiled, found, spent = start(image, {})
         print(f"image: for another processor: {compiled} compiled, {found} found; {spent:.1f} s of CPU")
-        if not compiled:
+        if has_kernels and compiled:
+            raise SystemExit("image: a start with kernels of the wheel compiles")
+        if not (has_kernels or compiled):
             raise SystemExit("image: the control has compiled nothing: this check would not notice")
 
 

@@ -1,10 +1,11 @@
-"""Builds the wheel and the sdist, looks into both, and installs the wheel into empty environments.
+"""Builds the wheels and the sdist, looks into them, and installs the wheels into empty environments.
 
 Owns what a release must be: what is in it, what its page on PyPI shows, and what works in an environment
 that has nothing else. Knows nothing of how the package works but its commands. `make dist` runs it with the
-group `dist` of pyproject.toml; the files stay in dist/.
+group `dist` of pyproject.toml; the files stay in dist/: the sdist, a wheel for every Python without kernels,
+and for each Python a wheel with compiled kernels, with which the first command compiles nothing.
 
-    python tools/packages.py [--pythons 3.10,3.13] [--replay 3.10] [--torch 3.11] [--lowest 3.10] [--upload]
+    python tools/packages.py [--pythons 3.10,3.13] [--numbas 0.65.0] [--torch 3.11] [--lowest 3.10] [--upload]
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 
+from platform_wheels import FOLDER, platform_wheel
+
 ROOT = Path(__file__).resolve().parent.parent
 SUPPORTED = ("3.10", "3.11", "3.12", "3.13")
 BESIDE_THE_CODE = (
@@ -34,6 +37,8 @@ BESIDE_THE_CODE = (
     "Makefile",
 )
 LIMIT_S = 900
+VLLM_PINS_NUMBA = "0.65.0"
+"""numba of vLLM 0.30 to 0.33."""
 TRACE = "".join(
     f'{{"timestamp":{n},"input_length":2048,"output_length":9,"hash_ids":[0,1,{n % 3 + 2},{9 + n % 15}]}}\n'
     for n in range(60)
@@ -42,6 +47,14 @@ EVERY_NAME = (
     "import kvoffload, sys; [getattr(kvoffload, name) for name in kvoffload.__all__];"
     "print(len(kvoffload.__all__), 'names,', 'with torch' if 'torch' in sys.modules else 'without torch')"
 )
+COUNT_PASSES = """
+from numba.core import event
+passes = event.RecordingListener()
+event.register("numba:run_pass", passes)
+from kvoffload.cli.warm import compile_package
+print(compile_package(), len(passes.buffer))
+"""
+"""Prints the number of all kernels, and the number of passes of numba's compiler that they took."""
 WITH_TORCH = (
     "import numpy, torch, kvoffload; tier = kvoffload.MemoryTier(4, 256);"
     "cache = torch.arange(1024, dtype=torch.uint8).reshape(4, 256); kept = cache.clone();"
@@ -74,11 +87,14 @@ def main() -> None:
             if python is None:
                 say(f"Python {version} is not here: not tried")
                 continue
-            smoke(python, version, wheel, folder, replay=version in arguments.replay)
+            best = with_kernels(python, version, wheel, folder, arguments.numbas)
+            if best != wheel:
+                look_into_platform_wheel(best, wheel)
+                first_replay(python, version, best, folder, arguments.numbas)
             if version in arguments.torch:
-                smoke(python, version, wheel, folder, torch=True)
+                smoke(python, version, best, folder, torch=True)
             if version in arguments.lowest:
-                smoke(python, version, wheel, folder, replay=True, lowest=True)
+                smoke(python, version, best, folder, lowest=True)
     say(f"fit for release, after {time.monotonic() - started:.0f} s")
 
 
@@ -89,9 +105,9 @@ def parsed() -> argparse.Namespace:
     for name, default, told in (
         ("--pythons", ",".join(SUPPORTED), "which are tried"),
         (
-            "--replay",
-            ",".join(SUPPORTED),
-            "of those: where a trace is replayed; kernels compile for 20 s in each",
+            "--numbas",
+            VLLM_PINS_NUMBA,
+            "versions of numba for which kernels are compiled, besides the newest; half a minute each",
         ),
         ("--torch", "", "of those: where it is tried with torch, too"),
         ("--lowest", "", "of those: where it is tried with the lowest version of each dependency, too"),
@@ -211,17 +227,106 @@ def lowest_versions(wheel: Path) -> list[str]:
     return pins
 
 
+def with_kernels(python: str, version: str, wheel: Path, folder: Path, numbas: list[str]) -> Path:
+    """Try the wheel in an empty environment, and compile its kernels there; return the wheel with kernels.
+
+    Where kernels cannot be made for a release, that is another processor or system than Linux on x86-64, this
+    is the wheel that was given, which compiles them at the first start.
+    """
+    home = smoke(python, version, wheel, folder, keep=True)
+    if (sys.platform, os.uname().machine) != ("linux", "x86_64"):
+        say(f"no kernels for {sys.platform} on {os.uname().machine}: the first start compiles them")
+        return wheel
+    started = time.monotonic()
+    told = []
+    for numba in ("", *numbas):
+        if numba:
+            run(str(home / "bin/pip"), "install", "--quiet", f"numba=={numba}", cwd=folder)
+        cache = Path(tempfile.mkdtemp(dir=folder))
+        told += [
+            run(
+                *(str(home / "bin/python"), str(ROOT / "tools/record_kernels.py"), str(home / "kernels")),
+                cwd=folder,
+                NUMBA_CPU_NAME="x86-64-v3",
+                NUMBA_CPU_FEATURES="",
+                NUMBA_CACHE_DIR=str(cache),
+            ).strip()
+        ]
+    best = platform_wheel(wheel, list((home / "kernels").iterdir()), version)
+    shutil.rmtree(home)
+    took = time.monotonic() - started
+    say(f"{best.name} ({best.stat().st_size >> 10} KiB): {'; '.join(told)}; {took:.0f} s")
+    return best
+
+
+def look_into_platform_wheel(best: Path, wheel: Path) -> None:
+    """The files of the pure wheel and kernels, nothing else, with true digests."""
+    with zipfile.ZipFile(best) as archive, zipfile.ZipFile(wheel) as pure:
+        added = set(archive.namelist()) - set(pure.namelist())
+        equal = [
+            name for name in pure.namelist() if not name.endswith((".dist-info/WHEEL", ".dist-info/RECORD"))
+        ]
+        if not added or not all(name.startswith(FOLDER) for name in added):
+            raise Unfit(f"{best.name} has {sorted(added)} besides the files of the other wheel")
+        if any(archive.read(name) != pure.read(name) for name in equal):
+            raise Unfit(f"{best.name} has other files than the wheel without kernels")
+    run(sys.executable, "-m", "twine", "check", "--strict", str(best))
+
+
+def first_replay(python: str, version: str, wheel: Path, folder: Path, numbas: list[str]) -> None:
+    """Install from dist/ into an empty environment: the first `kvoffload replay` compiles nothing.
+
+    Then the same with the other versions of numba, and with every kernel.
+    """
+    home, seconds = folder / f"env-{version}-first", []
+    run(python, "-m", "venv", str(home))
+    places = ("--no-index", "--no-deps", "--find-links", str(wheel.parent))
+    run(str(home / "bin/pip"), "install", "--quiet", *places, "kvoffload", cwd=folder)  # pip chooses
+    run(str(home / "bin/pip"), "install", "--quiet", "kvoffload", cwd=folder)
+    for numba in ("", *numbas):
+        if numba:
+            run(str(home / "bin/pip"), "install", "--quiet", f"numba=={numba}", cwd=folder)
+        (folder / "trace.jsonl").write_text(TRACE)
+        began = time.monotonic()
+        replayed(home, folder, HOME=str(home / "of-user"))
+        seconds.append(time.monotonic() - began)
+        passes = run(
+            str(home / "bin/python"), "-I", "-c", COUNT_PASSES, cwd=folder, HOME=str(home / "of-user")
+        )
+        kept = list(home.rglob("*.nb[ic]"))
+        if kept or not re.fullmatch(r"[1-9]\d* 0", passes.strip()):
+            raise Unfit(
+                f"Python {version}, numba {numba or 'newest'}: {passes.strip()} passes, {len(kept)} files"
+            )
+    shutil.rmtree(home)
+    which = ", ".join(
+        f"{took:.1f} s (numba {numba})" for took, numba in zip(seconds, ("newest", *numbas), strict=True)
+    )
+    say(f"Python {version}: the first replay compiles nothing: {which}")
+
+
+def replayed(home: Path, folder: Path, **environment: str) -> None:
+    """Replay a trace with the command of an environment; no block may be wrong."""
+    own = str(home / "bin/kvoffload")
+    told = run(own, "replay", "trace.jsonl", "--capacity", "6", "--quiet", cwd=folder, **environment)
+    if not re.search(r"mismatches served +0", told):
+        raise Unfit(f"the replay says: {told}")
+
+
 def smoke(
     python: str,
     version: str,
     wheel: Path,
     folder: Path,
     *,
-    replay: bool = False,
     torch: bool = False,
     lowest: bool = False,
-) -> None:
-    """Install the wheel into an empty environment; run what a newcomer runs first."""
+    keep: bool = False,
+) -> Path:
+    """Install the wheel into an empty environment; run what a newcomer runs first. Returns the environment.
+
+    With the lowest versions kernels are compiled, because none are shipped for the lowest numba.
+    """
     started = time.monotonic()
     home = folder / f"env-{version}{'-torch' if torch else ''}{'-lowest' if lowest else ''}"
     run(python, "-m", "venv", str(home))
@@ -244,19 +349,21 @@ def smoke(
     names = run(str(home / "bin/python"), "-I", "-c", EVERY_NAME, cwd=folder).strip()
     if torch:
         names += ", " + run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
-    if replay:
+    if lowest or keep:
         (folder / "trace.jsonl").write_text(TRACE)
-        told = run(own, "replay", "trace.jsonl", "--capacity", "6", "--quiet", cwd=folder)
-        if not re.search(r"mismatches served +0", told):
-            raise Unfit(f"the replay says: {told}")
-        names += ", a replay"
+        replayed(home, folder)
+        if not list(home.rglob("*.nbi")):
+            raise Unfit("the replay has compiled nothing, but its wheel has no kernels for this numba")
+        names += ", a replay that compiles"
     names += f", with {', '.join(pins)}" if lowest else ""
-    shutil.rmtree(home)
+    if not keep:
+        shutil.rmtree(home)
     say(f"Python {version}: installs, starts ({names}), {time.monotonic() - started:.0f} s")
+    return home
 
 
-def run(*command: str, cwd: Path | None = None) -> str:
-    """What a command prints. It sees nothing of this checkout or of this environment."""
+def run(*command: str, cwd: Path | None = None, **environment: str) -> str:
+    """What a command prints. It sees nothing of this checkout, and of this environment what is given."""
     outside = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
     }
@@ -264,7 +371,13 @@ def run(*command: str, cwd: Path | None = None) -> str:
         name: value for name, value in outside.items() if not name.startswith(("KVOFFLOAD_", "NUMBA_"))
     }
     done = subprocess.run(
-        command, cwd=cwd, env=outside, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command,
+        cwd=cwd,
+        env=outside | environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
     )
     if done.returncode:
         raise Unfit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")

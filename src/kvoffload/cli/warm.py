@@ -23,6 +23,12 @@ def warm() -> None:
     image is built, on the kind of processor that will run it: then no start waits for the compiler.
     """
     started = time.monotonic()
+    count = compile_package()
+    click.echo(f"{count} kernels are ready, after {time.monotonic() - started:.0f} s")
+
+
+def compile_package() -> int:
+    """Import every module that has kernels, and compile them; return their number."""
     for module in pkgutil.walk_packages(kvoffload.__path__, "kvoffload.", onerror=lambda name: None):
         if module.name.startswith(_WITHOUT_KERNELS):
             continue
@@ -32,5 +38,4 @@ def warm() -> None:
             # torch, Dask and pyarrow are optional; without them there are no kernels to compile.
             if str(missing.name).startswith("kvoffload"):
                 raise
-    count = compile_all()
-    click.echo(f"{count} kernels are ready, after {time.monotonic() - started:.0f} s")
+    return compile_all()

@@ -1,8 +1,8 @@
 """Compilation of kernels, loops over flat arrays, with numba. Only this module configures numba.
 
 The annotations of a kernel are its one signature. A kernel is compiled before it is needed, never inside a
-request: in about a second the first time, in milliseconds from numba's on-disk cache. A call with other types
-fails instead of compiling silently.
+request: in about a second the first time, in milliseconds from the wheel (`shipped`) or from numba's on-disk
+cache (`kernel_cache`). A call with other types fails instead of compiling silently.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ import numpy.typing as npt
 from llvmlite import ir
 from llvmlite.binding import ffi
 from numba import types as nb
+from numba.core.ccallback import CFunc
 from numba.extending import intrinsic
 
-from kvoffload.structures import kernel_cache
+from kvoffload.structures import kernel_cache, shipped
 
 # vLLM 0.31 and newer read `vars(value)` of each value in each module when a CPU worker starts without Triton.
 # llvmlite's library handle answers a request for `__dict__` with a function, and the engine dies of an
@@ -58,7 +59,10 @@ _PLAIN = {
 # numba counts references to arrays with atomic instructions at every call of a helper, even in inner loops,
 # which costs up to six times the loop itself. The caller keeps all arrays of a kernel alive, and a kernel
 # creates none. So counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
-_OPTIONS: Any = {"cache": kernel_cache.prepare(), "_nrt": False}
+_OPTIONS: Any = {"_nrt": False}
+
+_SHIPPED = shipped.find(kernel_cache.digest_of_sources())
+_HAS_FILES = kernel_cache.prepare(is_needed=not _SHIPPED.is_usable)
 
 
 class Kernel:
@@ -107,11 +111,11 @@ _WAITING: list[Kernel] = []
 def compile_all() -> int:
     """Compile every registered kernel that is not yet compiled; return how many there were.
 
-    Cost: 1 s for each kernel the first time, 1 ms from numba's on-disk cache. Thread: any.
+    Cost: 1 s for each kernel the first time, 5 ms from the wheel or from numba's on-disk cache. Thread: any.
     """
     count = 0
-    if _WAITING:
-        kernel_cache.announce_compilation()
+    if _WAITING and not _SHIPPED.is_usable:
+        kernel_cache.announce_compilation(_SHIPPED.why_not)
     while _WAITING:
         _WAITING.pop().made  # noqa: B018  (the property compiles)
         count += 1
@@ -132,7 +136,7 @@ def compiled(function: F, *, cache: bool = True) -> F:
 
     Tests pass ``cache=False``, because numba would not recompile a test's kernel when its helpers change.
     """
-    made = numba.njit(_signature(function), **(_OPTIONS | {"cache": cache and _OPTIONS["cache"]}))(function)
+    made = _dispatcher(function, cache=cache, **_OPTIONS)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
         return cast(F, made)
     # The wrapper that numba's dispatcher calls after its type checks; numba has no public name for it.
@@ -141,18 +145,37 @@ def compiled(function: F, *, cache: bool = True) -> F:
 
 def long_kernel(function: F) -> F:
     """Mark a kernel that releases the GIL, for loops over bytes."""
-    return cast(F, Kernel(function, lambda f: numba.njit(_signature(f), nogil=True, **_OPTIONS)(f)))
+    return cast(F, Kernel(function, lambda f: _dispatcher(f, nogil=True, **_OPTIONS)))
 
 
 def by_address(function: Callable[..., Any]) -> Kernel:
     """Mark a function that kernels call by its `address` (`structs.call_2`). It returns nothing."""
-    return Kernel(function, lambda f: numba.cfunc(_signature(f), **_OPTIONS)(f))
+    return Kernel(function, _callback)
 
 
 def inline(function: F) -> F:
     """Mark a helper that is compiled into each kernel that calls it, and is never called from Python."""
     options: Any = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
     return cast(F, numba.njit(**options)(function))
+
+
+def _dispatcher(function: Callable[..., Any], *, cache: bool = True, **options: Any) -> Any:
+    """Compile a function as ``njit(signature, cache=True)`` does, with our cache."""
+    made: Any = numba.njit(**options)(function)
+    if cache:
+        made._cache = shipped.KernelCache(function, _SHIPPED, _HAS_FILES)
+    made.compile(_signature(function))
+    made.disable_compile()
+    return made
+
+
+def _callback(function: Callable[..., Any]) -> Any:
+    """Compile a function as ``cfunc(signature, cache=True)`` does, with our cache."""
+    signature = _signature(function)
+    made: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options=_OPTIONS)
+    made._cache = shipped.KernelCache(function, _SHIPPED, _HAS_FILES)
+    made.compile()
+    return made
 
 
 def _signature(function: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The on-disk cache of compiled kernels, so that only the first start compiles.
+"""The on-disk cache of kernels that this machine has compiled, so that only the first start compiles.
 
 The cache is in ``NUMBA_CACHE_DIR`` if that is set, else in the package's ``__pycache__`` directories. If
 these are not writable, as in a read-only container, it is in the user's cache directory, or in a temporary
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import logging
 import os
@@ -32,9 +33,13 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _STAMP = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
 
 
-def prepare() -> bool:
-    """Choose the cache directory, once, before the first compilation; return False if there is none."""
-    digest, configured = _digest_of_sources(), _config.CACHE_DIR
+def prepare(*, is_needed: bool = True) -> bool:
+    """Choose the cache directory, once, before the first compilation; return False if there is none.
+
+    Args:
+        is_needed: False if this package's kernels need no cache; then a missing directory is no warning.
+    """
+    digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
     if configured and (place := trusted_directory(Path(configured), digest)):
         _use(place, digest)
@@ -47,20 +52,24 @@ def prepare() -> bool:
         try:
             place = Path(tempfile.mkdtemp(prefix="kvoffload-kernels-"))
         except OSError:
-            COMPILING.warning(
-                "kvoffload: kernels are compiled at every start, because no cache directory is writable by "
-                "this user only; set NUMBA_CACHE_DIR to such a directory"
-            )
+            if is_needed:
+                COMPILING.warning(
+                    "kvoffload: kernels are compiled at every start, because no cache directory is writable "
+                    "by this user only; set NUMBA_CACHE_DIR to such a directory"
+                )
             return False
         atexit.register(shutil.rmtree, place, ignore_errors=True)
     _use(place, digest)
     return True
 
 
-def announce_compilation() -> None:
-    """Log that compilation delays this start, if no kernel is cached."""
+def announce_compilation(reason: str = "") -> None:
+    """Log that compilation delays this start, and the reason, if no kernel is cached."""
     if not any(any(kept.glob("*.nbi")) for _, kept in _places()):
-        COMPILING.info("kvoffload: compiling kernels, once for this installation (about %d s) ...", _USUAL_S)
+        because = f", because {reason}" if reason else ""
+        COMPILING.info(
+            "kvoffload: compiling kernels, once for this installation (about %d s)%s ...", _USUAL_S, because
+        )
 
 
 def forget(function: Callable[..., Any]) -> None:
@@ -156,7 +165,8 @@ def _can_write(directory: Path) -> bool:
     return True
 
 
-def _digest_of_sources() -> str:
+@functools.cache
+def digest_of_sources() -> str:
     """Hash all files with kernels, or with helpers that are compiled into kernels.
 
     numba checks only the file of the kernel itself. After an edit of `lists.py`, or an upgrade, a policy

@@ -1,0 +1,230 @@
+"""Kernels that a wheel brings compiled, so that the first start compiles nothing.
+
+A release compiles all kernels for one Python, one numba and a baseline of processors, and packs them into one
+file in the wheel. The file is used only if it fits exactly: Python, numba, llvmlite, settings of numba, and
+the sources of this package. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
+
+Machine code runs unchecked, so the file is read only from the package itself. Whoever can write there can
+change the package's Python files too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import sysconfig
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llvmlite
+import numba
+from llvmlite import binding
+from numba.core import caching, compiler, serialize
+
+from kvoffload.structures.kernel_cache import COMPILING
+
+BASELINE = "x86-64-v3"
+"""Processors for which kernels are shipped: every x86 server with AVX2 (x86-64 psABI, section 3.1.1)."""
+_FEATURES = (
+    *("sse3", "ssse3", "sse4.1", "sse4.2", "cx16", "popcnt", "sahf"),
+    *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
+)
+"""LLVM's names of the baseline's features, beyond those of every x86-64."""
+_SETTINGS = ("BOUNDSCHECK", "DEBUGINFO_DEFAULT", "LOOP_VECTORIZE", "OPT", "SLP_VECTORIZE")
+"""Settings of numba (`numba.config`) that change machine code."""
+_PACKAGE = Path(__file__).resolve().parent.parent
+FOLDER = _PACKAGE / "structures" / "compiled"
+_SUFFIX = ".kernels"
+_config: Any = numba.config
+
+
+class _Entry(NamedTuple):
+    """Place of a kernel in the file: its first byte, its length in bytes, its SHA-256."""
+
+    start: int
+    length: int
+    sha256: str
+
+
+class Shipped:
+    """The kernels of one file, or none and the reason.
+
+    Attributes:
+        path: the file.
+        why_not: a clause for a message, if the kernels cannot be used; "" if they can, and in a checkout.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, _Entry], why_not: str = "") -> None:
+        self.path, self.why_not, self._entries = path, why_not, entries
+
+    @property
+    def is_usable(self) -> bool:
+        return bool(self._entries)
+
+    def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
+        """Return numba's result of compiling a function, or None if it has to be compiled.
+
+        Damage is never fatal: the kernel is compiled, with a warning. Cost: 5 ms.
+        """
+        entry = self._entries.get(name_of(function, signature)) if self._entries else None
+        if entry is None:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                file.seek(entry.start)
+                data = file.read(entry.length)
+            if hashlib.sha256(data).hexdigest() != entry.sha256:
+                raise ValueError("a checksum differs")
+            rebuild: Any = compiler.CompileResult._rebuild
+            return rebuild(target_context, *pickle.loads(data))
+        except Exception as problem:
+            # Damage must not end an engine, and the rest of the file is not used either.
+            COMPILING.warning(
+                "kvoffload: compiling kernels, because %s; install kvoffload again",
+                _damaged(self.path, problem),
+            )
+            self._entries = {}
+            return None
+
+
+class KernelCache(caching.NullCache):  # type: ignore[misc]  # numba has no types
+    """numba's cache of one kernel: shipped kernels, then numba's files, then the compiler.
+
+    Args:
+        function: the kernel.
+        shipped: kernels of the wheel.
+        has_files: False if no directory can keep compiled kernels.
+    """
+
+    recorded: dict[str, bytes] | None = None
+    """Compiled kernels by name, while a release is built."""
+
+    def __init__(self, function: Callable[..., Any], shipped: Shipped, has_files: bool) -> None:
+        self._function, self._shipped, self._has_files = function, shipped, has_files
+        self._files: Any = None
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        found = self._shipped.load(self._function, signature, target_context)
+        return found if found is not None else self._behind().load_overload(signature, target_context)
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        if self.recorded is not None:
+            self.recorded[name_of(self._function, signature)] = _reduced(result)
+        self._behind().save_overload(signature, result)
+
+    def _behind(self) -> Any:
+        if self._files is None:
+            make: Any = caching.FunctionCache if self._has_files else lambda function: caching.NullCache()
+            self._files = make(self._function)
+        return self._files
+
+
+def find(sources: str) -> Shipped:
+    """Find the kernels for this process, given the digest of the package's sources. Raises: nothing."""
+    path = FOLDER / _file_name()
+    if not FOLDER.is_dir():
+        return Shipped(path, {})
+    if not path.is_file():
+        held = ", ".join(sorted(each.name.removesuffix(_SUFFIX) for each in FOLDER.glob(f"*{_SUFFIX}")))
+        return Shipped(
+            path, {}, f"this package has kernels for {held}, not {path.name.removesuffix(_SUFFIX)}"
+        )
+    if not host_suffices():
+        return Shipped(
+            path,
+            {},
+            f"this package has kernels for {BASELINE}, which this processor or NUMBA_CPU_NAME is not",
+        )
+    try:
+        identity, entries = _header(path)
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        return Shipped(path, {}, _damaged(path, problem))
+    own = _identity(sources)
+    other = [field for field in own if identity.get(field) != own[field]]
+    if other:
+        return Shipped(path, {}, f"the kernels of this package are for other {' and '.join(other)}")
+    return Shipped(path, entries)
+
+
+def write(folder: Path, sources: str, kernels: Mapping[str, bytes]) -> Path:
+    """Write a file of kernels that this process has compiled for the baseline; return its path.
+
+    Format: the SHA-256 of the second line in hexadecimal digits; a line of JSON, with the identity, and for
+    each kernel its place after this line, its length and SHA-256; the kernels.
+    """
+    if _config.CPU_NAME != BASELINE or _config.CPU_FEATURES:
+        raise ValueError(f"kernels for a wheel need NUMBA_CPU_NAME={BASELINE} and NUMBA_CPU_FEATURES=''")
+    entries, start = {}, 0
+    for name, data in sorted(kernels.items()):
+        entries[name] = _Entry(start, len(data), hashlib.sha256(data).hexdigest())
+        start += len(data)
+    header = json.dumps({"identity": _identity(sources), "kernels": entries}).encode()
+    body = b"".join(kernels[name] for name in entries)
+    path = folder / _file_name()
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join((hashlib.sha256(header).hexdigest().encode(), header, body)))
+    return path
+
+
+def _file_name() -> str:
+    return f"{sysconfig.get_config_var('SOABI')}.numba-{numba.__version__}{_SUFFIX}"
+
+
+def name_of(function: Callable[..., Any], signature: Any) -> str:
+    """Name a kernel by its place in the package, its name and types; "" for functions of other packages."""
+    try:
+        place = Path(function.__code__.co_filename).resolve().relative_to(_PACKAGE)
+    except ValueError:
+        return ""
+    return f"{place.as_posix()}:{function.__code__.co_firstlineno}:{function.__qualname__}:{signature}"
+
+
+def _reduced(result: Any) -> bytes:
+    """Serialize a compiled kernel as numba does, without the annotated source, which contains paths."""
+    library, fndesc, environment, signature, objectmode, lifted, _, *rest = result._reduce()
+    dumps: Any = serialize.dumps
+    data: bytes = dumps((library, fndesc, environment, signature, objectmode, lifted, "", *rest))
+    return data
+
+
+def _identity(sources: str) -> dict[str, Any]:
+    """Everything that kernels depend on."""
+    return {
+        "Python": sysconfig.get_config_var("SOABI"),
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "processor": BASELINE,
+        "settings of numba": [str(getattr(_config, name, None)) for name in _SETTINGS],
+        "sources": sources,
+    }
+
+
+def host_suffices() -> bool:
+    """Return whether this processor has the baseline's features, and no setting asks for another one."""
+    if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
+        return False
+    try:
+        found: Mapping[str, bool] = binding.get_host_cpu_features()
+    except RuntimeError:
+        return False
+    return all(found.get(feature, False) for feature in _FEATURES)
+
+
+def _header(path: Path) -> tuple[dict[str, Any], dict[str, _Entry]]:
+    with path.open("rb") as file:
+        digest, header = file.readline().rstrip(b"\n"), file.readline().rstrip(b"\n")
+        start = file.tell()
+    if hashlib.sha256(header).hexdigest().encode() != digest:
+        raise ValueError("the checksum of its header differs")
+    held = json.loads(header)
+    places = {name: _Entry(*place) for name, place in held["kernels"].items()}
+    return held["identity"], {
+        name: place._replace(start=place.start + start) for name, place in places.items()
+    }
+
+
+def _damaged(path: Path, problem: Exception) -> str:
+    return f"{path} is damaged ({problem})"
