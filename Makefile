@@ -111,7 +111,7 @@ $(VENV)/installed-%: $(VENV)/installed
 docs: $(VENV)/installed-docs report  ## the documents as a site with a live plan, in build/site; fails on a dead link or a public name without an entry
 	$(BIN)/python tools/docs_site.py
 
-dist: $(VENV)/installed-dist  ## wheel and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)
+dist: $(VENV)/installed-dist  ## wheels, with kernels for each Python, and sdist in dist/, tried in empty environments (ARGS="--torch 3.11", --upload)
 	$(BIN)/python tools/packages.py $(ARGS)
 
 image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles nothing when it starts (after `make dist`; root)

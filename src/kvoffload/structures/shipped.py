@@ -89,7 +89,7 @@ class Shipped:
             return None
 
 
-class KernelCache(caching.NullCache):  # type: ignore[misc]  # numba has no types
+class KernelCache(caching.NullCache):
     """numba's cache of one kernel: shipped kernels, then numba's files, then the compiler.
 
     Args:
