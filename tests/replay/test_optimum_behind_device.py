@@ -118,7 +118,7 @@ def test_the_device_equals_a_manager_request_by_request(requests: Requests, devi
             manager.complete_store(plan)
         manager.finish_request(ctx)
         assert dropped.tolist() == evicted
-        assert device.contains(every).tolist() == manager.contains(keys.of_blocks(every)).tolist()
+        assert device.contains(request, every).tolist() == manager.contains(keys.of_blocks(every)).tolist()
 
 
 @given(

@@ -91,7 +91,9 @@ def test_a_prefix_that_all_share_does_not_make_one_replica_do_all() -> None:
 
 
 def test_what_is_no_router_is_refused() -> None:
-    with pytest.raises(ConfigError, match="routing: 'best' is invalid; allowed: prefix, session, random"):
+    with pytest.raises(
+        ConfigError, match="routing: 'best' is invalid; allowed: prefix, session, round-robin, random"
+    ):
         route(CHAT, 2, "best")
     with pytest.raises(ConfigError, match="instances: 0"):
         route(CHAT, 0, "session")

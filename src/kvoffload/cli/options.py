@@ -26,7 +26,7 @@ from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.model import kv_bytes
 from kvoffload.replay.queue import QueueLength
-from kvoffload.replay.routing import SESSION, Routing
+from kvoffload.replay.routing import SESSION, Instances, Routing
 from kvoffload.settings.layers import SHARED, gathered
 from kvoffload.settings.read import (
     Count,
@@ -370,3 +370,15 @@ class ReplicaOptions:
     """Routing of requests to engines."""
 
     routing: Routing = option(SESSION, "Rule that assigns requests to engines.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstancesOptions(ReplicaOptions):
+    """Several engines, with RAM of the given size each or with one pool."""
+
+    instances: Instances = option(
+        1, "Number of engines. Each has a device and RAM of the given sizes; they share the last tier."
+    )
+    shared_ram: bool = option(
+        False, "All N engines of --instances share one RAM pool of N times the given size."
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import click
 from kvoffload.cli.options import (
     AdmissionName,
     FormatOptions,
+    InstancesOptions,
     LoadOptions,
     ModelOptions,
     PolicyName,
@@ -29,12 +30,13 @@ from kvoffload.core.plans import ON_COMPUTE
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import Injection, parse_injection
+from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.settings.read import ANY_TRACE, Size, parse_capacity
 from kvoffload.sweep.grid import device_blocks
 from kvoffload.text import size
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.spec import TierOptions
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.traces.sources import block_tokens_of
 from kvoffload.traces.trace import Trace
 
@@ -78,7 +80,7 @@ class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, Quiet
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(CacheOptions, LoadOptions):
+class ReplayOptions(CacheOptions, InstancesOptions, LoadOptions):
     block_bytes: Size = option(
         "64KiB", "Bytes to copy and verify per block, instead of the real size; a multiple of 8."
     )
@@ -102,8 +104,28 @@ class ReplayOptions(CacheOptions, LoadOptions):
         with problems:
             if self.injection() is not None and self.no_data:
                 raise ConfigError("inject", self.inject, "it needs bytes to damage: leave out --no-data")
+        with problems:
+            tiers = tuple(self.parsed_tiers())
+            ReplayConfig(1, tiers=tiers, instances=self.instances, shared_ram=self.shared_ram)
+            if self.has_managers:
+                self._check_managers(tiers)
         self.check_sizes(problems, block_bytes)
         problems.check()
+
+    @property
+    def has_managers(self) -> bool:
+        """True if each of several instances has its own manager."""
+        return self.instances > 1 and not self.shared_ram
+
+    def _check_managers(self, tiers: Sequence[TierOptions]) -> None:
+        if self.decisions is not None:
+            why = "instances with separate RAM have no common log: leave it out, or use --shared-ram"
+            raise ConfigError("decisions", str(self.decisions), why)
+        if tiers and not self.no_data:
+            why = "with separate RAM the tiers of several instances are simulated: add --no-data"
+            raise ConfigError("instances", self.instances, why)
+        if tiers and not isinstance(tiers[-1], SizedTierOptions):
+            raise ConfigError("tiers", str(tiers[-1]), "with several instances allowed: simulated:CAPACITY")
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
         """Create the configuration of the caches and the assumptions."""
@@ -111,11 +133,34 @@ class ReplayOptions(CacheOptions, LoadOptions):
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
             queue_requests=self.queue_requests,
+            instances=self.instances,
+            routing=self.routing,
+            shared_ram=self.shared_ram,
         )
 
     def injection(self) -> Injection | None:
         """Parse ``--inject``. Raises `ConfigError`."""
         return parse_injection(self.inject, self.seed) if self.inject else None
+
+    def data(self, trace: Trace, config: ReplayConfig) -> list[DataPlane]:
+        """Create a data plane for each manager; none without bytes. Raises `ConfigError` if memory lacks."""
+        if self.no_data:
+            return []
+        managers = config.instances if self.has_managers else 1
+        slots, available = slots_needed(trace, config.pool_blocks), available_bytes()
+        needed = managers * slots * self.block_bytes
+        if needed > available:
+            raise ConfigError(
+                "capacity",
+                self.capacity,
+                f"{managers * slots:,} blocks of {size(self.block_bytes)} need {size(needed)} of memory, and "
+                f"{size(available)} are available; use a smaller --capacity or --block-bytes, or --no-data",
+            )
+        injections = [
+            parse_injection(self.inject, self.seed + number) if self.inject else None
+            for number in range(managers)
+        ]
+        return [DataPlane(slots, self.block_bytes, injection) for injection in injections]
 
 
 @click.command()
@@ -135,12 +180,14 @@ def replay(options: ReplayOptions) -> None:
         write_output("output", options.output, b"")  # Fails before the work begins.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(writable("decisions", options.decisions)) if options.decisions else None
-        data = None
-        if not options.no_data:
-            slots = _slots_that_fit(loaded, options.capacity, config.capacity_blocks, options.block_bytes)
-            data = DataPlane(slots, options.block_bytes, injection)
-            stack.callback(data.close)
-        run = Replay(loaded, config, data, log)
+        data = options.data(loaded, config)
+        for plane in data:
+            stack.callback(plane.close)
+        run: Replay | SharedReplay
+        if options.has_managers:
+            run = SharedReplay(loaded, config, data)
+        else:
+            run = Replay(loaded, config, data[0] if data else None, log)
         with progress_bar("replay", loaded.requests, options.quiet) as progress:
             report = run.run(progress)
     show(report.to_json(), table(report), is_json=options.is_json, output=options.output)
@@ -159,15 +206,3 @@ def _announce_files(tiers: Iterable[TierOptions], block_bytes: int) -> None:
                 f"delete it with: kvoffload disk rm {path}",
                 err=True,
             )
-
-
-def _slots_that_fit(trace: Trace, capacity: str, blocks: int, block_bytes: int) -> int:
-    slots, available = slots_needed(trace, blocks), available_bytes()
-    if slots * block_bytes > available:
-        raise ConfigError(
-            "capacity",
-            capacity,
-            f"{slots:,} blocks of {size(block_bytes)} need {size(slots * block_bytes)} of memory, and "
-            f"{size(available)} are available; use a smaller --capacity or --block-bytes, or --no-data",
-        )
-    return slots

@@ -19,20 +19,32 @@ def table(report: ReplayReport) -> RenderableType:
 
 
 def _sources(report: ReplayReport) -> Table:
-    ram = f"({report.policy}, {report.admission}, {report.capacity_blocks:,} blocks)"
+    ram = f"({report.policy}, {report.admission}, {_ram(report)})"
     rows = [("offload tier " + ram, report.offload_hit_blocks)]
     if len(report.tiers) > 1:
         rows = [(tier.name, tier.hit_blocks) for tier in report.tiers]
         rows[0] = ("ram " + ram, report.tiers[0].hit_blocks)
     rows.append(("computed", report.block_refs - report.prefix_hit_blocks))
     if report.device_blocks:
-        rows.insert(0, (f"device cache (lru, {report.device_blocks:,} blocks)", report.device_hit_blocks))
+        blocks = f"{report.device_blocks:,} blocks{_each(report)}"
+        rows.insert(0, (f"device cache (lru, {blocks})", report.device_hit_blocks))
     title = (
         f"{report.trace}: {report.requests:,} requests, {report.block_refs:,} block references, "
         f"{report.unique_blocks:,} unique blocks"
     )
     cells = [(source, f"{blocks:,}", _share(blocks, report.block_refs)) for source, blocks in rows]
     return Table(title, ("Source of blocks", "blocks#", "share#"), cells)
+
+
+def _ram(report: ReplayReport) -> str:
+    """Describe the capacity of RAM: of one engine, of each of several, or of their common pool."""
+    if report.shared_ram:
+        return f"one pool of {report.instances * report.capacity_blocks:,} blocks"
+    return f"{report.capacity_blocks:,} blocks{_each(report)}"
+
+
+def _each(report: ReplayReport) -> str:
+    return " each" if report.instances > 1 else ""
 
 
 def work(report: ReplayReport) -> Table:
@@ -74,6 +86,8 @@ def _summary(report: ReplayReport) -> RenderableType:
         f"size {percent(report.optimum_hit_ratio)}.",
         *outside_blocks(report.share_outside_blocks),
     ]
+    if report.instances > 1:
+        lines.append(_instances(report))
     if report.decode_tokens_per_s:
         lines.append(f"{assumed_ends(report.decode_tokens_per_s)}.")
     if report.queue_requests:
@@ -87,6 +101,18 @@ def _summary(report: ReplayReport) -> RenderableType:
         cpu += f"; for bytes: {duration(report.data_plane_s)}"
     lines += [f"{cpu}.", f"Decisions: sha256 {report.decisions_sha256[:16]}"]
     return Group(Lines(lines), Text())
+
+
+def _instances(report: ReplayReport) -> str:
+    """Describe how several engines share."""
+    ram = "RAM of the given size each"
+    if report.shared_ram:
+        ram = f"one pool of RAM, {report.instances} times the given size"
+    text = f"{report.instances} engines have {ram}; requests go by {report.routing}"
+    if report.shared_ram or len(report.tiers) > 1:
+        others = percent(report.hit_blocks_of_others / max(1, report.block_refs))
+        text += f"; {others} of all references hit what another engine had written"
+    return f"{text}."
 
 
 def assumed_ends(decode_tokens_per_s: float) -> str:

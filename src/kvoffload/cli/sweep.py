@@ -10,11 +10,11 @@ from rich.console import Console
 
 from kvoffload.cli.options import (
     FormatOptions,
+    InstancesOptions,
     LoadOptions,
     ModelOptions,
     QuietOptions,
     ReadOptions,
-    ReplicaOptions,
     WorkOptions,
     argument,
     option,
@@ -28,7 +28,6 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.pages.page import check_report, write_report
 from kvoffload.pages.sweep import sweep_page
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.replay.routing import Instances
 from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Sweep
@@ -38,7 +37,7 @@ from kvoffload.traces.sources import block_tokens_of
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(
-    WorkOptions, ReplicaOptions, LoadOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions
+    WorkOptions, InstancesOptions, LoadOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions
 ):
     traces: tuple[str, ...] = argument(metavar="TRACE...", nargs=-1, required=True)
     policies: str = option("lru,arc", "Eviction policies: names, or module:Class.", setting="policy")
@@ -56,7 +55,9 @@ class SweepOptions(
         NO_TIERS, "Tiers behind RAM: 10%, 10%,policy=hazard; + joins consecutive tiers.", setting="tiers",
         metavar="CAPACITY[,policy=NAME]",
     )  # fmt: skip
-    instances: Instances = option(1, "Number of engines, each with its own RAM; they share the last tier.")
+    shared_ram: bool = option(
+        False, "Also replay with one RAM pool of N times the given size for all N engines of --instances."
+    )
     timings: bool = option(False, "Add a column with the seconds of each replay.")
 
     def check(self) -> None:
@@ -94,6 +95,7 @@ class SweepOptions(
                 instances=self.instances,
                 routing=self.routing,
             ),
+            (False, True) if self.shared_ram else (False,),
         )
 
     def _block_bytes(self) -> int | None:

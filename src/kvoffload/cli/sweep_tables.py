@@ -15,7 +15,7 @@ from rich.text import Text
 from kvoffload.cli.replay_table import assumed_ends, assumed_queue
 from kvoffload.sweep.bootstrap import CORRELATED
 from kvoffload.sweep.table import Row
-from kvoffload.sweep.verdict import Verdict
+from kvoffload.sweep.verdict import Verdict, ram_of
 from kvoffload.text import percent, size
 
 _WIDEST = 100
@@ -43,11 +43,16 @@ class _Several(NamedTuple):
 
     stores: bool
     tiers: bool
+    pools: bool
 
 
 def tables(rows: Sequence[Row], width: int = _WIDEST) -> Iterator[RenderableType]:
     """Render the tables in the order of the rows, at most `width` and at most 100 characters wide."""
-    several = _Several(len({row.store for row in rows}) > 1, len({row.tiers for row in rows}) > 1)
+    several = _Several(
+        len({row.store for row in rows}) > 1,
+        len({row.tiers for row in rows}) > 1,
+        len({row.shared_ram for row in rows}) > 1,
+    )
     for _, group in groupby(rows, lambda row: (row.trace_sha256, row.trace, row.device)):
         yield _table(list(group), several, min(width, _WIDEST))
 
@@ -116,6 +121,7 @@ def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
         if row.optimum_hit_ratio is not None:
             label = f"optimum, {row.store}" if several.stores else "optimum"
             label += f", {row.tiers} behind" if several.tiers else ""
+            label += f", {ram_of(row)}" if several.pools else ""
             bounds.setdefault(label, {})[row.capacity] = _Cell(f"{row.optimum_hit_ratio:.4f} ", "-")
     bounds["no limit"] = {row.capacity: _Cell(f"{row.infinite_hit_ratio:.4f} ", "-") for row in rows}
     return bounds
@@ -130,9 +136,11 @@ def _note(rows: list[Row]) -> Text:
     if rows[0].queue_requests:
         note += f"\n  {assumed_queue(rows[0].queue_requests)}"
     if rows[0].instances > 1:
-        note += (
-            f"\n  {rows[0].instances} instances have RAM of this size each; requests go by {rows[0].routing}"
-        )
+        ram, instances = "RAM of this size each", rows[0].instances
+        if any(row.shared_ram for row in rows):
+            pool = f"one pool of {instances} times this size (shared RAM)"
+            ram = f"{ram}, or {pool}" if not all(row.shared_ram for row in rows) else pool
+        note += f"\n  {instances} instances have {ram}; requests go by {rows[0].routing}"
         shares = [row.others_hit_ratio for row in rows]
         note += f"\n  Of all references {_range(shares)} hit what another instance had written"
     correlations = [
@@ -151,7 +159,8 @@ def _range(shares: list[float]) -> str:
 def _label(row: Row, several: _Several) -> str:
     label = row.policy if row.admission == "all" else f"{row.policy}, {row.admission}"
     label += f", {row.tiers} behind" if several.tiers else ""
-    return f"{label}, {row.store}" if several.stores else label
+    label += f", {row.store}" if several.stores else ""
+    return f"{label}, {ram_of(row)}" if several.pools else label
 
 
 def _device(rows: list[Row]) -> str:

@@ -8,7 +8,7 @@ from itertools import groupby
 from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.table import Row
-from kvoffload.sweep.verdict import Verdict
+from kvoffload.sweep.verdict import Verdict, ram_of
 
 _RATIO = {"title": {"text": "prefix-hit ratio, %"}, "rangemode": "tozero"}
 
@@ -29,7 +29,8 @@ def _place(row: Row) -> str:
 
 def _label(row: Row) -> str:
     parts = [row.policy, "" if row.admission == "all" else row.admission, row.store,
-             f"{row.tiers} behind" if row.tier_blocks else ""]  # fmt: skip
+             f"{row.tiers} behind" if row.tier_blocks else "",
+             ram_of(row) if row.instances > 1 else ""]  # fmt: skip
     return ", ".join(part for part in parts if part)
 
 
@@ -74,14 +75,16 @@ def _hits(rows: Sequence[Row]) -> Data:
              "text": [row.capacity for row in line], **({"error_y": bars} if len(known) == len(line) else {}),
              "hovertemplate": f"%{{y:.2f}}%<br>{label}, %{{text}}<extra></extra>"}
         )  # fmt: skip
-    for store in dict.fromkeys(row.store for row in rows):
-        bounded = [row for row in rows if row.store == store and not row.tier_blocks]
+    for store, is_shared in dict.fromkeys((row.store, row.shared_ram) for row in rows):
+        bounded = [row for row in rows
+                   if (row.store, row.shared_ram) == (store, is_shared) and not row.tier_blocks]  # fmt: skip
         best = {row.capacity_blocks: 100 * row.optimum_hit_ratio for row in bounded
                 if row.optimum_hit_ratio is not None}  # fmt: skip
         if best:
             sizes = sorted(best)
             data.append(
-                {"type": "scatter", "mode": "lines", "name": f"optimum, {store}", "x": sizes,
+                {"type": "scatter", "mode": "lines", "x": sizes,
+                 "name": f"optimum, {store}" + (", shared RAM" if is_shared else ""),
                  "y": [best[blocks] for blocks in sizes], "line": {"dash": "dash"},
                  "hovertemplate": "%{y:.2f}%<extra>optimum</extra>"}
             )  # fmt: skip

@@ -1,8 +1,8 @@
-"""LRU device cache in front of a replay: the blocks that it serves and drops.
+"""LRU device caches in front of a replay: the blocks that they serve and drop.
 
-After every request the device holds the request's blocks, whether loaded or computed. So hits and drops
-depend only on the trace, and are computed before the replay of the tiers. The result equals a run of an
-`OffloadingManager` with ``lru``, in a fraction of the time.
+After every request the device of its engine holds the request's blocks, whether loaded or computed. So hits
+and drops depend only on the trace, and are computed before the replay of the tiers. The result equals a run
+of an `OffloadingManager` with ``lru``, in a fraction of the time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DeviceRun:
-    """Hits and drops of a device cache. References are positions in `Trace.refs`.
+    """Hits and drops of the device caches of one or more engines. References are positions in `Trace.refs`.
 
     Attributes:
-        served: shape ``(requests,)``; length of each request's head that was on the device.
+        served: shape ``(requests,)``; length of each request's head that was on its engine's device.
         dropped: last reference of each dropped block, in the order of the drops. A block that found no room
             counts as dropped.
         offsets: shape ``(requests + 1,)``; request `i` caused the drops
@@ -46,45 +46,86 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
 
     Cost: O(1) per reference. Memory: 12 bytes per unique block, 8 per reference and per drop.
     """
-    served = np.zeros(trace.requests, np.int64)
+    return _run_requests(trace.refs, trace.offsets, trace.unique_blocks, device_blocks)
+
+
+def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int32]) -> DeviceRun:
+    """Run the device caches of several engines, each with `device_blocks` blocks and its own requests.
+
+    Args:
+        engine_of: shape ``(requests,)``; engine of each request, 0 or more.
+
+    Cost: as for `run_device`, and O(unique blocks) for each engine.
+    """
+    served, counts = np.zeros((2, trace.requests), np.int64)
+    runs = list[tuple[_Int64s, _Int64s, DeviceRun]]()
+    for engine in range(int(engine_of.max(initial=-1)) + 1):
+        requests = np.flatnonzero(engine_of == engine)
+        lengths = np.diff(trace.offsets)[requests]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        places = np.repeat(trace.offsets[:-1][requests] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        run = _run_requests(trace.refs[places], offsets, trace.unique_blocks, device_blocks)
+        served[requests], counts[requests] = run.served, np.diff(run.offsets)
+        runs.append((requests, places, run))
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    dropped = np.empty(ends[-1], np.int64)
+    for requests, places, run in runs:
+        begins = np.repeat(ends[:-1][requests] - run.offsets[:-1], counts[requests])
+        dropped[begins + np.arange(len(begins))] = places[run.dropped]
+    return DeviceRun(served, dropped, ends)
+
+
+def _run_requests(
+    refs: npt.NDArray[np.int32], request_offsets: _Int64s, unique_blocks: int, device_blocks: int
+) -> DeviceRun:
+    served = np.zeros(len(request_offsets) - 1, np.int64)
     # A block is dropped at most once per reference.
-    dropped = np.empty(trace.block_refs, np.int64)
-    offsets = np.zeros(trace.requests + 1, np.int64)
-    order = Lists(trace.unique_blocks, 1)
-    last_use = np.zeros(trace.unique_blocks, np.int64)
-    _run(trace.refs, trace.offsets, order.links, last_use, device_blocks, served, dropped, offsets)
+    dropped = np.empty(len(refs), np.int64)
+    offsets = np.zeros(len(request_offsets), np.int64)
+    order, last_use = Lists(unique_blocks, 1), np.zeros(unique_blocks, np.int64)
+    _run(refs, request_offsets, order.links, last_use, device_blocks, served, dropped, offsets)
     return DeviceRun(served, dropped[: offsets[-1]], offsets)
 
 
 class Device:
-    """Device cache of a replay, advanced one request at a time. Arguments as for `run_device`."""
+    """Device caches of a replay, advanced one request at a time. Arguments as for `run_devices`.
 
-    def __init__(self, trace: Trace, device_blocks: int) -> None:
-        run = run_device(trace, device_blocks)
+    Without `engine_of` one engine serves all requests.
+    """
+
+    def __init__(
+        self, trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int32] | None = None
+    ) -> None:
+        if engine_of is None:
+            run, num_engines = run_device(trace, device_blocks), 1
+        else:
+            run, num_engines = run_devices(trace, device_blocks, engine_of), int(engine_of.max(initial=0)) + 1
+        self._engine_of = [0] * trace.requests if engine_of is None else engine_of.tolist()
         self._refs, self._dropped = trace.refs, run.dropped
         self._begins: list[int] = trace.offsets.tolist()
         self._served: list[int] = run.served.tolist()
         self._offsets: list[int] = run.offsets.tolist()
-        self._holds = np.zeros(trace.unique_blocks, np.bool_)
+        self._holds = np.zeros((num_engines, trace.unique_blocks), np.bool_)
 
-    def contains(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the blocks that are on the device after the last served request."""
-        return self._holds.take(codes)
+    def contains(self, request: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the blocks that are on the device of the request's engine, as last served."""
+        return self._holds[self._engine_of[request]].take(codes)
 
     def served(self, request: int) -> int:
-        """Return the length of the request's head that is on the device when the request arrives."""
+        """Return the length of the request's head that is on its device when the request arrives."""
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
-        """Advance by the next request. Returns the evicted blocks, warmest first.
+        """Advance by the next request. Returns the blocks that its device evicts, warmest first.
 
         Blocks that never entered for lack of room are not returned.
         """
         begin, end = self._begins[request : request + 2]
         places = self._dropped[self._offsets[request] : self._offsets[request + 1]]
-        self._holds[self._refs[begin:end]] = True
+        holds = self._holds[self._engine_of[request]]
+        holds[self._refs[begin:end]] = True
         dropped = self._refs.take(places)
-        self._holds[dropped] = False
+        holds[dropped] = False
         return dropped[places < begin][::-1]
 
 

@@ -1,6 +1,7 @@
-"""Replay through several instances of an engine, which share the last tier behind their RAM.
+"""Replay through several instances of an engine with separate RAM, which share the last tier behind RAM.
 
 Each instance is a `Replay` of its part of the trace; requests are served in the order of the whole trace.
+Instances that share one RAM pool are a single `Replay`.
 Owns the record of each shared block's writer, and the combined report.
 """
 
@@ -14,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.replay.data import DataPlane
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -28,8 +30,9 @@ from kvoffload.transfer import Blocks, Rows
 
 _SUMMED = (
     "requests", "block_refs", "prefix_hit_blocks", "device_hit_blocks", "offload_hit_blocks", "tokens",
-    "tokens_saved", "blocks_written", "blocks_evicted", "blocks_refused", "blocks_dropped", "control_plane_s",
-    "data_plane_s",
+    "tokens_saved", "blocks_written", "blocks_evicted", "blocks_refused", "blocks_dropped", "bytes_stored",
+    "bytes_loaded", "blocks_verified", "mismatches_caught", "mismatches_served", "damage_injected",
+    "control_plane_s", "data_plane_s",
 )  # fmt: skip
 
 
@@ -63,15 +66,18 @@ class SharedTier(SimulatedTier):
 
 
 class SharedReplay:
-    """A single run of a trace through several instances, without bytes. Use once: construct, then `run`.
+    """A single run of a trace through several instances. Use once: construct, then `run`.
 
     Queues and ends of requests are per instance: an instance processes ends before its own next request.
+
+    Args:
+        data: a data plane for each instance, if there are no tiers behind RAM; empty: no bytes.
 
     Attributes:
         hits_per_request: as in `Replay`.
     """
 
-    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+    def __init__(self, trace: Trace, config: ReplayConfig, data: Sequence[DataPlane] = ()) -> None:
         self._trace, self._config = trace, config
         num_instances = config.instances
         self._instance_of = route(trace, num_instances, config.routing)
@@ -82,9 +88,10 @@ class SharedReplay:
             assert isinstance(last, SizedTierOptions), "without bytes all tiers are simulated"
             self._shared = SharedTier(last, num_instances)
         self._replays, self._refs = list[Replay](), list[int]()
-        for instance in range(num_instances):
+        planes = data or [None] * num_instances
+        for instance, plane in zip(range(num_instances), planes, strict=True):
             own = trace.of_requests(np.flatnonzero(self._instance_of == instance))
-            self._replays.append(Replay(own, alone, shared=self._shared))
+            self._replays.append(Replay(own, alone, plane, shared=self._shared))
             self._refs.append(own.block_refs)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
 
@@ -156,9 +163,13 @@ class SharedReplay:
             hit_blocks=hits,
             blocks_written=sum(report.blocks_written for report in reports),
             blocks_evicted=sum(report.blocks_evicted for report in reports),
+            bytes_written=sum(report.bytes_written for report in reports),
+            bytes_read=sum(report.bytes_read for report in reports),
+            mismatches_caught=sum(report.mismatches_caught for report in reports),
         )
 
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
-    """Create the replay of a configuration, without bytes."""
-    return Replay(trace, config) if config.instances == 1 else SharedReplay(trace, config)
+    """Create the replay of a configuration, without bytes: one manager, or one for each instance."""
+    one_manager = config.instances == 1 or config.shared_ram
+    return Replay(trace, config) if one_manager else SharedReplay(trace, config)

@@ -7,6 +7,7 @@ manager expects their blocks (`OffloadingManager.expect`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -21,10 +22,22 @@ QueueLength: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 
 
 class EngineQueue:
-    """Queue of the next `num_requests` requests; the manager expects their blocks."""
+    """Queue of the next `num_requests` requests of an engine; the manager expects their blocks.
 
-    def __init__(self, manager: AnyManager, trace: Trace, keys: TraceKeys, num_requests: int) -> None:
+    Args:
+        requests: numbers of the engine's requests, in order.
+    """
+
+    def __init__(
+        self,
+        manager: AnyManager,
+        trace: Trace,
+        keys: TraceKeys,
+        num_requests: int,
+        requests: Sequence[int],
+    ) -> None:
         self._manager, self._trace, self._keys, self._num_requests = manager, trace, keys, num_requests
+        self._requests, self._num_served = requests, 0
         self._offsets: list[int] = trace.offsets.tolist()
         self._waiting: deque[RequestContext] = deque()
 
@@ -32,8 +45,9 @@ class EngineQueue:
         """Take the next request out of the queue and fill the queue up; returns the request's context."""
         ctx = self._waiting.popleft() if self._waiting else self._begin(request)
         self._manager.withdraw(ctx)
-        last = min(request + self._num_requests, self._trace.requests - 1)
-        for number in range(request + 1 + len(self._waiting), last + 1):
+        self._num_served += 1
+        first = self._num_served + len(self._waiting)
+        for number in self._requests[first : self._num_served + self._num_requests]:
             self._waiting.append(self._begin(number))
             self._manager.expect(self._waiting[-1])
         return ctx

@@ -26,16 +26,17 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError, TierError
+from kvoffload.errors import ConfigError, Problems, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.device import Device
 from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
+from kvoffload.replay.engines import Engines
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
-from kvoffload.replay.optimum import infinite, optimum
-from kvoffload.replay.queue import EngineQueue, QueueLength
+from kvoffload.replay.optimum import OptimumResult, infinite, optimum
+from kvoffload.replay.queue import QueueLength
 from kvoffload.replay.report import ReplayReport, TierReport
-from kvoffload.replay.routing import SESSION, Instances, Routing
+from kvoffload.replay.routing import SESSION, Instances, Routing, route
 from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import AnyManager, TieredManager
@@ -44,6 +45,8 @@ from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
 from kvoffload.traces.trace import Trace
 
+NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
+ONE_TIER = "with shared-ram allowed: at most one tier behind RAM, because instances share the last tier only"
 _SETTLE_S = 600.0
 """Seconds after which a tier that does not answer ends the replay."""
 
@@ -64,8 +67,11 @@ class ReplayConfig:
         instances: number of engines. Each has its own device, RAM and tiers; the last tier is shared.
             `SharedReplay` replays more than one.
         routing: rule that assigns requests to instances (`replay.routing`).
+        shared_ram: the instances share one RAM pool of ``instances * capacity_blocks`` slots, under one
+            manager, and at most one tier behind it. Devices stay separate. With ``on-device-eviction`` a
+            block is a duplicate from the moment when one device holds it until any device drops it.
 
-    Raises: `ConfigError` for invalid assumptions (the last four fields). The caches are checked when they are
+    Raises: `ConfigError` for invalid assumptions (the last five fields). The caches are checked when they are
     created.
     """
 
@@ -79,9 +85,27 @@ class ReplayConfig:
     queue_requests: QueueLength = field(default=0, metadata={"option": "queue"})
     instances: Instances = 1
     routing: Routing = SESSION
+    shared_ram: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "replay")
+        if self.shared_ram:
+            self._check_shared_ram()
+
+    def _check_shared_ram(self) -> None:
+        problems = Problems("replay")
+        with problems:
+            if self.instances == 1:
+                raise ConfigError("shared-ram", self.shared_ram, NEEDS_INSTANCES)
+        with problems:
+            if len(self.tiers) > 1:
+                raise ConfigError("tiers", "+".join(map(str, self.tiers)), ONE_TIER)
+        problems.check()
+
+    @property
+    def pool_blocks(self) -> int:
+        """Capacity of the RAM pool of one manager: of one instance, or of all instances with `shared_ram`."""
+        return self.capacity_blocks * (self.instances if self.shared_ram else 1)
 
     @property
     def tier_blocks(self) -> int:
@@ -90,8 +114,8 @@ class ReplayConfig:
 
     @property
     def offload_blocks(self) -> int:
-        """Capacity of RAM and all tiers behind it."""
-        return self.capacity_blocks + self.tier_blocks
+        """Capacity of the RAM pool of one manager and all tiers behind it."""
+        return self.pool_blocks + self.tier_blocks
 
     @property
     def manager_options(self) -> dict[str, Any]:
@@ -112,6 +136,7 @@ class ReplayConfig:
             "device_blocks": self.device_blocks,
             "decode_tokens_per_s": float(self.decode_tokens_per_s),
             "queue_requests": self.queue_requests,
+            "shared_ram": self.shared_ram,
         }
 
 
@@ -121,7 +146,10 @@ def slots_needed(trace: Trace, capacity_blocks: int) -> int:
 
 
 class Replay:
-    """A single run of a trace through one engine's caches. Use once: construct, then `run`.
+    """A single run of a trace through one manager. Use once: construct, then `run`.
+
+    The manager serves one engine or, with `ReplayConfig.shared_ram`, several engines. Each engine then has
+    its own device and its own queue.
 
     Args:
         trace: the requests.
@@ -154,7 +182,7 @@ class Replay:
             raise ConfigError(
                 "store", config.store, "it needs a device cache: set device_blocks to 1 or more"
             )
-        num_slots = slots_needed(trace, config.capacity_blocks)
+        num_slots = slots_needed(trace, config.pool_blocks)
         self._tiered: TieredManager | None = None
         self.manager: AnyManager
         if config.tiers:
@@ -173,8 +201,9 @@ class Replay:
             )
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options)
-        self._queue = EngineQueue(self.manager, trace, self._keys, config.queue_requests)
-        self._device = Device(trace, config.device_blocks) if config.device_blocks else None
+        self._engine_of = route(trace, config.instances, config.routing) if config.shared_ram else None
+        self._engines = Engines(self.manager, trace, self._keys, config.queue_requests, self._engine_of)
+        self._device = Device(trace, config.device_blocks, self._engine_of) if config.device_blocks else None
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -195,6 +224,15 @@ class Replay:
             progress(self._trace.requests)
             return self.finish()
 
+    @property
+    def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
+        """Prefix hits per request, for each engine that gets block references; empty for one engine."""
+        if self._engine_of is None:
+            return []
+        own = (self._engine_of == engine for engine in range(self._config.instances))
+        lengths = np.diff(self._trace.offsets)
+        return [self.hits_per_request[requests] for requests in own if lengths[requests].any()]
+
     def finish(self) -> ReplayReport:
         """End the remaining requests and return the report. Call it after the last `serve`."""
         self._end(self._ends.rest())
@@ -206,14 +244,15 @@ class Replay:
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
-        ctx = self._queue.serve(request)
+        ctx = self._engines.serve(request)
         device = self._device
         on_device = device.served(request) if device is not None else 0
         if device is not None and self._is_victim_tier:
-            resident = device.contains(codes) | self.manager.contains(keys, ctx)
+            resident = device.contains(request, codes) | self.manager.contains(keys, ctx)
             self._block_hits += int(np.count_nonzero(resident))
         wanted = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
         from_tier = self._load(request, *wanted, ctx)
+        self._engines.loaded(request, wanted[0][:from_tier])
         self._log.numbers(request, "hit", on_device, from_tier)
         if device is not None and self._is_victim_tier:
             dropped = device.serve(request)
@@ -239,7 +278,7 @@ class Replay:
                 # The manager assumes that the device still holds the request's blocks. An engine keeps them
                 # until the request ends; the device of the replay may have dropped some of them.
                 codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
-                self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
+                self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(request, codes)]))
         if self._tiered is not None:
             self._settle(self._tiered)
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
@@ -305,6 +344,7 @@ class Replay:
             self._dropped += plan.num_dropped
         self._log_store(request, codes, stored, slots, plan)
         self._held[slots] = stored
+        self._engines.stored(request, stored)
         if not self._is_victim_tier:
             self._block_hits += len(codes) - len(stored) - num_absent
         if self._data is not None and len(stored):
@@ -347,7 +387,7 @@ class Replay:
         trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
         refs = max(1, trace.block_refs)
         hits = self._device_hits + self._tier_hits
-        best = optimum(trace, config.offload_blocks, config.device_blocks, config.store)
+        best = self._best()
         return ReplayReport(
             trace=trace.name,
             policy=self.manager.policy.name,
@@ -385,6 +425,18 @@ class Replay:
             version=__version__,
             policy_state=stats.policy,
             tiers=self._tier_reports(),
+            instances=config.instances,
+            routing=config.routing if config.instances > 1 else "",
+            hit_blocks_of_others=self._engines.hit_blocks_of_others,
+        )
+
+    def _best(self) -> OptimumResult:
+        """Return an upper bound for the hits: the optimum. For a victim tier of several engines: no limit."""
+        config = self._config
+        if self._is_victim_tier and self._engine_of is not None:
+            return infinite(self._trace)
+        return optimum(
+            self._trace, config.offload_blocks, config.device_blocks, config.store, self._engine_of
         )
 
     def _tier_reports(self) -> list[TierReport]:

@@ -70,7 +70,9 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         policy_state: statistics of the policy at the end.
         instances, routing: number of engines, and the rule that assigned requests; empty for one engine.
             Sizes are per instance, all other numbers are sums or means over all instances.
-        hit_blocks_of_others: references served from blocks that another instance wrote to the shared tier.
+        shared_ram: True if all instances share one RAM pool, of `instances` times `capacity_blocks`.
+        hit_blocks_of_others: references served from blocks that another instance wrote to the shared RAM or
+            the shared tier.
         tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.
     """
 
@@ -117,6 +119,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TierReport]
     instances: int = 1
     routing: str = ""
+    shared_ram: bool = False
     hit_blocks_of_others: int = 0
 
     def to_json(self) -> bytes:

@@ -13,8 +13,8 @@ from kvoffload.structures.draws import whole_numbers
 from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
-PREFIX, SESSION, RANDOM = "prefix", "session", "random"
-ROUTINGS = (PREFIX, SESSION, RANDOM)
+PREFIX, SESSION, ROUND_ROBIN, RANDOM = "prefix", "session", "round-robin", "random"
+ROUTINGS = (PREFIX, SESSION, ROUND_ROBIN, RANDOM)
 Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
@@ -34,6 +34,7 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
       prompt, if this head is at least half of the prompt and the engine is not overloaded; otherwise the
       engine with the fewest references. Source: SGLang's cache-aware router. Differs: counts references
       instead of the loads that a router observes.
+    - `ROUND_ROBIN`: request by request, each to the next engine.
     - `RANDOM`: each request independently, as with a load balancer without sessions.
 
     Sessions as in `statistics.describe`. Cost: O(1) per reference, 20 us per request.
@@ -41,6 +42,8 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
     convert("routing", routing, Routing)
     if convert("instances", instances, Instances) == 1:
         return np.zeros(trace.requests, np.int32)
+    if routing == ROUND_ROBIN:
+        return (np.arange(trace.requests) % instances).astype(np.int32)
     if routing == RANDOM:
         return whole_numbers(trace.requests, instances, seed=0).astype(np.int32)
     session_of = turns(trace).session_of

@@ -19,7 +19,7 @@ from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.keys import KEY_BYTES
-from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.replay import NEEDS_INSTANCES, ONE_TIER, ReplayConfig
 from kvoffload.settings.read import ANY_TRACE, parse_capacity
 from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
@@ -55,7 +55,8 @@ class Point:
         device = f", device {self.device}" if config.device_blocks else ""
         tiers = f", tiers {self.tiers}" if config.tiers else ""
         sizes = f"capacity {self.capacity}{device}{tiers}"
-        return f"{config.policy}, {config.admission}, {config.store}, {sizes}"
+        pool = ", shared RAM" if config.shared_ram else ""
+        return f"{config.policy}, {config.admission}, {config.store}, {sizes}{pool}"
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Grid:
         block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
         common: assumptions of all replays (decode speed, queue, instances, routing). The axes replace its
             other fields.
+        shared_ram: False: each instance has its own RAM. True: all instances share one pool.
 
     Raises: `ConfigError`, all problems at once.
     """
@@ -84,12 +86,16 @@ class Grid:
     block_bytes: int | None = None
     tiers: tuple[str, ...] = (NO_TIERS,)
     common: ReplayConfig = _DEFAULTS
+    shared_ram: tuple[bool, ...] = (False,)
 
     def __post_init__(self) -> None:
-        for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers"):
+        for axis in ("policies", "admissions", "capacities", "devices", "stores", "tiers", "shared_ram"):
             if not getattr(self, axis):
                 raise ConfigError(axis, "", "allowed: one value or more")
         problems = Problems("sweep")
+        with problems:
+            if True in self.shared_ram and self.common.instances == 1:
+                raise ConfigError("shared-ram", True, NEEDS_INSTANCES)
         for policy in self.policies:
             with problems:
                 policy_class(policy)
@@ -114,16 +120,19 @@ class Grid:
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
         """Create the points of one trace, and list the reason for each combination that is left out.
 
-        The axes vary in the order device, capacity, tiers, store, policy, rule. Raises `ConfigError`
-        for a size below one block of this trace.
+        The axes vary in the order device, capacity, tiers, shared RAM, store, policy, rule. Raises
+        `ConfigError` for a size below one block of this trace.
         """
         points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):
-            for tiers, store, policy, admission in itertools.product(
-                self.tiers, self.stores, self.policies, self.admissions
+            for tiers, is_shared, store, policy, admission in itertools.product(
+                self.tiers, self.shared_ram, self.stores, self.policies, self.admissions
             ):
                 reason = incompatible(policy, admission)
-                if store == ON_DEVICE_EVICTION and device_blocks == 0:
+                options = _tier_options(tiers, self.block_bytes, unique_blocks)
+                if is_shared and len(options) > 1:
+                    left_out.append(ONE_TIER)
+                elif store == ON_DEVICE_EVICTION and device_blocks == 0:
                     left_out.append(_WITHOUT_DEVICE)
                 elif reason is not None:
                     left_out.append(str(reason))
@@ -135,7 +144,8 @@ class Grid:
                         admission=admission,
                         device_blocks=device_blocks,
                         store=store,
-                        tiers=_tier_options(tiers, self.block_bytes, unique_blocks),
+                        tiers=options,
+                        shared_ram=is_shared,
                     )
                     points.append(Point(trace, config, capacity, device, tiers))
         return points, left_out

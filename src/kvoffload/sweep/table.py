@@ -29,21 +29,23 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         trace, trace_sha256: name and content digest of the trace.
         capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as typed.
         capacity_blocks, device_blocks, tier_blocks: these sizes in blocks.
-        decode_tokens_per_s, queue_requests, instances, routing: assumptions, as in `ReplayConfig`.
+        decode_tokens_per_s, queue_requests, instances, routing, shared_ram: assumptions, as in
+            `ReplayConfig`. Sizes are per instance, also with `shared_ram`.
         prefix_hit_ratio: references in the prefix of a request that device, RAM and tiers serve.
         ci_low, ci_high, ci_correlation: confidence interval of the prefix-hit ratio (`bootstrap.Interval`);
             null for fewer requests than `FEWEST_WINDOWS`.
         offload_hit_ratio: references served by RAM and the tiers behind it.
         tier_hit_ratio: references served by the tiers behind RAM.
-        others_hit_ratio: references served from blocks that another instance wrote to the shared tier.
+        others_hit_ratio: references served from blocks that another instance wrote to the shared RAM or the
+            shared tier.
         block_hit_ratio: references to resident blocks, at any depth.
         blocks_written, writes_per_ref, bytes_written: writes to RAM; bytes are null if the block size is
             unknown.
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: configuration for the comparisons below: LRU with the same sizes, store mode and tiers, and
-            with admission ``all`` or else the sweep's first rule; null without LRU.
+        baseline: configuration for the comparisons below: LRU with the same sizes, store mode, tiers and
+            `shared_ram`, and with admission ``all`` or else the sweep's first rule; null without LRU.
         diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the baseline's, and the
             paired confidence interval of the difference. The difference is significant if the interval does
             not contain 0.
@@ -74,6 +76,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     queue_requests: int
     instances: int
     routing: str
+    shared_ram: bool
     prefix_hit_ratio: float
     ci_low: float | None
     ci_high: float | None
@@ -197,6 +200,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
             if bound is not None and row.prefix_hit_ratio > bound:
                 device = f", device {row.device}" if row.device_blocks else ""
                 device += f", tiers {row.tiers}" if row.tier_blocks else ""
+                device += ", shared RAM" if row.shared_ram else ""
                 lines.append(
                     f"{row.trace}: {row.policy}, {row.admission}, {row.store}, capacity {row.capacity}"
                     f"{device}: prefix-hit ratio {row.prefix_hit_ratio!r}, but {name} reaches {bound!r}"
@@ -210,8 +214,11 @@ def _sizes(point: Point) -> tuple[object, ...]:
 
 
 def place(point: Point) -> tuple[object, ...]:
-    """Return the key of the rows that share a baseline and a verdict: trace, sizes, store mode, tiers."""
-    return *_sizes(point), point.config.store, point.tiers
+    """Return the key of the rows that share a baseline and a verdict.
+
+    It consists of trace, sizes, separate or shared RAM, store mode, and tiers.
+    """
+    return *_sizes(point), point.config.shared_ram, point.config.store, point.tiers
 
 
 def _baselines(points: Sequence[Point]) -> dict[tuple[object, ...], int]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffload._version import __version__
 from kvoffload.errors import TraceError
-from kvoffload.replay.instances import SharedReplay, replay_of
+from kvoffload.replay.instances import replay_of
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import SESSION, route
@@ -170,11 +170,10 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
         return Failure(f"{type(error).__name__}: {error}")
     # No row has a column for the policy's statistics.
     report = msgspec.structs.replace(report, policy_state={})
-    of_instances = run.hits_of_instances if isinstance(run, SharedReplay) else []
     return Measurement(
         report,
         window_sums(run.hits_per_request).tolist(),
-        [window_sums(hits).tolist() for hits in of_instances],
+        [window_sums(hits).tolist() for hits in run.hits_of_instances],
     )
 
 

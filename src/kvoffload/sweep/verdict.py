@@ -1,7 +1,7 @@
 """Verdicts of a sweep: the best configuration at each place, its lead, and the certainty of the lead.
 
-A place is a trace with sizes, a store mode and tiers. Owns the sentences. Knows rows and intervals of
-differences; replays nothing.
+A place is a trace with sizes, a store mode, tiers, and separate or shared RAM. Owns the sentences. Knows rows
+and intervals of differences; replays nothing.
 """
 
 from __future__ import annotations
@@ -121,15 +121,29 @@ def verdicts_of(
         places.setdefault(place(point), []).append(number)
     several_stores = len({row.store for row in rows}) > 1
     several_tiers = len({row.tiers for row in rows}) > 1
-    return [_verdict(numbers, rows, difference, several_stores, several_tiers) for numbers in places.values()]
+    several_pools = len({row.shared_ram for row in rows}) > 1
+
+    def where(row: Row) -> str:
+        typed_blocks = row.capacity == str(row.capacity_blocks)
+        parts = [f"at {row.capacity_blocks:,} blocks" if typed_blocks else f"at {row.capacity}"]
+        parts[0] += f", {row.tiers} behind" if several_tiers else ""
+        parts += [row.store] if several_stores else []
+        parts += [ram_of(row)] if several_pools else []
+        return ", ".join(parts)
+
+    return [_verdict(numbers, rows, difference, where) for numbers in places.values()]
+
+
+def ram_of(row: Row) -> str:
+    """Name the pools of a row: ``shared RAM`` or ``separate RAM``."""
+    return "shared RAM" if row.shared_ram else "separate RAM"
 
 
 def _verdict(
     numbers: list[int],
     rows: Sequence[Row],
     difference: Callable[[int, int], Interval | None],
-    several_stores: bool,
-    several_tiers: bool,
+    where: Callable[[Row], str],
 ) -> Verdict:
     # LRU wins ties.
     best = max(numbers, key=lambda number: (rows[number].prefix_hit_ratio, _is_baseline(rows[number])))
@@ -144,7 +158,7 @@ def _verdict(
         number=best,
         best=rows[best],
         baseline=baseline,
-        where=_where(rows[best], several_stores, several_tiers),
+        where=where(rows[best]),
         certainty=certainty_of(rows[best].diff_low, rows[best].diff_correlation),
         alike=tuple(sorted(alike, key=lambda row: -row.prefix_hit_ratio)),
         rivals=len(numbers) - 1,
@@ -153,13 +167,6 @@ def _verdict(
 
 def _is_baseline(row: Row) -> bool:
     return row.baseline == f"{row.policy}, {row.admission}"
-
-
-def _where(row: Row, several_stores: bool, several_tiers: bool) -> str:
-    typed_blocks = row.capacity == str(row.capacity_blocks)
-    where = f"at {row.capacity_blocks:,} blocks" if typed_blocks else f"at {row.capacity}"
-    where += f", {row.tiers} behind" if several_tiers else ""
-    return f"{where}, {row.store}" if several_stores else where
 
 
 def _name(row: Row) -> str:

@@ -1,0 +1,386 @@
+"""Several engines with one RAM pool: equal to one manager and several devices that are driven by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.device import Device, run_device, run_devices
+from kvoffload.replay.faults import parse_injection
+from kvoffload.replay.instances import SharedReplay, replay_of
+from kvoffload.replay.keys import TraceKeys
+from kvoffload.replay.optimum import infinite, optimum
+from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.routing import RANDOM, ROUND_ROBIN, ROUTINGS, SESSION, route
+from kvoffload.tiers.spec import parse_tiers
+from kvoffload.traces.sessions import generate
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import builtin
+from replay.test_optimum_behind_device import Offers, best_of_all, naive_device, naive_optimum
+from support.optimum_traces import Requests, chained_requests, trace_of
+from support.run_cli import kvoffload
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return generate(builtin("chat", sessions=150))
+
+
+def shared(instances: int, capacity: int = 60, **more: Any) -> ReplayConfig:
+    return ReplayConfig(capacity, instances=instances, shared_ram=True, **more)
+
+
+class ByHand(NamedTuple):
+    """Results of the twin."""
+
+    hits: list[int]
+    of_others: int
+    stored: int
+    evicted: int
+
+
+def by_hand(trace: Trace, config: ReplayConfig) -> ByHand:
+    """Serve each request with one manager, a list for each device, and a queue for each engine."""
+    num_slots = slots_needed(trace, config.instances * config.capacity_blocks)
+    manager, keys = OffloadingManager(num_slots, **config.manager_options), TraceKeys(trace)
+    devices: list[list[int]] = [[] for _ in range(config.instances)]
+    begun: dict[int, RequestContext] = {}
+    writer: dict[int, int] = {}
+    hits, of_others = [], 0
+
+    def codes_of(request: int) -> list[int]:
+        return trace.refs[trace.offsets[request] : trace.offsets[request + 1]].tolist()
+
+    def keys_of(codes: Sequence[int]) -> Any:
+        return keys.of_blocks(np.array(codes, np.int32))
+
+    def begin(request: int) -> RequestContext:
+        return manager.begin_request(str(request), keys_of(codes_of(request)))
+
+    for request in range(trace.requests):
+        engine, codes = request % config.instances, codes_of(request)
+        ctx = begun.pop(request, None) or begin(request)
+        manager.withdraw(ctx)
+        for place in range(1, config.queue_requests + 1):
+            later = request + place * config.instances
+            if later < trace.requests and later not in begun:
+                begun[later] = begin(later)
+                manager.expect(begun[later])
+        device = devices[engine]
+        served = next((n for n, code in enumerate(codes) if code not in device), len(codes))
+        loaded = codes[served:][: manager.lookup(keys_of(codes[served:]), ctx).num_ready]
+        if loaded or config.store == ON_DEVICE_EVICTION:
+            manager.complete_load(manager.prepare_load(keys_of(loaded), ctx))
+        hits.append(served + len(loaded))
+        of_others += sum(writer[code] != engine for code in loaded)
+        offers = codes
+        if config.device_blocks:
+            others = [code for code in device if code not in codes]
+            fit = codes[: config.device_blocks]
+            num_dropped = max(0, len(others) + len(fit) - config.device_blocks)
+            devices[engine] = others[num_dropped:] + fit[::-1]
+            if config.store == ON_DEVICE_EVICTION:
+                offers, ctx_of_store = others[:num_dropped][::-1], None
+        if offers or config.store == ON_COMPUTE:
+            ctx_of_store = ctx if config.store == ON_COMPUTE else None
+            if (plan := manager.prepare_store(keys_of(offers), ctx_of_store)) is not None:
+                writer.update((offers[row], engine) for row in plan.rows.tolist())
+                manager.complete_store(plan)
+        manager.finish_request(ctx)
+    stats = manager.stats()
+    return ByHand(hits, of_others, stats.stored, stats.evicted)
+
+
+@pytest.mark.slow
+@given(
+    chained_requests(max_requests=40, max_new=5),
+    st.integers(2, 5),
+    st.integers(1, 6),
+    st.integers(1, 10),
+    st.sampled_from(STORES),
+    st.sampled_from(["lru", "hazard"]),
+    st.integers(0, 3),
+)
+def test_equals_one_manager_and_several_devices_driven_by_hand(
+    requests: Requests, instances: int, capacity: int, device: int, store: str, policy: str, queue: int
+) -> None:
+    trace = trace_of(requests)
+    config = shared(
+        instances, capacity, policy=policy, device_blocks=device, store=store, queue_requests=queue,
+        routing=ROUND_ROBIN,
+    )  # fmt: skip
+    run = Replay(trace, config)
+    report, twin = run.run(), by_hand(trace, config)
+    assert run.hits_per_request.tolist() == twin.hits
+    found = report.hit_blocks_of_others, report.blocks_written, report.blocks_evicted
+    assert found == (twin.of_others, twin.stored, twin.evicted)
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("store", STORES)
+def test_a_workload_equals_the_twin(trace: Trace, policy: str, store: str) -> None:
+    config = shared(4, policy=policy, device_blocks=80, store=store, queue_requests=2, routing=ROUND_ROBIN)
+    report, twin = Replay(trace, config).run(), by_hand(trace, config)
+    assert report.prefix_hit_blocks == sum(twin.hits) > report.device_hit_blocks > 0
+    assert report.hit_blocks_of_others == twin.of_others > 0
+    assert (report.blocks_written, report.blocks_evicted) == (twin.stored, twin.evicted)
+
+
+# ---- devices
+
+
+def offers_of(requests: Requests, device_blocks: int, instances: int) -> Offers:
+    """The device of each engine by itself, in the order of all requests, storing on compute."""
+    offers: Offers = [(0, [])] * len(requests)
+    for engine in range(instances):
+        offers[engine::instances] = naive_device(requests[engine::instances], device_blocks, ON_COMPUTE)
+    return offers
+
+
+@given(chained_requests(max_requests=30, max_new=5), st.integers(0, 12), st.integers(1, 4))
+def test_devices_of_engines_are_devices_of_their_requests(
+    requests: Requests, device_blocks: int, instances: int
+) -> None:
+    trace = trace_of(requests)
+    engine_of = route(trace, instances, ROUND_ROBIN)
+    together = run_devices(trace, device_blocks, engine_of)
+    dropped = np.split(trace.block_ids[trace.refs[together.dropped]], together.offsets[1:])
+    device, everything = Device(trace, device_blocks, engine_of), np.arange(trace.unique_blocks)
+    for engine in range(instances):
+        own = np.flatnonzero(engine_of == engine)
+        part = trace.of_requests(own)
+        alone, twin = run_device(part, device_blocks), Device(part, device_blocks)
+        assert together.served[own].tolist() == alone.served.tolist()
+        of_alone = np.split(part.block_ids[part.refs[alone.dropped]], alone.offsets[1:])
+        assert [dropped[n].tolist() for n in own] == [one.tolist() for one in of_alone[: len(own)]]
+        for number, request in enumerate(own.tolist()):
+            left = part.block_ids[twin.serve(number)]
+            assert trace.block_ids[device.serve(request)].tolist() == left.tolist()
+            held = trace.block_ids[device.contains(request, everything.astype(np.int32))]
+            every = np.arange(part.unique_blocks, dtype=np.int32)
+            assert set(held) == set(part.block_ids[twin.contains(number, every)])
+
+
+# ---- the optimum
+
+
+@given(chained_requests(25, 5), st.integers(0, 25), st.integers(0, 12), st.integers(1, 4))
+def test_the_optimum_equals_its_naive_twin(
+    requests: Requests, capacity: int, device_blocks: int, instances: int
+) -> None:
+    trace, offers = trace_of(requests), offers_of(requests, device_blocks, instances)
+    best = optimum(trace, capacity, device_blocks, engine_of=route(trace, instances, ROUND_ROBIN))
+    assert best.prefix_hit_blocks == naive_optimum(requests, capacity, offers)
+
+
+@given(chained_requests(7, 2), st.integers(0, 3), st.integers(0, 4), st.integers(1, 3))
+def test_no_choice_of_blocks_has_more_hits(
+    requests: Requests, capacity: int, device_blocks: int, instances: int
+) -> None:
+    trace, offers = trace_of(requests), offers_of(requests, device_blocks, instances)
+    best = optimum(trace, capacity, device_blocks, engine_of=route(trace, instances, ROUND_ROBIN))
+    assert best.prefix_hit_blocks == best_of_all(requests, capacity, offers)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_no_policy_is_above_the_optimum(trace: Trace, routing: str, store: str) -> None:
+    for policy in ("lru", "arc", "hazard"):
+        config = shared(4, policy=policy, device_blocks=40, store=store, routing=routing)
+        report = Replay(trace, config).run()
+        assert report.device_hit_blocks < report.prefix_hit_blocks
+        assert report.prefix_hit_ratio <= report.optimum_hit_ratio <= report.infinite_hit_ratio
+    if store == ON_COMPUTE:
+        assert report.optimum_hit_ratio < report.infinite_hit_ratio
+
+
+# ---- one pool and separate pools
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_without_devices_one_pool_is_one_engine_with_all_ram(trace: Trace, routing: str) -> None:
+    pool, one = Replay(trace, shared(4, routing=routing)), Replay(trace, ReplayConfig(240))
+    found, expected = pool.run(), one.run()
+    assert found.decisions_sha256 == expected.decisions_sha256
+    assert found.optimum_hit_ratio == expected.optimum_hit_ratio
+    assert (found.capacity_blocks, found.instances, found.shared_ram) == (60, 4, True)
+    hits = pool.hits_of_instances
+    assert len(hits) == 4
+    assert sum(int(own.sum()) for own in hits) == found.prefix_hit_blocks
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_pool_with_room_for_all_loses_nothing(trace: Trace, store: str) -> None:
+    config = shared(4, trace.unique_blocks, device_blocks=30, store=store, routing=RANDOM)
+    hits = Replay(trace, config).run().prefix_hit_blocks
+    if store == ON_COMPUTE:
+        assert hits == infinite(trace).prefix_hit_blocks
+    else:
+        # A block that only another device holds is in no tier.
+        assert 0.5 < hits / infinite(trace).prefix_hit_blocks < 1
+
+
+def test_sessions_that_move_gain_most(trace: Trace) -> None:
+    gains = {}
+    for routing in (SESSION, ROUND_ROBIN):
+        config = shared(4, 120, device_blocks=60, routing=routing)
+        pool, alone = replay_of(trace, config), replay_of(trace, replace(config, shared_ram=False))
+        assert isinstance(pool, Replay)
+        assert isinstance(alone, SharedReplay)
+        gains[routing] = pool.run().prefix_hit_ratio - alone.run().prefix_hit_ratio
+    assert gains[ROUND_ROBIN] > gains[SESSION] > 0
+
+
+def test_ends_of_all_engines_are_in_order_of_time(trace: Trace) -> None:
+    config = shared(4, decode_tokens_per_s=30.0)
+    one = Replay(trace, ReplayConfig(240, decode_tokens_per_s=30.0)).run()
+    assert Replay(trace, config).run().decisions_sha256 == one.decisions_sha256
+
+
+def test_one_tier_behind_the_pool_serves_all(trace: Trace) -> None:
+    tiers = parse_tiers("tiers", "500")
+    report = Replay(trace, shared(4, tiers=tiers, routing=RANDOM)).run()
+    one = Replay(trace, ReplayConfig(240, tiers=tiers)).run()
+    assert report.decisions_sha256 == one.decisions_sha256
+    assert 0 < report.hit_blocks_of_others < report.offload_hit_blocks
+
+
+# ---- bytes
+
+
+def test_bytes_of_another_engine_are_verified(trace: Trace) -> None:
+    config = shared(3, 120, device_blocks=30, routing=ROUND_ROBIN)
+    data = DataPlane(slots_needed(trace, config.pool_blocks), 64)
+    report = Replay(trace, config, data).run()
+    data.close()
+    assert report.blocks_verified == report.offload_hit_blocks >= report.hit_blocks_of_others > 0
+    assert report.mismatches_served == report.mismatches_caught == 0
+    assert report.decisions_sha256 == Replay(trace, config).run().decisions_sha256
+
+
+@pytest.mark.parametrize("inject", [None, "bitflip:5e-2"])
+def test_bytes_of_separate_pools_are_verified(trace: Trace, inject: str | None) -> None:
+    config = ReplayConfig(200, device_blocks=30, instances=3)
+    planes = [
+        DataPlane(slots_needed(trace, 200), 64, parse_injection(inject, seed) if inject else None)
+        for seed in range(3)
+    ]
+    report = SharedReplay(trace, config, planes).run()
+    for plane in planes:
+        plane.close()
+    assert report.mismatches_served == 0
+    assert report.bytes_stored == 64 * report.blocks_written == report.tiers[0].bytes_written
+    assert report.bytes_loaded == report.tiers[0].bytes_read
+    assert report.mismatches_caught == report.tiers[0].mismatches_caught
+    assert (report.damage_injected > 0) == (report.mismatches_caught > 0) == (inject is not None)
+    if inject is None:
+        assert report.blocks_verified == report.offload_hit_blocks
+        assert report.decisions_sha256 == SharedReplay(trace, config).run().decisions_sha256
+
+
+# ---- options
+
+
+def test_what_cannot_share_is_refused() -> None:
+    with pytest.raises(ConfigError, match="shared-ram: True is invalid; it needs several engines"):
+        ReplayConfig(1, shared_ram=True)
+    with pytest.raises(ConfigError, match=r"tiers: .* is invalid; with shared-ram allowed: at most one tier"):
+        shared(2, tiers=parse_tiers("tiers", "1%+10%"))
+    with pytest.raises(CombinedConfigError, match=r"shared-ram: (.|\n)*tiers: "):
+        ReplayConfig(1, shared_ram=True, tiers=parse_tiers("tiers", "1%+10%"))
+
+
+def test_round_robin_deals_out_requests(trace: Trace) -> None:
+    assert route(trace, 3, ROUND_ROBIN)[:7].tolist() == [0, 1, 2, 0, 1, 2, 0]
+
+
+@pytest.mark.slow
+def test_the_replay_command(tmp_path: Path) -> None:
+    arguments = ("replay", "chat", "--capacity", "1%", "--device-blocks", "1x", "--instances", "4", "--quiet",
+                 "--block-bytes", "64", "--routing", "round-robin")  # fmt: skip
+    alone, pool = (
+        json.loads(kvoffload(*arguments, *more, "--format", "json").stdout) for more in ((), ["--shared-ram"])
+    )
+    assert (alone["instances"], alone["shared_ram"]) == (4, False)
+    assert (pool["instances"], pool["shared_ram"], pool["routing"]) == (4, True, "round-robin")
+    assert alone["capacity_blocks"] == pool["capacity_blocks"] > 0
+    assert alone["prefix_hit_ratio"] < pool["prefix_hit_ratio"]
+    assert pool["blocks_verified"] == pool["offload_hit_blocks"] > pool["hit_blocks_of_others"] > 0
+    log = tmp_path / "decisions.txt"
+    done = kvoffload(*arguments, "--shared-ram", "--decisions", str(log))
+    assert f"one pool of {4 * pool['capacity_blocks']:,} blocks" in done.stdout
+    assert "4 engines have one pool of RAM, 4 times the given size; requests go by round-robin" in done.stdout
+    assert log.stat().st_size > 0
+    done = kvoffload(*arguments)
+    assert f"{pool['capacity_blocks']:,} blocks each" in done.stdout
+    assert "4 engines have RAM of the given size each; requests go by round-robin." in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--shared-ram"],
+            "shared-ram: True is invalid; it needs several engines: set instances to 2 or more",
+        ),
+        (
+            ["--instances", "2", "--decisions", "log"],
+            "decisions: 'log' is invalid; instances with separate RAM",
+        ),
+        (
+            ["--instances", "2", "--tier", "simulated:10%"],
+            "instances: 2 is invalid; with separate RAM the tiers",
+        ),
+        (
+            ["--instances", "2", "--no-data", "--tier", "valkey://host/kv"],
+            "with several instances allowed: simulated:CAPACITY",
+        ),
+        (
+            ["--instances", "2", "--shared-ram", "--tier", "simulated:1%", "--tier", "simulated:9%"],
+            "with shared-ram allowed: at most one tier behind RAM",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
+    done = kvoffload("replay", "chat", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+@pytest.mark.slow
+def test_the_sweep_command() -> None:
+    arguments = ("sweep", "chat", "--policies", "lru", "--capacities", "1%", "--device-blocks", "1x",
+                 "--instances", "4", "--shared-ram", "--quiet", "--jobs", "1")  # fmt: skip
+    done = kvoffload(*arguments, "--format", "json")
+    alone, pool = json.loads(done.stdout)
+    assert (alone["shared_ram"], pool["shared_ram"]) == (False, True)
+    assert alone["others_hit_ratio"] == 0 < pool["others_hit_ratio"]
+    assert alone["prefix_hit_ratio"] < pool["prefix_hit_ratio"]
+    assert alone["among_best"] is False
+    assert [row["baseline"] for row in (alone, pool)] == ["lru, all"] * 2
+    assert pool["verdict"] == "at 1%, shared RAM: lru; nothing else was measured"
+    done = kvoffload(*arguments)
+    assert "lru, separate RAM" in done.stdout
+    assert "lru, shared RAM" in done.stdout
+    together = " ".join(done.stdout.split())
+    assert (
+        "4 instances have RAM of this size each, or one pool of 4 times this size (shared RAM);" in together
+    )
+    few = ("sweep", "chat", "--policies", "lru", "--capacities", "1%", "--quiet", "--jobs", "1")
+    done = kvoffload(*few, "--instances", "2", "--shared-ram", "--tiers", "1%+10%", "--format", "json")
+    assert "1 combinations left out: with shared-ram allowed: at most one tier behind RAM" in done.stderr
+    assert [row["shared_ram"] for row in json.loads(done.stdout)] == [False]
