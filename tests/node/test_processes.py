@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import random
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvoffload.node.directory import SHARED_MEMORY
 from kvoffload.testing.audit import audit
 from support.node_process import Child, Process
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
-    yield path
-    shutil.rmtree(path)
 
 
 def check(root: Path) -> Process:

@@ -29,10 +29,10 @@ from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import FREE, WRITING
 from kvoffload.core.state import entering
-from kvoffload.errors import ConfigError, GoneError
+from kvoffload.errors import ConfigError, GoneError, UnavailableError
 from kvoffload.node import mutex
 from kvoffload.node.directory import STATE, PoolDirectory, locked
-from kvoffload.node.mutex import BUSY, OWNER_DIED
+from kvoffload.node.mutex import ACQUIRED, BUSY, NEWS, OWNER_DIED
 from kvoffload.node.state import COUNTERS, DEPARTED, StateFile
 from kvoffload.structures.index import ABSENT
 from kvoffload.structures.keys import Keys
@@ -75,7 +75,8 @@ class NodeManager(OffloadingManager):
 
     Raises:
         ConfigError: for policies that are not compiled, and for a victim tier, which follows one device.
-        UnavailableError: without room in ``/dev/shm``, and for a pool of another version.
+        UnavailableError: without room in ``/dev/shm``, for a pool of another version, and while a process is
+            stopped inside a call.
     """
 
     def __init__(
@@ -110,8 +111,17 @@ class NodeManager(OffloadingManager):
             self._file = StateFile(path, Placement(parts), capacity_blocks, num_words)
         self._mutex, self._numbers = self._file.mutex, self._file.numbers
         self._door, self._news, self._generation = self._mutex.door, -1, self._numbers.generation
+        try:
+            self._join(enable_events)
+        except TimeoutError as error:
+            self._file.close()
+            raise UnavailableError("ram", "shared", str(error)) from None
+
+    _not_ready = GoneError
+
+    def _join(self, enable_events: bool) -> None:
         with self._locked(RESET_PATIENCE_S):
-            self._holds = self._file.adopt(self._state, directory.number)
+            self._holds = self._file.adopt(self._state, self._directory.number)
             self._cache = self._state.memory
             self.store_mode.bind()
             self._labels = Labels(self._file.labels)
@@ -119,8 +129,6 @@ class NodeManager(OffloadingManager):
             self._numbers.num_listening += enable_events
             self._next_check = 0.0
             self._announce()
-
-    _not_ready = GoneError
 
     @staticmethod
     def _is_compiled(policy: CompiledPolicy) -> bool:
@@ -134,14 +142,22 @@ class NodeManager(OffloadingManager):
         """Continue after `enter`, if there is more to do; False if the lock is not free in time."""
         if result == BUSY:
             result = self._mutex.wait(patience_s)
-            if result == BUSY:
-                self._stall()
-                return False
+        if result not in (ACQUIRED, NEWS, OWNER_DIED):
+            self._stall()
+            return False
         self._is_inside = True
-        if result == OWNER_DIED:
-            self._recover()
-        self._catch_up()
-        self._look_around()
+        try:
+            if result == OWNER_DIED:
+                self._recover()
+                result = ACQUIRED
+            self._catch_up()
+            self._look_around()
+        except BaseException:
+            self._is_inside = False
+            # A state that is not repaired stays locked until this process ends; then another member tries.
+            if result != OWNER_DIED:
+                mutex.leave(self._door)
+            raise
         return True
 
     @contextmanager
@@ -184,7 +200,11 @@ class NodeManager(OffloadingManager):
                 self._queue.renew()
         deferred, self._deferred = self._deferred, []
         for call in deferred:
-            call()
+            try:
+                call()
+            except Exception:
+                # The caller has gone on; the calls after this one must not be lost.
+                logger.exception("kvoffload: a call that waited for the pool's lock has failed")
 
     def _announce(self) -> None:
         """Make all members, and this one, catch up."""
@@ -312,7 +332,7 @@ class NodeManager(OffloadingManager):
         gets the lock.
         """
         try:
-            with self._locked(RESET_PATIENCE_S):
+            with self._locked(self._patience_s and RESET_PATIENCE_S):
                 self._reset(drop_in_flight)
         except TimeoutError:
             self._deferred.append(lambda: self._reset(drop_in_flight))
@@ -346,18 +366,25 @@ class NodeManager(OffloadingManager):
     def close(self) -> None:
         """Leave the pool. Call it when no transfer is in flight; otherwise the slots of the transfers stay
         reserved until the processes of this engine have ended.
+
+        Without the lock, the other members notice the end of this engine as they notice a kill.
         """
-        with self._locked(RESET_PATIENCE_S):
-            if self._listens:
-                self._numbers.num_listening -= 1
-            self._forget_expected()
-            self._announce()
-            holds_nothing = not self._holds.any()
-            if holds_nothing:
-                self._file.counters[DEPARTED] += self._file.counters[self._directory.number]
-                self._file.counters[self._directory.number] = 0
-                self._directory.bury(self._directory.number)
+        try:
+            with self._locked(self._patience_s and RESET_PATIENCE_S):
+                self._leave()
+        except TimeoutError as error:
+            logger.warning("kvoffload: an engine leaves the pool without a report: %s", error)
         self._file.close()
+
+    def _leave(self) -> None:
+        if self._listens:
+            self._numbers.num_listening -= 1
+        self._forget_expected()
+        self._announce()
+        if not self._holds.any():
+            self._file.counters[DEPARTED] += self._file.counters[self._directory.number]
+            self._file.counters[self._directory.number] = 0
+            self._directory.bury(self._directory.number)
 
     def _emit(self, keys: Keys, *, removed: bool) -> None:
         ring, numbers = self._file.events, self._numbers

@@ -1,0 +1,139 @@
+"""Processes that die inside a call, at a random instruction: the others go on, and no byte is wrong."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.testing.audit import audit
+from support.node_process import KEYS, Child, Process, contents
+from support.node_ptrace import Traced, owner_of
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
+    logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)
+
+
+class Deaths:
+    """A survivor, which other processes die beside.
+
+    Attributes:
+        inside: deaths while the process held the lock.
+    """
+
+    def __init__(self, root: Path, policy: str, rng: random.Random) -> None:
+        self._root, self._policy, self._random = root, policy, rng
+        self.survivor = Process(root, "survivor", rng.randrange(1 << 30), policy=policy)
+        self.inside = self.count = 0
+
+    def one(self) -> None:
+        """Let a process die at a random instruction, while the survivor loads and stores blocks."""
+        manager, rng, seed = self.survivor.manager, self._random, self._random.randrange(1 << 30)
+        name = f"victim-{self.count}"
+        self.count += 1
+        victim = Traced(lambda ready: _work(self._root, name, seed, self._policy, ready))
+        held, store = self._begin_transfers()
+        try:
+            self._run_to_a_random_instruction(victim)
+            self.inside += owner_of(manager._mutex._address) == victim.pid
+        finally:
+            victim.kill()
+        rows = self.survivor.slots
+        if held is not None:
+            assert np.array_equal(rows[held.slots], contents(held.keys)), f"pinned bytes changed, seed {seed}"
+            manager.complete_load(held)
+        if store is not None:
+            rows[store.slots] = contents(store.keys)
+            manager.complete_store(store)
+        for _ in range(rng.randrange(1, 30)):
+            self.survivor.step()
+        self.check()
+
+    def check(self) -> None:
+        """Bury the dead, and audit the state while the other processes wait."""
+        manager = self.survivor.manager
+        until = time.monotonic() + 30
+        while self.survivor.directory.dead():
+            assert time.monotonic() < until, "the dead are not buried"
+            for _ in range(20):
+                manager.contains([])
+        with manager._locked(10.0):
+            audit(manager)
+
+    def _begin_transfers(self) -> tuple:
+        """Start a load and a store, which other processes must leave alone."""
+        manager, rng = self.survivor.manager, self._random
+        start = rng.randrange(len(KEYS) - 8)
+        keys = KEYS[start : start + 8]
+        ctx = manager.begin_request("r", keys)
+        with manager._locked(10.0):  # so that no other process evicts them in between
+            ready = manager.lookup(keys, ctx).num_ready
+            held = manager.prepare_load(keys[:ready], ctx) if ready else None
+        store = manager.prepare_store(keys, ctx)
+        if store is not None:
+            self.survivor.slots[store.slots] = 0
+        manager.finish_request(ctx)
+        return held, store
+
+    def _run_to_a_random_instruction(self, victim: Traced) -> None:
+        """Three of four times to an instruction inside the lock."""
+        address, rng = self.survivor.manager._mutex._address, self._random
+        wanted = rng.random() < 0.75
+        for _ in range(200):
+            time.sleep(rng.random() * 0.002)
+            victim.interrupt()
+            if not wanted or owner_of(address) == victim.pid:
+                break
+            victim.resume()
+        for _ in range(rng.choice([0, 3, 40, 400])):
+            victim.step()
+
+
+def _work(root: Path, name: str, seed: int, policy: str, ready: Callable[[], None]) -> None:
+    process = Process(root, name, seed, policy=policy)
+    ready()
+    while True:
+        process.step()
+
+
+def run(root: Path, num_deaths: int, policy: str, num_children: int = 0) -> Deaths:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    deaths = Deaths(root, policy, rng)
+    children = [Child(root, f"p{n}", rng.randrange(1 << 30), 3600, policy) for n in range(num_children)]
+    try:
+        for _ in range(num_deaths):
+            deaths.one()
+        inside = deaths.survivor.manager._numbers.num_died_inside
+    finally:
+        for child in children:
+            child.kill()
+    deaths.check()
+    assert deaths.survivor.manager.stats().writing == 0
+    print(f"{policy}: {num_deaths} deaths, {deaths.inside} of them inside the lock; found: {inside}")
+    assert inside == deaths.inside > num_deaths // 4
+    return deaths
+
+
+def test_deaths_at_random_instructions(root: Path) -> None:
+    deaths = run(root, 12, "arc")
+    assert deaths.survivor.loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "num_deaths"), [("arc", 200), ("lru", 100), ("hazard", 200)])
+def test_five_hundred_deaths_at_random_instructions(root: Path, policy: str, num_deaths: int) -> None:
+    deaths = run(root, num_deaths, policy, num_children=2)
+    assert deaths.survivor.loaded
