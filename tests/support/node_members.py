@@ -63,7 +63,7 @@ class Members:
     def _join(self) -> NodeManager:
         hidden = _HIDDEN[id(self)]
         name = f"engine-{next(hidden.names)}"
-        directory = PoolDirectory.join({"test": 1}, name, keep_s=60.0, root=hidden.root)
+        directory = PoolDirectory.join({"test": 1}, name, keep_s=60.0, root=hidden.root, has_keeper=False)
         manager = NodeManager(
             self.capacity_blocks, directory=directory, clock=lambda: hidden.clock_s, **self._arguments
         )

@@ -32,7 +32,7 @@ class Process:
     """A member with its slots; `step` makes one random request."""
 
     def __init__(self, root: Path, name: str, seed: int, *, policy: str = "arc") -> None:
-        self.directory = PoolDirectory.join(FACTS, name, keep_s=60.0, root=root)
+        self.directory = PoolDirectory.join(FACTS, name, keep_s=60.0, root=root, has_keeper=False)
         self.manager = NodeManager(CAPACITY, directory=self.directory, policy=policy)
         fd = open_own(self.directory.path / "slots", os.O_RDWR | os.O_CREAT)
         os.ftruncate(fd, CAPACITY * SLOT_BYTES)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -61,9 +63,14 @@ class Traced:
             pass
 
     def _do(self, request: int) -> None:
-        if _libc.ptrace(request, self.pid, None, None):
-            status = Path(f"/proc/{self.pid}/status").read_text().splitlines()[:4]
-            raise OSError(ctypes.get_errno(), f"ptrace {request}: {status}, last stop {self.last_stop:#x}")
+        for _ in range(1000):
+            if not _libc.ptrace(request, self.pid, None, None):
+                return
+            # The kernel reports a stop shortly before the process can be stepped.
+            assert ctypes.get_errno() == errno.ESRCH, os.strerror(ctypes.get_errno())
+            time.sleep(0.001)
+        status = Path(f"/proc/{self.pid}/status").read_text().splitlines()[:4]
+        raise OSError(errno.ESRCH, f"ptrace {request}: {status}, last stop {self.last_stop:#x}")
 
     def _wait(self) -> None:
         _, self.last_stop = os.waitpid(self.pid, _ALL_CHILDREN)

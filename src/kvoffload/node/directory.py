@@ -14,14 +14,16 @@ never create two pools.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
+import logging
 import mmap
 import os
 import shutil
 import stat
-import struct
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,23 +32,26 @@ from typing import Any
 import numpy as np
 
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.node import keeper
+from kvoffload.node.keeper import MAX_MEMBERS, MEMBERS, is_locked, is_named, lock
 from kvoffload.text import size
 
 SHARED_MEMORY = Path("/dev/shm")
-MAX_MEMBERS = 64
-"""Engines that can use a pool at the same time."""
 PREFIX = "kvoffload-node-"
 FORMAT = 1
 """Version of the files of a pool; increment it with every change of their layout."""
-MEMBERS, STATE, SLOTS, FACTS = "members", "state", "slots", "facts.json"
+STATE, SLOTS, FACTS = "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465
-_MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _KEEPER_AT, _FIRST_RECORD = 0, 1, 2, 3, 4, 8
+_MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
 _ENGINE, _PID, _JOINED, _DEAD_SINCE = range(4)
 """Words of a record: digest of the engine's id or 0, pid of its first process; its start, and the time when
 its end was first noticed or 0, in seconds (float64)."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_LOCK_PATIENCE_S = 30.0
+logger = logging.getLogger("kvoffload.node")
 
 
 def pool_name(facts: Mapping[str, Any]) -> str:
@@ -80,6 +85,7 @@ class PoolDirectory:
         *,
         keep_s: float,
         root: Path = SHARED_MEMORY,
+        has_keeper: bool = True,
     ) -> PoolDirectory:
         """Find or create the pool for these facts, and join it as a process of this engine.
 
@@ -87,6 +93,8 @@ class PoolDirectory:
             facts: all that must be equal in engines that share the pool; texts and numbers.
             engine_id: equal in all processes of an engine, different in other engines.
             keep_s: seconds for which the pool survives its last process.
+            has_keeper: start the process that removes the pool then, unless it runs (`keeper`). Without it
+                the next start of an engine removes the pool.
 
         Raises: `ConfigError` if another user has created a file with our name; `UnavailableError` if the pool
         has `MAX_MEMBERS` engines, or has another format.
@@ -106,6 +114,8 @@ class PoolDirectory:
             self._times[_KEEP_AT] = keep_s
             self.note_use()
             self.dead()
+        if has_keeper:
+            self._start_keeper()
         return self
 
     def note_use(self) -> None:
@@ -114,7 +124,11 @@ class PoolDirectory:
 
     def is_alive(self, number: int) -> bool:
         """Return True if a process of this engine runs, or is stopped. Cost: a system call."""
-        return number == self.number or _is_locked(self._fd, number)
+        return number == self.number or is_locked(self._fd, number)
+
+    def has_others(self) -> bool:
+        """Return True if another engine runs, or is stopped."""
+        return any(is_locked(self._fd, number) for number in range(MAX_MEMBERS) if number != self.number)
 
     def is_member(self, number: int) -> bool:
         """Return True if an engine has this number: it runs, or it ended and was not buried."""
@@ -144,15 +158,41 @@ class PoolDirectory:
         self._record(number)[:] = 0
 
     def close(self) -> None:
-        """Leave the pool with this process. Idempotent."""
+        """Leave the pool with this process. Idempotent.
+
+        The last process removes a pool that is kept for 0 seconds, or has no blocks because its first start
+        has failed.
+        """
         if self._fd < 0:
             return
         self.note_use()
+        is_short_lived = self._times[_KEEP_AT] <= 0 or not (self.path / STATE).exists()
         del self._words, self._times
         with contextlib.suppress(BufferError):
             self._map.close()
-        os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        try:
+            if is_short_lived:
+                self._remove_if_last(fd)
+        finally:
+            os.close(fd)
+
+    def _remove_if_last(self, fd: int) -> None:
+        try:
+            with locked(self.path.parent):
+                if not is_locked(fd, 0, MAX_MEMBERS) and is_named(fd, self.path / MEMBERS):
+                    shutil.rmtree(self.path, ignore_errors=True)
+        except ConfigError as error:
+            logger.warning("kvoffload: the pool %s is removed later: %s", self.path.name, error)
+
+    def _start_keeper(self) -> None:
+        try:
+            keeper.start(self.path, self._fd)
+        except (OSError, subprocess.SubprocessError) as error:
+            logger.warning(
+                "kvoffload: the pool %s is removed at an engine's next start, not when its time is over: "
+                "its keeper cannot be started (%s)", self.path.name, error
+            )  # fmt: skip
 
     def _record(self, number: int) -> Any:
         start = _FIRST_RECORD + number * _RECORD_WORDS
@@ -167,6 +207,7 @@ class PoolStatus:
 
     Attributes:
         path, name: its directory, and the last part of the directory's name.
+        is_used: True if a process uses the pool, also a process of another version.
         pids: the first process of each engine that runs.
         num_bytes: allocated memory. facts: as in `PoolDirectory.join`.
         idle_s: seconds since the last use; 0 while an engine runs. keep_s: as in `PoolDirectory.join`.
@@ -176,28 +217,35 @@ class PoolStatus:
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name.rsplit("-", 1)[-1]
         self.pids: list[int] = []
-        self.problem, self.facts, self.idle_s, self.keep_s = "", dict[str, Any](), 0.0, 0.0
+        self.is_used, self.problem = False, ""
+        self.facts, self.idle_s, self.keep_s = dict[str, Any](), 0.0, 0.0
         self.num_bytes = sum(512 * file.stat().st_blocks for file in path.iterdir() if file.is_file())
         try:
-            self.facts = json.loads((path / FACTS).read_text())
-            fd = _open_members(path)
+            self._read()
         except (OSError, ValueError) as error:
             self.problem = str(error)
-            return
+
+    def _read(self) -> None:
+        fd = open_own(self.path / MEMBERS, os.O_RDWR)
         try:
+            self.is_used = is_locked(fd, 0, MAX_MEMBERS)
+            _check_members(self.path, fd)
             words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
             records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
-            alive = [n for n in range(MAX_MEMBERS) if _is_locked(fd, n)]
-            self.pids = [int(records[n, _PID]) for n in alive]
+            self.pids = [int(records[n, _PID]) for n in range(MAX_MEMBERS) if is_locked(fd, n)]
             times = words.view(np.float64)
             self.keep_s = float(times[_KEEP_AT])
-            self.idle_s = 0.0 if alive else max(0.0, time.time() - float(times[_LAST_USED_AT]))
+            self.idle_s = 0.0 if self.is_used else max(0.0, time.time() - float(times[_LAST_USED_AT]))
         finally:
             os.close(fd)
+        facts = json.loads((self.path / FACTS).read_text())
+        if not isinstance(facts, dict):
+            raise ValueError(f"{FACTS} is not an object")
+        self.facts = facts
 
     @property
     def is_expired(self) -> bool:
-        return not self.pids and (bool(self.problem) or self.idle_s >= self.keep_s)
+        return not self.is_used and (bool(self.problem) or self.idle_s >= self.keep_s)
 
 
 def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
@@ -232,7 +280,7 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
         if name not in known:
             raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
         pool = known[name]
-        if pool.pids:
+        if pool.is_used:
             raise UnavailableError("name", name, f"processes use the pool: {', '.join(map(str, pool.pids))}")
         shutil.rmtree(pool.path)
     return pool.num_bytes
@@ -244,13 +292,16 @@ def locked(root: Path) -> Iterator[None]:
 
     The lock file is deleted before it is unlocked. A process that waited for the deleted file checks the name
     and tries again.
+
+    Raises: `UnavailableError` if another process has held the lock for 30 s, because it is stopped.
     """
     path = root / f".{PREFIX}{os.geteuid()}.lock"
+    until = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if not _is_named(fd, path):
+            _wait_for(fd, path, until)
+            if not is_named(fd, path):
                 continue
             try:
                 yield
@@ -262,10 +313,15 @@ def locked(root: Path) -> Iterator[None]:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file of this user. Raises `ConfigError` if another user has created a file with this name."""
+    """Open a file of this user.
+
+    Raises: `ConfigError` if another user has created a file with this name; `UnavailableError` without room.
+    """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
+        if error.errno in _NO_ROOM:
+            raise _unavailable(path, error) from None
         raise ConfigError("ram", str(path), f"this user cannot open the file ({error.strerror})") from None
     status = os.fstat(fd)
     if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
@@ -275,12 +331,15 @@ def open_own(path: Path, flags: int) -> int:
     return fd
 
 
-def _is_named(fd: int, path: Path) -> bool:
-    """Return True if this path still names this open file."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
+def _wait_for(fd: int, path: Path, until: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                why = "another process has held this lock for too long; is it stopped?"
+                raise UnavailableError("ram", str(path), why) from None
+            time.sleep(0.002)
 
 
 # ---- the members file
@@ -290,17 +349,22 @@ def _create(path: Path, facts: Mapping[str, Any], keep_s: float) -> None:
     """Create the directory of a pool; it gets its name when it is complete."""
     new = path.with_name(f".{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
-    os.mkdir(new, 0o700)
-    (new / FACTS).write_text(json.dumps(dict(facts), default=str))
     header = np.zeros(_NUM_BYTES // 8, np.uint64)
     header[_MAGIC_AT], header[_FORMAT_AT] = _MAGIC, FORMAT
     header.view(np.float64)[[_LAST_USED_AT, _KEEP_AT]] = time.time(), keep_s
-    with open(os.open(new / MEMBERS, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.write(header.tobytes())
     try:
+        os.mkdir(new, 0o700)
+        (new / FACTS).write_text(json.dumps(dict(facts), default=str))
+        with open(os.open(new / MEMBERS, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(header.tobytes())
         os.rename(new, path)
     except OSError as error:
-        raise ConfigError("ram", str(path), f"the pool cannot be created ({error.strerror})") from None
+        shutil.rmtree(new, ignore_errors=True)
+        raise _unavailable(path, error) from None
+
+
+def _unavailable(path: Path, error: OSError) -> UnavailableError:
+    return UnavailableError("ram", str(path), f"the pool cannot be created ({error.strerror})")
 
 
 def _open_members(path: Path) -> int:
@@ -309,13 +373,20 @@ def _open_members(path: Path) -> int:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError("ram", str(path), "it is not a directory that only this user can open; delete it")
     fd = open_own(path / MEMBERS, os.O_RDWR)
+    try:
+        _check_members(path, fd)
+    except ConfigError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_members(path: Path, fd: int) -> None:
     words = np.frombuffer(os.pread(fd, 16, 0).ljust(16, b"\0"), np.uint64)
     num_bytes = os.fstat(fd).st_size
     if num_bytes != _NUM_BYTES or list(words) != [_MAGIC, FORMAT]:
-        os.close(fd)
         why = f"its file {MEMBERS} has {size(num_bytes)} and format {int(words[1])}; needed: format {FORMAT}"
         raise UnavailableError("ram", str(path), why)
-    return fd
 
 
 def _claim(fd: int, engine_id: str) -> int:
@@ -328,8 +399,8 @@ def _claim(fd: int, engine_id: str) -> int:
     words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
     records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
     for number in np.flatnonzero(records[:, _ENGINE] == digest).tolist():
-        if _is_locked(fd, number):
-            _lock(fd, number)
+        if is_locked(fd, number):
+            lock(fd, number)
             return int(number)
     free = np.flatnonzero(records[:, _ENGINE] == 0)
     if not len(free):
@@ -340,21 +411,6 @@ def _claim(fd: int, engine_id: str) -> int:
     record = np.zeros(_RECORD_WORDS, np.uint64)
     record[_ENGINE], record[_PID] = digest, os.getpid()
     record.view(np.float64)[_JOINED] = time.time()
-    _lock(fd, number)
+    lock(fd, number)
     os.pwrite(fd, record.tobytes(), 8 * (_FIRST_RECORD + number * _RECORD_WORDS))
     return number
-
-
-_FLOCK = "hhqqi4x"
-"""The C library's ``struct flock``: type, whence, start, length, pid."""
-
-
-def _lock(fd: int, number: int) -> None:
-    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, number, 1, 0))
-
-
-def _is_locked(fd: int, number: int) -> bool:
-    """Return True if another open file has a lock on this byte."""
-    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
-    found = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
-    return bool(found[0] != fcntl.F_UNLCK)

@@ -108,7 +108,8 @@ class NodeManager(OffloadingManager):
         parts = [self.index, self.slots, self._state.duplicates, self._state.known, expected, policy.state]
         num_words, path = self.index.keys.shape[1], directory.path / STATE
         with locked(directory.path.parent):
-            self._file = StateFile(path, Placement(parts), capacity_blocks, num_words)
+            is_alone = not directory.has_others()
+            self._file = StateFile(path, Placement(parts), capacity_blocks, num_words, is_alone=is_alone)
         self._mutex, self._numbers = self._file.mutex, self._file.numbers
         self._door, self._news, self._generation = self._mutex.door, -1, self._numbers.generation
         try:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvoffload.core.hints import NUM_LABELS
 from kvoffload.core.state import Cache
-from kvoffload.errors import UnavailableError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.node.directory import FORMAT, MAX_MEMBERS, open_own
 from kvoffload.node.mutex import MUTEX_BYTES, Mutex
 from kvoffload.structures.placement import Placement, aligned
@@ -24,7 +24,8 @@ from kvoffload.text import size
 
 _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
-_MAGIC_AT, _FORMAT_AT, _NUM_BYTES_AT, _SIGNATURE_AT, _IS_COMPLETE_AT = 0, 1, 2, 3, 7
+_IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
+"""Words of the header, after magic, format, number of bytes, and the four words of the signature."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
 """Names of the counters at the end of a `Cache`."""
 DEPARTED = MAX_MEMBERS
@@ -64,10 +65,14 @@ class StateFile:
         events: ``(num, 1 + words_per_key)`` uint64: a ring of events; the first word is 1 for a removal.
         created: True if this call created the file; then the structs were copied to it.
 
-    Raises: `UnavailableError` without room, and for a file of another version, size or geometry.
+    A file that is incomplete, damaged, or of another version, size or geometry is replaced if `is_alone`.
+
+    Raises: `UnavailableError` without room, and for such a file that other members use.
     """
 
-    def __init__(self, path: Path, placement: Placement, capacity: int, words_per_key: int) -> None:
+    def __init__(
+        self, path: Path, placement: Placement, capacity: int, words_per_key: int, *, is_alone: bool
+    ) -> None:
         stride, self._capacity = aligned(8 * Cache.num_words), capacity
         caches_at = _HEADER_BYTES
         events_at = caches_at + aligned(stride * (MAX_MEMBERS + 1))
@@ -76,26 +81,29 @@ class StateFile:
         self._holds_at = -(-(structs_at + placement.num_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._holds_stride = -(-4 * capacity // mmap.PAGESIZE) * mmap.PAGESIZE
         num_bytes = self._holds_at + MAX_MEMBERS * self._holds_stride
-        self.created = not path.exists()
+        signature = np.frombuffer(placement.signature, np.uint64)
+        facts = np.array([_MAGIC, FORMAT, num_bytes, *signature.tolist()], np.uint64).tobytes()
+        self.created = not _is_sound(path, facts, num_bytes)
+        if self.created and path.exists():
+            if not is_alone:
+                raise UnavailableError("ram", str(path), "the pool's state is damaged, or of another version")
+            path.unlink()
         self._fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
-            if self.created or not self._is_complete():
-                self.created = True
-                os.ftruncate(self._fd, 0)
-                os.ftruncate(self._fd, num_bytes)
-                self._allocate(0, self._holds_at)
-            self._map = mmap.mmap(self._fd, 0)
-            memory = memoryview(self._map)
-            header = np.frombuffer(memory, np.uint64, _HEADER_BYTES // 8)
-            signature = np.frombuffer(placement.signature, np.uint64)
-            facts = [_MAGIC, FORMAT, num_bytes, *signature.tolist()]
             if self.created:
-                header[: len(facts)] = facts
-            elif header[: len(facts)].tolist() != facts or len(self._map) != num_bytes:
-                raise UnavailableError("ram", str(path), "the pool's state is damaged, or of another version")
+                self._allocate(0, self._holds_at)
+                os.ftruncate(self._fd, num_bytes)
+            self._map = mmap.mmap(self._fd, num_bytes)
         except BaseException:
             os.close(self._fd)
+            if self.created:
+                path.unlink()
             raise
+        memory = memoryview(self._map)
+        header = np.frombuffer(memory, np.uint64, _HEADER_BYTES // 8)
+        if self.created:
+            memory[: len(facts)] = facts
+            header[_CAPACITY_AT] = capacity
         self.numbers = Numbers.over(memory[_NUMBERS_AT : _NUMBERS_AT + 8 * Numbers.num_words])
         news = np.frombuffer(memory, np.int64, 1, _NUMBERS_AT + 8 * Numbers.fields["news"].at)
         self.mutex = Mutex(memory[_MUTEX_AT : _MUTEX_AT + MUTEX_BYTES], news, create=self.created)
@@ -131,10 +139,6 @@ class StateFile:
         with contextlib.suppress(BufferError):
             self._map.close()
 
-    def _is_complete(self) -> bool:
-        word = os.pread(self._fd, 8, 8 * _IS_COMPLETE_AT)
-        return word == (1).to_bytes(8, "little")
-
     def _allocate(self, start: int, num_bytes: int) -> None:
         """Allocate memory now: a write to memory that does not exist would kill the process."""
         try:
@@ -142,3 +146,38 @@ class StateFile:
         except OSError as error:
             why = f"no room for {size(num_bytes)} ({error.strerror})"
             raise UnavailableError("ram", "shared", why) from None
+
+
+def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
+    """Return True if the file is complete and begins with these facts."""
+    if not os.path.lexists(path):
+        return False
+    fd = open_own(path, os.O_RDWR)
+    try:
+        wanted = facts + (1).to_bytes(8, "little")
+        return os.fstat(fd).st_size == num_bytes and os.pread(fd, len(wanted), 0) == wanted
+    finally:
+        os.close(fd)
+
+
+def read_counts(path: Path) -> dict[str, int]:
+    """Return the counters of a pool's state, summed over the engines, its ``capacity`` and ``blocks``.
+
+    Reads without the lock, so counters can be one call apart. Empty if there is no state of this version.
+    """
+    stride, first = aligned(8 * Cache.num_words), Cache.fields["stored"].at
+    try:
+        fd = open_own(path, os.O_RDONLY)
+    except ConfigError:
+        return {}
+    try:
+        content = os.pread(fd, _HEADER_BYTES + stride * (MAX_MEMBERS + 1), 0)
+    finally:
+        os.close(fd)
+    words = np.frombuffer(content[: len(content) // 8 * 8], np.int64)
+    if len(content) < _HEADER_BYTES + stride * (MAX_MEMBERS + 1) or words[:2].tolist() != [_MAGIC, FORMAT]:
+        return {}
+    rows = words[_HEADER_BYTES // 8 :].reshape(MAX_MEMBERS + 1, -1)[:, first : first + len(COUNTERS)]
+    counts = dict(zip(COUNTERS, rows.sum(axis=0).tolist(), strict=True))
+    blocks = counts["stored"] - counts["evicted"] - counts["discarded"]
+    return {"capacity": int(words[_CAPACITY_AT]), "blocks": blocks, **counts}

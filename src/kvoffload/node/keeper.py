@@ -1,0 +1,129 @@
+"""The keeper of a pool: a small process that removes the pool when no engine has used it for long enough.
+
+Runs as a script, without this package and without numpy, so that it needs little memory (9 MiB). Owns the
+parts of the layout of a pool's directory that it needs, and the lock of all pools of a user.
+
+Args: the pool's directory, and seconds between two checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MEMBERS = "members"
+MAX_MEMBERS = 64
+"""Engines that can use a pool at the same time. Each has a byte of the file `MEMBERS`, which they lock."""
+LAST_USED_AT, KEEP_AT = 2, 3
+"""Words of the file `MEMBERS`, float64: time of the last use, and seconds that the pool survives it."""
+_KEEPER_BYTE = MAX_MEMBERS
+_LONGEST_INTERVAL_S = 5.0
+_FLOCK = "hhqqi4x"
+"""The C library's ``struct flock``: type, whence, start, length, pid."""
+
+
+def lock(fd: int, byte: int, *, kind: int = fcntl.F_RDLCK) -> None:
+    """Lock a byte for this open file. Raises `OSError` if another open file has locked the byte otherwise."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
+
+
+def is_locked(fd: int, byte: int, count: int = 1) -> bool:
+    """Return True if another open file has locked one of these bytes."""
+    wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0)
+    found = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
+    return bool(found[0] != fcntl.F_UNLCK)
+
+
+def is_named(fd: int, path: str | Path) -> bool:
+    """Return True if this path still names this open file."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except OSError:
+        return False
+
+
+def start(pool: Path, fd: int) -> None:
+    """Start the keeper of a pool, unless it runs. Cost: about 30 ms, in which the process starts.
+
+    Args:
+        pool: its directory.
+        fd: its open file `MEMBERS`.
+
+    Raises: `OSError` if no process can be started.
+    """
+    if is_locked(fd, _KEEPER_BYTE):
+        return
+    if not sys.executable:
+        raise OSError("this Python has no executable")
+    interval_s = min(_LONGEST_INTERVAL_S, max(0.05, _number(fd, KEEP_AT) / 10))
+    # The first process forks and ends at once, so that no member has a child.
+    subprocess.run(
+        [sys.executable, "-I", "-S", __file__, str(pool), str(interval_s)],
+        check=True, cwd="/", env={}, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def keep(pool: str, interval_s: float) -> None:
+    """Wait until no process has used the pool for as long as it is kept, and remove it.
+
+    Ends early if the pool is gone, or has another keeper.
+    """
+    members = os.path.join(pool, MEMBERS)
+    with contextlib.suppress(OSError):
+        fd = os.open(members, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        lock(fd, _KEEPER_BYTE, kind=fcntl.F_WRLCK)
+        while is_named(fd, members):
+            if is_locked(fd, 0, MAX_MEMBERS):
+                os.pwrite(fd, struct.pack("d", time.time()), 8 * LAST_USED_AT)
+            elif _is_over(fd) and _remove(pool, fd):
+                break
+            time.sleep(interval_s)
+
+
+def _number(fd: int, at: int) -> float:
+    return float(struct.unpack("d", os.pread(fd, 8, 8 * at))[0])
+
+
+def _is_over(fd: int) -> bool:
+    return time.time() - _number(fd, LAST_USED_AT) >= _number(fd, KEEP_AT)
+
+
+def _remove(pool: str, fd: int) -> bool:
+    """Remove the pool unless a process has joined meanwhile, or changes pools now; return True if removed."""
+    root, name = os.path.split(pool)
+    path = os.path.join(root, f".{name.rsplit('-', 1)[0]}.lock")
+    lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not is_named(lock_fd, path):
+            return False
+        try:
+            is_over = not is_locked(fd, 0, MAX_MEMBERS) and _is_over(fd)
+            if is_over and is_named(fd, os.path.join(pool, MEMBERS)):
+                shutil.rmtree(pool, ignore_errors=True)
+        finally:
+            os.unlink(path)
+        return is_over
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock_fd)
+
+
+def _main() -> None:
+    pool, interval_s = sys.argv[1], float(sys.argv[2])
+    if os.fork() == 0:
+        os.setsid()
+        keep(pool, interval_s)
+
+
+if __name__ == "__main__":
+    _main()
