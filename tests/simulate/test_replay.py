@@ -235,6 +235,18 @@ def test_a_disk_that_writes_too_slowly_does_not_keep_up() -> None:
         assert (outcome.tiers[1].not_offered > 0) is not keeps_up
 
 
+@pytest.mark.parametrize("speed_up", [1.0, 3.0])
+def test_a_write_budget_is_kept_in_simulated_time(speed_up: float) -> None:
+    """24 requests in 69 s, or a third of it, store 24 blocks; a budget of a day allows 5, or 1."""
+    trace = trace_of(*((3.0 * number, chr(97 + number)) for number in range(24)))
+    behind = (SimulatedOptions(capacity="50", max_write_blocks_per_day=5.1 * 86_400 / 69),)
+    disk = (DiskOptions(path=("/not/there",), capacity="50", max_write_bytes_per_day=0),)
+    on = timing(machine(disk_write_bytes_per_s=INSTANT), load=speed_up)
+    for tiers, most in ((behind, int(5.1 / speed_up)), (disk, 0)):
+        outcome = run_in_time(trace, on, 8, config(6, 8, tiers=tiers))
+        assert outcome.tiers[1].written == most
+
+
 def test_a_disk_that_is_named_is_not_opened_and_two_are_twice_as_fast() -> None:
     busy = []
     for paths in (("/not/there",), ("/not/there", "/nor/there")):

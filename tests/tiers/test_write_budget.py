@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
 from kvoffload.tiers.disk.inspection import compact, opened
+from kvoffload.tiers.simulated import SimulatedTier
 from kvoffload.tiers.striped import StripedTier
-from kvoffload.tiers.write_budget import HOUR_S, WriteBudget
-from support.disk_blocks import Disk, Driver, keys_of
+from kvoffload.tiers.write_budget import DAY_S, HOUR_S, WriteBudget, budget_of_recording
+from support.disk_blocks import KEY_BYTES, Disk, Driver, keys_of
 from support.tiering_rig import Clock
 
 PAGE_BYTES = 4096
@@ -78,6 +79,77 @@ def test_tiers_that_share_a_budget_report_equal_parts() -> None:
     budget.add_tier(8, {})
     budget.add_tier(8, {})
     assert (budget.left_bytes, budget.left_bytes_each) == (101, 50)
+
+
+# ---- of a recording
+
+
+@given(
+    st.floats(0, 1000),
+    st.floats(1, 400 * HOUR_S),
+    st.lists(st.tuples(st.floats(0, 1), st.integers(0, 300)), max_size=40),
+)
+def test_a_recording_gets_the_part_of_its_length(
+    max_per_day: float, duration_s: float, steps: list[tuple[float, int]]
+) -> None:
+    """However long the recording and whenever writes are wanted, the mean rate keeps the budget."""
+    clock = Clock()
+    clock.now = 0.0
+    budget = budget_of_recording(max_per_day, duration_s, clock)
+    written = 0
+    for share, wanted in sorted(steps):
+        clock.now = share * duration_s
+        num_blocks = min(wanted, budget.left_bytes)
+        budget.spend(num_blocks)
+        written += num_blocks
+    assert written <= max_per_day * duration_s / DAY_S
+
+
+def test_a_recording_of_minutes_may_not_use_the_budget_of_a_day() -> None:
+    clock = Clock()
+    assert budget_of_recording(2400, HOUR_S, clock).left_bytes == 100
+    assert budget_of_recording(2400, 24 * HOUR_S, clock).left_bytes == 2400
+    assert budget_of_recording(2400, 72 * HOUR_S, clock).left_bytes == 2400
+
+
+@pytest.mark.parametrize("admission", ["all", "reuse:2"])
+def test_a_simulated_tier_keeps_a_budget_as_a_disk_does(tmp_path: Path, admission: str) -> None:
+    disk = Driver(Disk(tmp_path, 40, admission=admission, write_budget=WriteBudget(9 * PAGE_BYTES)).tier)
+    simulated = Driver(
+        SimulatedTier(
+            disk.tier.stats().capacity,
+            key_bytes=KEY_BYTES,
+            block_bytes=disk.block_bytes,
+            admission=admission,
+            write_budget=WriteBudget(9),
+        )
+    )
+    chance = np.random.default_rng(7)
+    for _ in range(40):
+        path = chance.choice(30, 5, replace=False).tolist()
+        use_request = bool(chance.integers(2))
+        written = []
+        for driver in (disk, simulated):
+            record = driver.tier.begin_request("r")
+            written.append(driver.write(path, request=record if use_request else None))
+            driver.tier.finish_request(record, keys_of(path))
+        assert written[0] == written[1]
+    left, right = disk.tier.stats(), simulated.tier.stats()
+    assert left.written == right.written == 9
+    assert (left.dropped, left.refused) == (right.dropped, right.refused)
+    disk.tier.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_an_offer_without_a_request_is_no_reference(policy: str) -> None:
+    """Blocks of a victim tier are offered when the device drops them, after their request has finished."""
+    tier = SimulatedTier(20, key_bytes=KEY_BYTES, admission="reuse:2", policy=policy)
+    driver = Driver(tier)
+    for path in ([1, 2, 3], [2, 4]):
+        tier.finish_request(tier.begin_request("r"), keys_of(path))
+    assert driver.write([1, 2, 3, 4]) == [2], "by itself: block 1 is no parent of block 2"
+    assert driver.write([1, 2, 3, 4]) == []
+    assert tier.stats().refused == 6
 
 
 def test_a_negative_budget_is_refused() -> None:

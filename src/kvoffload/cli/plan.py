@@ -86,6 +86,10 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
     admissions: str = option(",".join(Setups.admissions), "Admission rules of RAM.")
     ssd_policies: str = option(",".join(Setups.ssd_policies), "Eviction policies of SSDs.")
     ssd_admissions: str = option(",".join(Setups.ssd_admissions), "Admission rules of SSDs.")
+    ssd_budget_admissions: str = option(
+        ",".join(Setups.ssd_budget_admissions),
+        "Admission rules of SSDs with a write budget, for SSDs that would wear out.",
+    )
     server_admissions: str = option(
         ",".join(Setups.server_admissions), "Admission rules of shared cache servers."
     )
@@ -134,6 +138,7 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
             axis("stores", self.stores), axis("policies", self.policies),
             axis("admissions", self.admissions), axis("ssd-policies", self.ssd_policies),
             axis("ssd-admissions", self.ssd_admissions), axis("server-admissions", self.server_admissions),
+            axis("ssd-budget-admissions", self.ssd_budget_admissions),
         )  # fmt: skip
 
 
@@ -190,6 +195,8 @@ def _vllm_flag(answer: PlanAnswer, fleet: Fleet) -> str:
     if row.ssd_drives:
         size = _exact_size(row.ssd_bytes // fleet.replicas)
         rules = f"policy={row.ssd_policy},admission={row.ssd_admission}"
+        if row.ssd_write_budget:
+            rules += f",max_write_bytes_per_day={_exact_size(row.write_budget_bytes // fleet.replicas)}"
         given["tiers"] = [f"disk:{_SSD_PATH}:{size},{rules}"]
     if row.servers:
         nodes = ",".join(_SERVER.format(number=number + 1) for number in range(row.servers))

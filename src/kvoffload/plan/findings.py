@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload.plan.clock import InTime
+from kvoffload.plan.endurance import Endurance
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.rows import Measured, PlanRow, difference
@@ -22,6 +23,7 @@ class Findings:
         in_time: timed replays of the choice; None if they are not possible.
         one_in: the search used one session in this many; 1: all.
         sampled: rows of a search on a sample.
+        endurance: savings that the rating of SSDs costs; None if no feasible row has a write budget.
     """
 
     fleet: Fleet
@@ -32,6 +34,7 @@ class Findings:
     in_time: InTime | None = None
     one_in: int = 1
     sampled: Sequence[Measured] = ()
+    endurance: Endurance | None = None
 
     @property
     def row(self) -> PlanRow:

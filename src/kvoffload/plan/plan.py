@@ -19,6 +19,7 @@ from kvoffload._version import __version__
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.plan.clock import InTime, clock_of, timing_assumptions
+from kvoffload.plan.endurance import Endurance, endurance_of
 from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet, Purchase
@@ -87,6 +88,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         sampled: rows of the search on a sample.
         over_time: savings in each window of the recording.
         payback: worth of the purchase; null without one, a speed of the GPUs, times or a price of GPU-hours.
+        endurance: savings that the rating of SSDs costs; null if no feasible row has a write budget.
         in_time: timed replays; null without a machine or times, and with servers.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
@@ -119,6 +121,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     sampled: list[PlanRow] = []
     over_time: list[Window]
     payback: Payback | None = None
+    endurance: Endurance | None = None
     in_time: InTime | None = None
     assumptions: list[Assumption]
     cannot_tell: list[str]
@@ -147,11 +150,13 @@ class Setups:
     ssd_policies: tuple[str, ...] = ("lru",)
     ssd_admissions: tuple[str, ...] = ("all", "reuse:2")
     server_admissions: tuple[str, ...] = ("all", "reuse:2")
+    ssd_budget_admissions: tuple[str, ...] = ("reuse:2", "reuse:3")
 
     def __post_init__(self) -> None:
         for policies, admissions in (
             (self.policies, self.admissions),
             (self.ssd_policies, self.ssd_admissions),
+            (self.ssd_policies, self.ssd_budget_admissions),
             ((SERVER_POLICY,), self.server_admissions),
         ):
             Grid(policies, admissions, ("1",), ("1",), self.stores)
@@ -167,6 +172,16 @@ class Setups:
         combinations = itertools.product(self.of_ram, self.ssd_policies, self.ssd_admissions)
         return [replace(ram, ssd_policy=policy, ssd_admission=rule) for ram, policy, rule in combinations
                 if incompatible(policy, rule) is None]  # fmt: skip
+
+    def within_rating(self, setup: Setup, rated: float) -> list[Setup]:
+        """List the setups to try in place of a setup that wears SSDs out.
+
+        Args:
+            rated: drive writes per day of the rating.
+        """
+        return [replace(setup, ssd_admission=rule, ssd_write_budget=rated)
+                for rule in self.ssd_budget_admissions
+                if incompatible(setup.ssd_policy, rule) is None]  # fmt: skip
 
     @property
     def with_servers(self) -> list[Setup]:
@@ -252,12 +267,14 @@ class Plan:
                 sampled = [_marked(row, one_in) for row in rows]
                 stages.later = Progress()
                 rows, choice = whole.confirm(guess, sampled)
+            endurance, unlimited = whole.endurance(rows, choice)
+            rows = [*rows, *unlimited]
             in_time = None
             if (clock := whole.clock) is not None and not choice.chosen.row.servers:
                 in_time = clock.compared(choice.chosen.row, whole.begin.row)
                 rows, choice = [clock.with_wait(row) for row in rows], choice.of_each(clock.with_wait)
             work.write([measured.row for measured in (*rows, *sampled)])
-        findings = Findings(fleet, self.target, evidence, rows, choice, in_time, one_in, sampled)
+        findings = Findings(fleet, self.target, evidence, rows, choice, in_time, one_in, sampled, endurance)
         return _answer(findings, self._work)
 
     @property
@@ -286,7 +303,8 @@ class Plan:
             return target.budget is None or fleet.price(purchase) <= _BEYOND_BUDGET * target.budget
 
         setups, budget = self._setups, target.budget
-        tiers = [TierAxis("drives", drives[1:], setups.with_ssds)]
+        within_rating = functools.partial(setups.within_rating, rated=fleet.prices.ssd.writes_per_day)
+        tiers = [TierAxis("drives", drives[1:], setups.with_ssds, within_rating)]
         if evidence.whole is not None:
             servers = fleet.server_steps(evidence.whole.unique_blocks)
             tiers.append(TierAxis("servers", servers, setups.with_servers))
@@ -339,6 +357,7 @@ def _answer(findings: Findings, work: Work) -> PlanAnswer:
             Window(hits / max(refs, 1), alone / max(refs, 1), end_s) for hits, alone, refs, end_s in windows
         ],
         payback=payback_of(findings),
+        endurance=findings.endurance,
         in_time=findings.in_time,
         assumptions=assumptions(findings),
         cannot_tell=cannot_tell(findings),
@@ -408,6 +427,10 @@ class _Search:
         # A guess must need no replay, and waits are known only from replays.
         guess = None if self._plan.target.ttft_p90_s is not None else self._choose
         return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
+
+    def endurance(self, rows: Sequence[Measured], choice: Choice) -> tuple[Endurance | None, list[Measured]]:
+        """Compute the cost of the rating of SSDs; returns also the row that was measured for it, if any."""
+        return endurance_of(rows, choice.chosen, lambda cell: self._measure([cell], 0)[0])
 
     def _choose(self, rows: Sequence[Measured]) -> Choice:
         most_s = self._plan.target.ttft_p90_s

@@ -23,6 +23,8 @@ from kvoffload.text import duration
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
 
 _A_DAY_S = 86_400
+WEAR = "SSD wear"
+"""Name of the limit of drive writes per day."""
 SERVER_POLICY = "lru"
 """Eviction policy of servers, which evict on their own (docs/cluster.md, Settings of the server)."""
 
@@ -32,6 +34,7 @@ class Setup:
     """Store mode, policies and admission rules of a purchase.
 
     `ssd_policy` and `ssd_admission` are empty without SSDs, `server_admission` without servers.
+    `ssd_write_budget`: drive writes per day to which the SSD tier limits itself; 0: no limit.
     """
 
     store: str
@@ -40,6 +43,7 @@ class Setup:
     ssd_policy: str = ""
     ssd_admission: str = ""
     server_admission: str = ""
+    ssd_write_budget: float = 0.0
 
     def __str__(self) -> str:
         if not self.store:
@@ -47,6 +51,9 @@ class Setup:
         ram = self.policy if self.admission == "all" else f"{self.policy} with {self.admission}"
         ssd = "" if self.ssd_admission in ("", "all") else f"; SSD takes {self.ssd_admission}"
         ssd += "" if self.ssd_policy in ("", "lru") else f", {self.ssd_policy}"
+        if self.ssd_write_budget:
+            plural = "" if self.ssd_write_budget == 1 else "s"
+            ssd += f", within {self.ssd_write_budget:g} drive write{plural} a day"
         server = "" if self.server_admission in ("", "all") else f"; servers take {self.server_admission}"
         return f"{ram}, {self.store}{ssd}{server}"
 
@@ -60,6 +67,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         ram_bytes, ssd_bytes, server_bytes, price: totals of all hosts and servers.
         store, policy, admission: setup of RAM; empty for the row without a purchase.
         ssd_policy, ssd_admission, server_admission: setup of SSDs and servers; empty without them.
+        ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
         device_blocks, ram_blocks, ssd_blocks: blocks of each replica, as replayed.
         server_blocks: blocks on all servers.
         saved: share of the prefill that is saved (prefix-hit ratio).
@@ -125,6 +133,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p90_s: float | None = None
     one_in: int = 1
     exceeds: str = ""
+    ssd_write_budget: float = 0.0
 
     @property
     def purchase(self) -> Purchase:
@@ -133,7 +142,17 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def setup(self) -> Setup:
         return Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission,
-                     self.server_admission)  # fmt: skip
+                     self.server_admission, self.ssd_write_budget)  # fmt: skip
+
+    @property
+    def write_budget_bytes(self) -> int:
+        """Bytes per day that the write budgets of all engines allow; 0: no limit."""
+        return round(self.ssd_write_budget * self.ssd_bytes)
+
+    @property
+    def is_worn(self) -> bool:
+        """True if SSDs would be written more often than they are rated for."""
+        return WEAR in self.exceeds.split(", ")
 
 
 @dataclass(frozen=True)
@@ -168,9 +187,19 @@ class Cell:
         points = []
         for number, trace in enumerate(evidence.traces):
             capacity = str(min(ssd, trace.unique_blocks))
-            tier = SimulatedOptions(capacity=capacity, policy=setup.ssd_policy, admission=setup.ssd_admission)
+            tier = SimulatedOptions(
+                capacity=capacity,
+                policy=setup.ssd_policy,
+                admission=setup.ssd_admission,
+                max_write_blocks_per_day=self._blocks_a_day(fleet),
+            )
             points.append(self._point(fleet, number, tier))
         return points
+
+    def _blocks_a_day(self, fleet: Fleet) -> float | None:
+        """Compute the write budget of a replica, divided by the scale; None without one."""
+        written = self.setup.ssd_write_budget * fleet.ssd_bytes(self.purchase)
+        return written / (fleet.replicas * fleet.block_bytes * fleet.scale) if written else None
 
     def _point(
         self, fleet: Fleet, trace: int, tier: SimulatedOptions | None = None, instances: int = 1
@@ -311,7 +340,7 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limi
             f"{row.drive_writes_a_day:,.1f} drive writes a day, rated for {prices.ssd.writes_per_day:g}: "
             f"SSDs last {age(row.ssd_life_years)}, not {prices.ssd.life_years:g} years"
         )
-        exceeded.append(Limit("SSD wear", text))
+        exceeded.append(Limit(WEAR, text))
     return exceeded
 
 

@@ -37,11 +37,13 @@ class TierAxis:
         axis: field of a purchase.
         counts: numbers to try, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
         setups: setups of this kind of tier with RAM.
+        within_rating: returns the setups with a write budget to try in place of a setup that wears SSDs out.
     """
 
     axis: Literal["drives", "servers"]
     counts: Sequence[int]
     setups: Sequence[Setup]
+    within_rating: Callable[[Setup], Sequence[Setup]] = lambda setup: ()
 
     def with_ram(self, modules: int, count: int) -> Purchase:
         """Create the purchase of `count` drives or servers behind `modules` RAM modules."""
@@ -108,8 +110,10 @@ def search(
     2. Measure tiers at a few purchases, because such replays take several times as long: SSDs behind the best
        setups and the one that writes least; servers behind the best setup and the one that writes most,
        because other engines use the stored blocks.
-    3. Measure the best setups at all coarse purchases.
-    4. Bisect between the answer and its neighbours, down to single modules.
+    3. Where SSDs would wear out, measure them with a write budget at their rating.
+    4. Measure the best setups at all coarse purchases, and the best with a write budget where SSDs would wear
+       out.
+    5. Bisect between the answer and its neighbours, down to single modules.
 
     A discarded setup may be the best at a purchase that was not measured. No number is interpolated.
 
@@ -130,7 +134,10 @@ def search(
         of_ram = {(setup.store, setup.policy, setup.admission) for setup in in_front[axis.axis]}
         tried = [setup for setup in axis.setups if (setup.store, setup.policy, setup.admission) in of_ram]
         table.measure(space.cells(space.sample, tried), KEPT * len(coarse))
-        kept += _kept(rows, tried, difference)
+        budgeted = table.measure_within_rating(axis, tried, KEPT * len(coarse))
+        kept += _kept(rows, [*tried, *budgeted], difference)
+        if budgeted and not any(setup.ssd_write_budget for setup in kept):
+            kept += _kept(rows, budgeted, difference)[:1]
     table.measure(space.cells(coarse, kept), _ROUNDS * KEPT)
     return _bisected(space, table, kept, choose, begin)
 
@@ -213,6 +220,17 @@ class _Table:
     def measure(self, cells: Iterable[Cell], later: int) -> None:
         new = [cell for cell in dict.fromkeys(cells) if cell not in self.rows]
         self.rows.update(zip(new, self._measure(new, later), strict=True))
+
+    def measure_within_rating(self, axis: TierAxis, setups: Sequence[Setup], later: int) -> list[Setup]:
+        """Measure the setups with a write budget for all rows that wear SSDs out; returns these setups."""
+        cells = [
+            Cell(cell.purchase, setup)
+            for cell, measured in self.rows.items()
+            if cell.setup in setups and measured.row.is_worn
+            for setup in axis.within_rating(cell.setup)
+        ]
+        self.measure(cells, later)
+        return [*dict.fromkeys(cell.setup for cell in cells)]
 
 
 def _bisected(

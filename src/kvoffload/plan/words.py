@@ -12,6 +12,7 @@ import msgspec
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.plan.clock import InTime
+from kvoffload.plan.endurance import Endurance
 from kvoffload.plan.evidence import Evidence
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import Fleet, Purchase
@@ -54,7 +55,7 @@ def answer(findings: Findings) -> list[Section]:
     fleet, row = findings.fleet, findings.row
     recommendation = [*_overload(findings), _recommendation(findings)]
     if row.ram_modules:
-        recommendation += [*_payback(findings), _use(row, fleet), *_ssds(row), *_servers(row)]
+        recommendation += [*_payback(findings), _use(row, fleet), *_ssds(findings), *_servers(row)]
     sections = [
         Section("", recommendation),
         Section("Waits", _waits(findings.in_time, row) if findings.in_time is not None else []),
@@ -89,6 +90,7 @@ def _other_purchases(findings: Findings) -> list[str]:
     sentences += _larger(findings, rival)
     sentences += _lru(findings)
     sentences += _more_ssds(row, findings.rows)
+    sentences += _within_rating(findings)
     sentences += _best_infeasible(findings)
     if not findings.target.is_given and choice.chosen is not choice.most:
         sentences.append(f"No target was given: {percent(ENOUGH, 0)} of the largest possible gain is enough.")
@@ -264,14 +266,39 @@ def _servers(row: PlanRow) -> list[str]:
     return [f"In the busiest minute {written:.2f} GB/s are written to servers, and {read:.2f} GB/s are read."]
 
 
-def _ssds(row: PlanRow) -> list[str]:
+def _ssds(findings: Findings) -> list[str]:
+    row = findings.row
     if row.drive_writes_a_day is None or row.ssd_write_bytes_per_s is None:
         return []
     busiest = row.ssd_write_bytes_per_s * row.busy / 1e9
-    return [
+    sentences = [
         f"SSDs take {row.drive_writes_a_day:.2f} drive writes a day and last {age(row.ssd_life_years)}; "
         f"in the busiest minute {busiest:.2f} GB/s are written."
     ]
+    if row.ssd_write_budget and findings.endurance is not None:
+        each = size(row.write_budget_bytes // findings.fleet.replicas, 1000)
+        sentences.append(
+            f"The SSDs keep their rating only with max_write_bytes_per_day, {each} on each engine. "
+            f"{_cost_of_endurance(findings.endurance)}"
+        )
+    return sentences
+
+
+def _cost_of_endurance(endurance: Endurance) -> str:
+    return (
+        f"Endurance costs {100 * endurance.cost:.1f} points: without the limit the purchase would save "
+        f"{percent(endurance.unlimited)}, with {endurance.unlimited_writes_a_day:,.1f} drive writes a day."
+    )
+
+
+def _within_rating(findings: Findings) -> list[str]:
+    """Describe the best purchase with a write budget, unless it is recommended."""
+    endurance = findings.endurance
+    if endurance is None or endurance.row == findings.row:
+        return []
+    row = endurance.row
+    budget = f"a write budget of {size(row.write_budget_bytes, 1000)} a day"
+    return [f"{_offer(row, findings.currency)} with {row.setup}: {budget}. {_cost_of_endurance(endurance)}"]
 
 
 def _waits(timed: InTime, row: PlanRow) -> list[str]:

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.optimum import infinite, optimum
@@ -86,6 +87,9 @@ class SharedReplay:
         if config.tiers:
             last = config.tiers[-1]
             assert isinstance(last, SizedTierOptions), "without bytes all tiers are simulated"
+            if (limit := getattr(last, "max_write_blocks_per_day", None)) is not None:
+                why = "a tier that instances share has no write budget; leave the limit out"
+                raise ConfigError("max_write_blocks_per_day", limit, why)
             self._shared = SharedTier(last, num_instances)
         self._replays, self._refs = list[Replay](), list[int]()
         planes = data or [None] * num_instances

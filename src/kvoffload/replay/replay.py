@@ -140,6 +140,11 @@ class ReplayConfig:
         }
 
 
+def recorded_s(trace: Trace) -> float:
+    """Return the seconds from the first arrival to the last; 0 if the recording has no times."""
+    return float(np.ptp(trace.timestamps_ms)) / 1000 if trace.requests else 0.0
+
+
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
     """Return the slots that a cache of this capacity can use: at most one per unique block, at least one."""
     return max(1, min(capacity_blocks, trace.unique_blocks))
@@ -178,6 +183,7 @@ class Replay:
         self._keys = TraceKeys(trace)
         self._offsets: list[int] = trace.offsets.tolist()
         self._is_victim_tier = config.store == ON_DEVICE_EVICTION
+        self._request = 0
         if self._is_victim_tier and not config.device_blocks:
             raise ConfigError(
                 "store", config.store, "it needs a device cache: set device_blocks to 1 or more"
@@ -187,7 +193,14 @@ class Replay:
         self.manager: AnyManager
         if config.tiers:
             ram = data.ram if data is not None else NoMemory(num_slots)
-            owner = TierOwner(ram.pool.shape[1], KEY_BYTES, FINGERPRINT, counts_blocks=True)
+            owner = TierOwner(
+                ram.pool.shape[1],
+                KEY_BYTES,
+                FINGERPRINT,
+                counts_blocks=True,
+                clock=lambda: float(trace.timestamps_ms[self._request]) / 1000,
+                recorded_s=recorded_s(trace),
+            )
             tiers = open_tiers(config.tiers if shared is None else config.tiers[:-1], owner)
             self.manager = self._tiered = TieredManager(
                 num_slots,
@@ -240,6 +253,7 @@ class Replay:
 
     def serve(self, request: int) -> None:
         """Replay one request; requests must be served in order. `run` serves all of them."""
+        self._request = request
         self._end(self._ends.due(request))
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)

@@ -17,7 +17,7 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.window import Window
 from kvoffload.errors import ConfigError
 from kvoffload.replay.keys import KEY_BYTES, TraceKeys
-from kvoffload.replay.replay import ReplayConfig, slots_needed
+from kvoffload.replay.replay import ReplayConfig, recorded_s, slots_needed
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.events import Events, Link
 from kvoffload.simulate.pool import DevicePool
@@ -27,6 +27,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
+from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
@@ -159,6 +160,19 @@ class Offload(NoOffload):
             key_bytes=KEY_BYTES,
             policy=options.policy,
             admission=options.admission,
+            write_budget=self._write_budget(options, timing),
+        )
+
+    def _write_budget(self, options: TierOptions, timing: Timing) -> WriteBudget | None:
+        """Create the write budget of a tier, in blocks and simulated time."""
+        max_bytes = getattr(options, "max_write_bytes_per_day", None)
+        max_blocks = getattr(options, "max_write_blocks_per_day", None)
+        if max_bytes is not None:
+            max_blocks = max_bytes / timing.block_bytes
+        if max_blocks is None:
+            return None
+        return budget_of_recording(
+            max_blocks, recorded_s(self._trace) / timing.load, lambda: self._events.now
         )
 
     def begin(self, request: int) -> RequestContext:

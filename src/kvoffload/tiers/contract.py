@@ -89,7 +89,8 @@ class SecondaryTier(ABC):
 
         The tier does not accept blocks that it has, blocks that its admission rule or policy refuses, and any
         block while its queue is full. If no block is accepted, there is no job, and the number is `NO_JOB`.
-        The job's result has one row for each accepted block.
+        The job's result has one row for each accepted block. An offer without a request is no reference: its
+        blocks were counted when their request finished.
         """
 
     @property

@@ -17,6 +17,8 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.offer import admitted_rows, prepare_offer
+from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 
@@ -27,6 +29,7 @@ class SimulatedTier(SecondaryTier):
         capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
         block_bytes: bytes of a block, as in RAM; for `TierStats`.
         identity: as for `SecondaryTier`.
+        write_budget: limit of the blocks written in a day; it counts blocks, not bytes.
     """
 
     name = "simulated"
@@ -40,15 +43,17 @@ class SimulatedTier(SecondaryTier):
         identity: int = 0,
         policy: str | type[EvictionPolicy] = "lru",
         admission: str | Admission = "all",
+        write_budget: WriteBudget | None = None,
     ) -> None:
         self.identity = identity
         self.block_bytes = self.stored_bytes = block_bytes
         self._manager = OffloadingManager(
             capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
         )
+        self._write_budget = write_budget
         self._ended: list[JobResult] = []
         self._next_job = 0
-        self._read = 0
+        self._read = self._refused = self._over_budget = 0
 
     def begin_request(self, request_id: str) -> RequestContext:
         return self._manager.begin_request(request_id)
@@ -72,10 +77,23 @@ class SimulatedTier(SecondaryTier):
     ) -> tuple[int, Mask]:
         assert request is None or isinstance(request, RequestContext)
         accepted = np.zeros(len(keys), np.bool_)
-        plan = self._manager.prepare_store(keys, request)
+        at, num_refused = admitted_rows(self._manager, keys, request)
+        self._refused += num_refused
+        if self._write_budget is not None:
+            # As in a disk tier, which counts bytes.
+            missing = np.flatnonzero(self._manager.slots_of(keys.take(at)) < 0)
+            room = self._write_budget.left_bytes
+            if len(missing) > room:
+                self._over_budget += len(missing) - room
+                at = at[: missing[room]]
+            if min(len(missing), room) == 0:
+                return NO_JOB, accepted
+        plan = prepare_offer(self._manager, keys.take(at), request)
         if plan is None or len(plan.keys) == 0:
             return NO_JOB, accepted
-        accepted[plan.rows] = True
+        accepted[at[plan.rows]] = True
+        if self._write_budget is not None:
+            self._write_budget.spend(len(plan))
         return self._write(plan), accepted
 
     @property
@@ -104,8 +122,8 @@ class SimulatedTier(SecondaryTier):
             written=stats.stored,
             read=self._read,
             evicted=stats.evicted,
-            refused=stats.refused,
-            dropped=stats.dropped,
+            refused=self._refused + stats.refused,
+            dropped=self._over_budget + stats.dropped,
             bytes_written=stats.stored * self.block_bytes,
             bytes_read=self._read * self.block_bytes,
         )

@@ -46,6 +46,8 @@ class TierOwner:
         block_bytes: bytes of a block; 0 in a replay without data.
         key_bytes: length of every key.
         fingerprint: identifies the producer of the blocks; blocks of another producer are never served.
+        clock: seconds of the recording that is replayed; None: tiers use the system's time.
+        recorded_s: length of that recording; 0: it has no times.
         shared_fingerprint: returns the fingerprint for tiers that several machines share, given the user's
             name of the weights (or an empty text). It is equal on all machines that compute equal bytes for
             equal keys. Raises `ConfigError` if the weights cannot be identified.
@@ -65,6 +67,8 @@ class TierOwner:
     reports_paths: bool = True
     on_unavailable: Callable[[UnavailableError], None] | None = None
     shared_fingerprint: Callable[[str], str] | None = None
+    clock: Callable[[], float] | None = None
+    recorded_s: float = 0.0
 
     def handle_unavailable(self, error: UnavailableError) -> None:
         """Report a tier that cannot be opened now, or raise the error."""

@@ -5,6 +5,7 @@ Counts bytes by the hour. Does not know keys or tiers.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping
 from kvoffload.errors import ConfigError
 
 HOUR_S = 3600
+DAY_S = 24 * HOUR_S
 
 _HOURS = 25
 """A day and the current, partial hour, so that no period of 24 hours exceeds the budget."""
@@ -64,6 +66,20 @@ class WriteBudget:
 
     def _hour(self) -> int:
         return int(self._clock()) // HOUR_S
+
+
+def budget_of_recording(max_per_day: float, duration_s: float, clock: Callable[[], float]) -> WriteBudget:
+    """Create the budget of a replay of `duration_s` seconds: at most ``max_per_day * duration_s / DAY_S``.
+
+    A budget of a whole day would never bind in a recording of minutes. The budget of a longer recording is
+    divided into equal periods of at most the 25 hours for which a `WriteBudget` remembers a write.
+
+    Args:
+        max_per_day: in any unit that `WriteBudget.spend` then gets, such as blocks.
+        clock: seconds of the recording.
+    """
+    periods = max(1, math.ceil(duration_s / (_HOURS * HOUR_S)))
+    return WriteBudget(int(max_per_day * min(1.0, duration_s / periods / DAY_S)), clock)
 
 
 def _steady_clock() -> Callable[[], float]:

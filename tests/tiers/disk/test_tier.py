@@ -249,6 +249,8 @@ def test_admission_is_its_own(tmp_path: Path) -> None:
     assert disk.write(NUMBERS) == []
     assert disk.tier.stats().refused == 10
     disk.use(NUMBERS)
+    assert disk.write(NUMBERS) == [], "the first offer had no request and is no reference"
+    disk.use(NUMBERS)
     assert disk.write(NUMBERS) == NUMBERS
     disk.tier.close()
 

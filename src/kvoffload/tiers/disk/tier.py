@@ -53,6 +53,7 @@ from kvoffload.tiers.disk.slab import (
     Outcomes,
     Positions,
 )
+from kvoffload.tiers.offer import admitted_rows, prepare_offer
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
@@ -270,6 +271,11 @@ class DiskTier(SecondaryTier):
         record = self._request_of(request) if request is not None else None
         self._follow_file_growth(len(keys))
         accepted = np.zeros(len(keys), np.bool_)
+        context = record.context if record is not None else None
+        at, num_refused = admitted_rows(self._manager, keys, context)
+        self._counts.refused += num_refused
+        if len(at) < len(keys):
+            keys = keys.take(at)
         missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
         room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
         if self._write_budget is not None:
@@ -279,7 +285,7 @@ class DiskTier(SecondaryTier):
             keys = keys[: missing[room]]
         if min(len(missing), room) == 0:
             return NO_JOB, accepted
-        plan = self._manager.prepare_store(keys, record.context if record is not None else None)
+        plan = prepare_offer(self._manager, keys, context)
         if plan is None or len(plan.slots) == 0:
             return NO_JOB, accepted
         if len(plan.evicted):
@@ -290,12 +296,13 @@ class DiskTier(SecondaryTier):
         self._placement.renew(plan.slots)
         if record is not None:
             record.written.append(self._placement.generation[plan.slots])
-        accepted[plan.rows] = True
+        rows_of_plan = at[plan.rows]
+        accepted[rows_of_plan] = True
         count = len(plan.slots)
         self._num_queued += count
         if self._write_budget is not None:
             self._write_budget.spend(count * self.stored_bytes)
-        job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[plan.rows])
+        job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[rows_of_plan])
         return job, accepted
 
     @property
@@ -355,7 +362,7 @@ class DiskTier(SecondaryTier):
             free=blocks.free,
             in_flight=blocks.writing + blocks.ready - blocks.evictable,
             evicted=blocks.evicted,
-            refused=blocks.refused,
+            refused=counts.refused + blocks.refused,
             dropped=counts.dropped + blocks.dropped,
             bytes_written=counts.written * self.block_bytes,
             bytes_read=counts.read * self.block_bytes,

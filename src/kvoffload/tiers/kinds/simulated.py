@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvoffload.errors import ConfigError
+from kvoffload.settings.read import NotNegative
 from kvoffload.tiers.simulated import SimulatedTier
 from kvoffload.tiers.spec import SizedTierOptions, TierOwner
+from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOptions(SizedTierOptions):
-    """Options of a simulated tier, for replays of decisions, sweeps and plans."""
+    """Options of a simulated tier, for replays of decisions, sweeps and plans.
+
+    Attributes:
+        max_write_blocks_per_day: as a disk's ``max_write_bytes_per_day``, in blocks of the trace; None for no
+            limit. A recording gets the part of its length (`budget_of_recording`).
+    """
 
     name = "simulated"
     keeps_blocks = False
+
+    max_write_blocks_per_day: NotNegative | None = None
 
     def open(self, owner: TierOwner) -> SimulatedTier:
         if not owner.counts_blocks:
@@ -25,4 +35,17 @@ class SimulatedOptions(SizedTierOptions):
             block_bytes=owner.block_bytes,
             policy=self.policy,
             admission=self.admission,
+            write_budget=self.write_budget(owner.recorded_s, owner.clock),
         )
+
+    def write_budget(self, recorded_s: float, clock: Callable[[], float] | None) -> WriteBudget | None:
+        """Create the write budget of a replay, in blocks; None without a limit.
+
+        Raises: `ConfigError` if the recording has no times.
+        """
+        if self.max_write_blocks_per_day is None:
+            return None
+        if clock is None or not recorded_s:
+            why = "the recording has no times; leave the limit out"
+            raise ConfigError("max_write_blocks_per_day", self.max_write_blocks_per_day, why)
+        return budget_of_recording(self.max_write_blocks_per_day, recorded_s, clock)
