@@ -52,8 +52,8 @@ MAY_IMPORT = {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "integrations": {
-        *("tiering", "tiers", "traces", "transfer", "model", "admission", "core", "structures", "settings"),
-        *("errors", "text", "_version"),
+        *("tiering", "tiers", "traces", "transfer", "node", "model", "admission", "core", "structures"),
+        *("settings", "errors", "text", "_version"),
     },
     "cli": {
         *("integrations", "calibration", "canary", "model", "pages", "plan", "sweep", "simulate", "replay"),

@@ -290,6 +290,12 @@ class OffloadingManager:
         """
         return self._pin(keys, None, "pin")
 
+    def pin_ready(self, keys: Sequence[bytes]) -> tuple[LoadPlan, npt.NDArray[np.intp]]:
+        """Pin the blocks that are ready, as `pin`; return the plan and the rows of its blocks in `keys`."""
+        batch = self.pack(keys)
+        rows = np.flatnonzero(self.ready_slots_of(batch) != ABSENT)
+        return self.pin(batch.take(rows)), rows
+
     def unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """Remove the pins of `pin`; `damaged` as for `complete_load`."""
         self._unpin(plan, damaged, "unpin")

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.node import keeper
@@ -89,6 +90,8 @@ class PoolDirectory:
     ) -> PoolDirectory:
         """Find or create the pool for these facts, and join it as a process of this engine.
 
+        If another process of the engine has joined a pool, the result is that pool.
+
         Args:
             facts: all that must be equal in engines that share the pool; texts and numbers.
             engine_id: equal in all processes of an engine, different in other engines.
@@ -102,6 +105,7 @@ class PoolDirectory:
         path = root / f"{PREFIX}{os.geteuid()}-{pool_name(facts)}"
         with locked(root):
             remove_expired(root)
+            path = _pool_of(engine_id, root) or path
             created = not path.exists()
             if created:
                 _create(path, facts, keep_s)
@@ -230,10 +234,9 @@ class PoolStatus:
         try:
             self.is_used = is_locked(fd, 0, MAX_MEMBERS)
             _check_members(self.path, fd)
-            words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
-            records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
+            records = _records(fd)
             self.pids = [int(records[n, _PID]) for n in range(MAX_MEMBERS) if is_locked(fd, n)]
-            times = words.view(np.float64)
+            times = np.frombuffer(os.pread(fd, 8 * _FIRST_RECORD, 0), np.float64)
             self.keep_s = float(times[_KEEP_AT])
             self.idle_s = 0.0 if self.is_used else max(0.0, time.time() - float(times[_LAST_USED_AT]))
         finally:
@@ -389,12 +392,44 @@ def _check_members(path: Path, fd: int) -> None:
         raise UnavailableError("ram", str(path), why)
 
 
+def _digest(engine_id: str) -> int:
+    return int.from_bytes(hashlib.sha256(engine_id.encode()).digest()[:8], "little") | 1
+
+
+def _records(fd: int) -> npt.NDArray[np.uint64]:
+    """Read the records, ``(MAX_MEMBERS, _RECORD_WORDS)``."""
+    words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
+    return words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
+
+
+def _living_record(fd: int, engine_id: str) -> int | None:
+    """Return the number of this engine if one of its processes has joined and runs."""
+    for number in np.flatnonzero(_records(fd)[:, _ENGINE] == _digest(engine_id)).tolist():
+        if is_locked(fd, number):
+            return int(number)
+    return None
+
+
+def _pool_of(engine_id: str, root: Path) -> Path | None:
+    """Return the pool that another process of this engine has joined."""
+    for pool in pools(root):
+        if pool.pids:
+            fd = _open_members(pool.path)
+            try:
+                if _living_record(fd, engine_id) is not None:
+                    return pool.path
+            finally:
+                os.close(fd)
+    return None
+
+
 def _claim(fd: int, engine_id: str) -> int:
     """Return the number of this engine, and lock it for this process.
 
     The first process of an engine takes a free record. The records of dead engines stay taken until a manager
     has released their blocks.
     """
+<<<<<<< HEAD
     digest = int.from_bytes(hashlib.sha256(engine_id.encode()).digest()[:8], "little") | 1
     words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
     records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
@@ -402,6 +437,13 @@ def _claim(fd: int, engine_id: str) -> int:
         if is_locked(fd, number):
             lock(fd, number)
             return int(number)
+=======
+    number = _living_record(fd, engine_id)
+    if number is not None:
+        lock(fd, number)
+        return number
+    records = _records(fd)
+>>>>>>> 408afca (vLLM: engines of a machine share one RAM pool (ram: size,shared=node), first part)
     free = np.flatnonzero(records[:, _ENGINE] == 0)
     if not len(free):
         raise UnavailableError(
@@ -409,7 +451,7 @@ def _claim(fd: int, engine_id: str) -> int:
         )
     number = int(free[0])
     record = np.zeros(_RECORD_WORDS, np.uint64)
-    record[_ENGINE], record[_PID] = digest, os.getpid()
+    record[_ENGINE], record[_PID] = _digest(engine_id), os.getpid()
     record.view(np.float64)[_JOINED] = time.time()
     lock(fd, number)
     os.pwrite(fd, record.tobytes(), 8 * (_FIRST_RECORD + number * _RECORD_WORDS))

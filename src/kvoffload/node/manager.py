@@ -431,6 +431,7 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "ready_slots_of": lambda self, keys: np.full(len(keys), ABSENT, np.int32),
     "prepare_load": _no_lock_gone,
     "pin": _no_lock_gone,
+    "pin_ready": _no_lock_gone,
     "prepare_store": lambda self, keys, *_, **__: None,
     "take_events": lambda self: [],
 }

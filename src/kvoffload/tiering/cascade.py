@@ -60,7 +60,9 @@ class Cascade:
         if room == 0 or len(keys) == 0:
             return
         ram, memory = self._stack.ram, self._stack.memory
-        offered = ram.pin(keys[:room])
+        offered, _ = ram.pin_ready(keys[:room])
+        if not len(offered):
+            return
         # A tier takes its own checksum of the bytes: damaged bytes must not get a valid checksum.
         sound = memory.verify_slots(offered.keys, offered.slots)
         if not sound.all():

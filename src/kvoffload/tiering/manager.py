@@ -65,6 +65,7 @@ class TieredManager:
             Slow tiers get smaller parts of the share. Reads may reserve as many slots, and a read that runs
             alone twice as many, up to half of RAM.
         clock: monotonic seconds.
+        make_ram_manager: creates the manager of RAM; `NodeManager` for RAM that processes share.
 
     Attributes:
         ram_manager: the `OffloadingManager` of RAM. Calls that concern only RAM are its own methods.
@@ -87,9 +88,10 @@ class TieredManager:
         max_in_flight: float = 0.25,
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        make_ram_manager: Callable[..., OffloadingManager] = OffloadingManager,
         **manager: Any,
     ) -> None:
-        self.ram_manager = OffloadingManager(capacity_blocks, enable_events=enable_events, **manager)
+        self.ram_manager = make_ram_manager(capacity_blocks, enable_events=enable_events, **manager)
         check_stack(self.ram_manager.capacity_blocks, ram, tiers, deadline_s, max_in_flight)
         # A block that RAM's policy refuses reaches no tier, so the user must enable refusal by `write_cost`.
         self.ram_manager.policy_may_refuse &= not tiers or self.ram_manager.policy.write_cost is not None
@@ -125,6 +127,7 @@ class TieredManager:
         self.touch, self.contains, self.pack, self.discard = ram.touch, ram.contains, ram.pack, ram.discard
         self.slots_of, self.ready_slots_of = ram.slots_of, ram.ready_slots_of
         self.prepare_load, self.pin, self.unpin = ram.prepare_load, ram.pin, ram.unpin
+        self.pin_ready = ram.pin_ready
         self.keep, self.stats, self.counters = ram.keep, ram.stats, ram.counters
 
     @property

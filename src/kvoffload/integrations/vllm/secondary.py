@@ -27,13 +27,13 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvoffload import __version__
 from kvoffload.integrations.vllm.scheduler_side.containment import contained
 from kvoffload.integrations.vllm.scheduler_side.lookups import path_of
-from kvoffload.integrations.vllm.scheduler_side.manager import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.scheduler_side.metrics import (
     METRICS_INTERVAL_S,
     TierMetrics,
     tier_definitions,
 )
 from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
+from kvoffload.integrations.vllm.shared.node_pool import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.shared.producer import find_configuration
 from kvoffload.integrations.vllm.shared.tiers import (
     Producer,

@@ -18,6 +18,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
 from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
 from kvoffload.integrations.vllm.shared.logs import join_vllm, logger
+from kvoffload.integrations.vllm.shared.node_pool import join_node_pool
 from kvoffload.integrations.vllm.shared.options import ALWAYS, VLLMOptions, parse_options
 from kvoffload.integrations.vllm.shared.patches import name_failed_loads, own_connector
 from kvoffload.integrations.vllm.shared.pool import SCHEDULER, SharedPool
@@ -96,6 +97,9 @@ class KVOffloadSpec(OffloadingSpec):
         # If all workers hold the same bytes, one worker stores a block, and all workers load it.
         self.replicated_layout = self.facts.replicated
         self._missing: list[str] = []
+        self._node_pool = join_node_pool(
+            self.options, self.facts, self._vllm_config, sees_requests=self._sees_requests
+        )
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
 
@@ -115,6 +119,7 @@ class KVOffloadSpec(OffloadingSpec):
                 blocks_per_chunk=facts.blocks_per_chunk,
                 open_tiers=self._open_tiers if self.options.tiers else None,
                 missing_tiers=self._missing,
+                node_pool=self._node_pool,
             )
             logger.info("%s", self._summary(pool, tokens))
         return self._manager
@@ -131,7 +136,7 @@ class KVOffloadSpec(OffloadingSpec):
                 part,
                 copies,
                 blocks_per_chunk=self.facts.blocks_per_chunk,
-                seal=self.options.verify == ALWAYS,
+                seal=self.options.verification == ALWAYS,
                 auditor=self._auditor(kv_caches, layout, pool, part),
             )
             self._worker.failures_are_named = name_failed_loads(_connector(), self, self._worker)
@@ -178,6 +183,7 @@ class KVOffloadSpec(OffloadingSpec):
             num_parts=1 if self.facts.replicated else self.facts.num_workers,
             part_bytes=part_bytes,
             capacity_bytes=self.options.ram_bytes,
+            node_pool=None if self._node_pool is None else self._node_pool.path,
         )
 
     def _summary(self, pool: SharedPool, tokens_per_block: int) -> str:
@@ -186,7 +192,8 @@ class KVOffloadSpec(OffloadingSpec):
         return (
             f"kvoffload: {pool.num_slots:,} blocks of {tokens_per_block} tokens, room for {tokens:,} tokens "
             f"in {size(pool.num_slots * pool.slot_stride)}; policy {options.policy}, admission "
-            f"{options.admission}, store {options.store}, verification {options.verify}"
+            f"{options.admission}, store {options.store}, verification {options.verification}"
+            + (f", shared in the pool {self._node_pool.path.name}" if self._node_pool is not None else "")
             + (f", {groups} KV groups" if groups > 1 else "")
             + "".join(f", behind it {tier}" for tier in options.tiers)
         )

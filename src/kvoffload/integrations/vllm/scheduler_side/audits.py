@@ -19,7 +19,6 @@ from kvoffload.integrations.vllm.scheduler_side.inflight import InFlight
 from kvoffload.integrations.vllm.scheduler_side.lookups import Request
 from kvoffload.integrations.vllm.shared.options import AuditOptions
 from kvoffload.integrations.vllm.shared.pool import CLOSE, DIFFERENT, EQUAL, UNJUDGED, SharedPool
-from kvoffload.structures.index import ABSENT
 from kvoffload.tiering.manager import AnyManager
 
 RESULTS = {
@@ -99,14 +98,11 @@ class Audits:
         rows = [row for row, key in enumerate(offered) if key in self._due and key not in self._comparing]
         if not rows:
             return None
-        keys = [offered[row] for row in rows]
-        ready = self._manager.ready_slots_of(keys) != ABSENT
-        if not ready.any():
+        plan, ready = self._manager.pin_ready([offered[row] for row in rows])
+        if not len(plan):
             return None
-        chosen = np.array(rows, np.intp)[ready]
-        keys = [offered[row] for row in chosen.tolist()]
-        self._comparing.update(keys)
-        return Audited(chosen, self._manager.pin(keys))
+        self._comparing.update(plan.keys)
+        return Audited(np.array(rows, np.intp)[ready], plan)
 
     def unpin(self, plan: LoadPlan) -> None:
         """Undo `pin`, because the offer will be repeated."""

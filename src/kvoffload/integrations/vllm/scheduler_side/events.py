@@ -7,6 +7,7 @@ from typing import Any
 from vllm.v1.kv_offload import base
 
 from kvoffload.core.plans import LookupResult, OffloadingEvent
+from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.versions import RAM, events
 from kvoffload.tiering.manager import AnyManager
 
@@ -44,5 +45,10 @@ class Events:
                 taken += events(base, missing, True)
         of_tiers, self._of_tiers = self._of_tiers, []
         for event in of_tiers + manager.take_events():
+            if event.is_reset:
+                logger.warning(
+                    "kvoffload: events of other engines were lost; indexes of this engine are too large"
+                )
+                continue
             taken += events(base, list(event.keys), event.removed, event.medium)
         return taken

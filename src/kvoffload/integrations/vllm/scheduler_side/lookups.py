@@ -6,6 +6,7 @@ contains errors.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from itertools import dropwhile, islice
 from typing import Any
@@ -37,6 +38,7 @@ class Request:
         waits_since: the last step in which the request is known to have waited, after a preemption.
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
         first_step: the step of the first lookup of the current wait; None before that lookup.
+        pending_since_s: the time of the first lookup that met a block in flight of a shared pool; else None.
         is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
     """
 
@@ -48,6 +50,7 @@ class Request:
     waits_since: int | None = None
     was_preempted: bool = False
     first_step: int | None = None
+    pending_since_s: float | None = None
     is_audited: bool | None = None
 
     def is_first_lookup(self, step: int) -> bool:
@@ -79,12 +82,23 @@ class Lookups:
     changes: any call that changes the manager must set `ahead` to an empty list. With tiers or verification a
     result belongs to one request, and nothing is looked up ahead.
 
+    Args:
+        deadline_s: longest wait for a block that another engine is writing; None if no other engine does.
+
     Attributes:
         ahead: blocks known to be ready, in reverse order of the expected calls.
     """
 
-    def __init__(self, manager: AnyManager, verifier: Verifier | None, *, tiered: bool) -> None:
+    def __init__(
+        self,
+        manager: AnyManager,
+        verifier: Verifier | None,
+        *,
+        tiered: bool,
+        deadline_s: float | None = None,
+    ) -> None:
         self._manager, self._verifier, self._tiered = manager, verifier, tiered
+        self._deadline_s = deadline_s
         self.ahead: list[bytes] = []
         self._ahead_of: Request | None = None
 
@@ -96,6 +110,11 @@ class Lookups:
                 state = self._verifier.lookup(key, request.checks, request.ctx)
             elif request.reach and not self._tiered:
                 self._look_ahead(key, request)
+        elif state is LookupResult.HIT_PENDING and self._deadline_s is not None:
+            now = time.monotonic()
+            request.pending_since_s = request.pending_since_s or now
+            if now - request.pending_since_s > self._deadline_s:
+                state = _MISS
         # No dictionary for the common results: hashing an enum member runs Python code.
         return _VLLM_HIT if state is _HIT else _VLLM_MISS if state is _MISS else _ANSWERS[state]
 

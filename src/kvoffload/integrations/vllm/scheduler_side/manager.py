@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 from kvoffload.core import manager as core
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan, StorePlan
+from kvoffload.errors import ConfigError, GoneError
 from kvoffload.integrations.vllm.scheduler_side.audits import Audited, Audits
 from kvoffload.integrations.vllm.scheduler_side.containment import Method, T, contained
 from kvoffload.integrations.vllm.scheduler_side.events import Events
@@ -34,6 +36,7 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
 from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
+from kvoffload.integrations.vllm.shared.node_pool import USUAL_KEY_BYTES
 from kvoffload.integrations.vllm.shared.options import ALWAYS, DROP, STOP, VLLMOptions
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.shared.tiers import (
@@ -47,11 +50,10 @@ from kvoffload.integrations.vllm.shared.tiers import (
     tier_counts,
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
+from kvoffload.node.directory import PoolDirectory
+from kvoffload.node.manager import NodeManager
 from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
-
-USUAL_KEY_BYTES = 36
-"""Bytes of a SHA-256 and the number of the KV group. With another hash the first key gives the length."""
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and vLLM does not repeat the offer."""
@@ -98,6 +100,7 @@ class KVOffloadManager(OffloadingManager):
         tokens_per_block: tokens in a block, for events. blocks_per_chunk: engine blocks in a slot.
         open_tiers: opens the tiers behind RAM, given the bytes of a block and of a key.
         missing_tiers: places of tiers that could not be opened, which a reset does not reach.
+        node_pool: the pool that this engine shares with other engines; None for its own pool.
 
     Attributes:
         core: the manager that decides.
@@ -118,12 +121,14 @@ class KVOffloadManager(OffloadingManager):
         blocks_per_chunk: int = 1,
         open_tiers: Callable[[int, int], list[SecondaryTier]] | None = None,
         missing_tiers: Sequence[str] = (),
+        node_pool: PoolDirectory | None = None,
     ) -> None:
         self.broken = False
         self.num_lost = 0
         self.metrics = Metrics()
         self._log, self._events = rate_limited_log(), Events()
-        self._options, self._pool, self._sealing = options, pool, options.verify == ALWAYS
+        self._options, self._pool, self._sealing = options, pool, options.verification == ALWAYS
+        self._node_pool = node_pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._blocks_per_chunk = blocks_per_chunk
         self._open_tiers, self._missing_tiers = open_tiers, missing_tiers
@@ -149,6 +154,11 @@ class KVOffloadManager(OffloadingManager):
             "enable_events": self._enable_events,
             "block_size": self._tokens_per_block,
         }
+        make_ram_manager: Callable[..., core.OffloadingManager] = core.OffloadingManager
+        if self._node_pool is not None:
+            if key_bytes != USUAL_KEY_BYTES:
+                raise ConfigError("ram", "shared", f"keys have {key_bytes} bytes; needed: {USUAL_KEY_BYTES}")
+            make_ram_manager = partial(NodeManager, directory=self._node_pool)
         if self._tiered is not None:
             self._tiered.close()
             self._tiered = None
@@ -164,16 +174,22 @@ class KVOffloadManager(OffloadingManager):
                 tiers=tiers,
                 deadline_s=options.tier_deadline_s,
                 recompute_s_per_block=self._recompute_s_per_block(),
+                make_ram_manager=make_ram_manager,
                 **given,
             )
-        self.core: AnyManager = self._tiered or core.OffloadingManager(pool.num_slots, **given)
+        self.core: AnyManager = self._tiered or make_ram_manager(pool.num_slots, **given)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
             self._verifier = Verifier(self.core, self._pool, self._on_damage)
         if options.audit is not None:
             self.audits = Audits(options.audit, self.core, pool)
-        self._lookups = Lookups(self.core, self._verifier, tiered=self._tiered is not None)
+        self._lookups = Lookups(
+            self.core,
+            self._verifier,
+            tiered=self._tiered is not None,
+            deadline_s=None if self._node_pool is None else options.tier_deadline_s,
+        )
 
     def _recompute_s_per_block(self) -> float | None:
         tokens_per_s = self._options.recompute_tokens_per_s
@@ -210,10 +226,15 @@ class KVOffloadManager(OffloadingManager):
         """Record, before the first lookup, that a LoRA adapter computes the request.
 
         Keys contain the adapter's name and path, not its contents. The request loads from no tier, unless
-        the user has named the weights for every tier.
+        the user has named the weights for every tier. From a pool that engines share it loads and stores
+        nothing.
         """
-        if not all(is_named(tier) for tier in self._options.tiers):
+        if self._node_pool is not None or not all(is_named(tier) for tier in self._options.tiers):
             self._arrival(request_id).has_adapter = True
+
+    def _is_kept_out(self, req_context: Any) -> bool:
+        """Return True for a request with an adapter, if engines with other adapters share the pool."""
+        return self._node_pool is not None and self._arrivals.get(req_context.req_id, _UNKNOWN).has_adapter
 
     def _arrival(self, request_id: str) -> Arrival:
         arrival = self._arrivals.get(request_id)
@@ -283,7 +304,7 @@ class KVOffloadManager(OffloadingManager):
         if ahead and ahead[-1] is key:
             ahead.pop()
             return VLLMResult.HIT
-        if self.broken:
+        if self.broken or self._is_kept_out(req_context):
             return VLLMResult.MISS
         # `contained`, inlined: vLLM calls this for each block, and a wrapper costs as much as the lookup.
         try:
@@ -308,6 +329,8 @@ class KVOffloadManager(OffloadingManager):
     @_contained((0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """Return the number of ready leading blocks, and True if the next block may soon be ready."""
+        if self._is_kept_out(req_context):
+            return 0, False
         request = self._request(req_context, keys)
         if request.may_run(self._step):
             request.wait_again(self._step)
@@ -351,7 +374,12 @@ class KVOffloadManager(OffloadingManager):
         """Pin blocks for which `lookup` has returned HIT."""
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP
-        plan = self.core.prepare_load(list(keys), request.ctx)
+        try:
+            plan = self.core.prepare_load(list(keys), request.ctx)
+        except GoneError as error:  # another engine has reset the shared pool: a failed load
+            self._log.warn("gone", "kvoffload: blocks left the shared pool before their load: %s", error)
+            self._release(request)
+            return SlotsSpec(np.full(len(keys), -1, np.int32))
         self._loads.add(plan, keys)
         self._release(request)
         self.metrics.counts["hit_blocks"] += len(plan)
@@ -371,7 +399,7 @@ class KVOffloadManager(OffloadingManager):
     @_contained(_NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
         """Choose the offered blocks to store. None: store nothing now; vLLM may offer the blocks again."""
-        if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated:
+        if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated or self._is_kept_out(req_context):
             return _NOTHING
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP  # vLLM offers blocks of running requests, after a step
@@ -582,6 +610,9 @@ class KVOffloadManager(OffloadingManager):
             self._verifier.close()
         if self._tiered is not None:
             self._tiered.close()
+        ram = self.core.ram_manager if isinstance(self.core, TieredManager) else self.core
+        if isinstance(ram, NodeManager):
+            ram.close()
         self._pool.close()
 
     def stop_after_error(self, method: str) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
+from kvoffload.errors import GoneError
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.tiering.manager import AnyManager
 from kvoffload.tiers.contract import Checksums
@@ -55,7 +56,10 @@ class Verifier:
         if check is None:
             if self._held >= self._limit:
                 return LookupResult.MISS
-            plan = self._manager.prepare_load([key], ctx)
+            try:
+                plan = self._manager.prepare_load([key], ctx)
+            except GoneError:
+                return LookupResult.MISS
             check = checks.by_key[key] = _Check(key, plan, plan.keys.digests)
             self._held += 1
             self._thread.submit(self._verify, check)

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
@@ -19,9 +19,20 @@ from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.settings.layers import OF_ENGINES, gathered
-from kvoffload.settings.read import Count, Positive, Size, convert, option_names, read_options
+from kvoffload.settings.read import (
+    Count,
+    Duration,
+    NotNegative,
+    OneOf,
+    Positive,
+    Size,
+    convert,
+    option_names,
+    read_options,
+)
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
 
+T = TypeVar("T")
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
@@ -69,14 +80,7 @@ class _AuditParser:
             given = {name: setting for name, _, setting in pairs}
         if not isinstance(given, Mapping):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        try:
-            options = read_options(AuditOptions, given, field)
-        except CombinedConfigError as several:
-            problems = [
-                ConfigError(f"{field}.{problem.field}", problem.value, problem.allowed)
-                for problem in several.problems
-            ]
-            raise (problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)) from None
+        options = within(field, AuditOptions, given)
         if not options.share and not options.first:
             raise ConfigError(
                 field, value, "it audits nothing: give share or first; allowed: " + self.allowed
@@ -87,16 +91,67 @@ class _AuditParser:
 Audit: TypeAlias = Annotated[AuditOptions, _AuditParser()]
 
 
+NODE = "node"
+
+
+@dataclass(frozen=True)
+class RamOptions:
+    """RAM for blocks: ``64GiB``, ``64GiB,shared=node``, or ``{"size": "64GiB", "shared": "node"}``.
+
+    Attributes:
+        size: bytes, for all workers of the engine together, as vLLM counts.
+        shared: ``node``: all engines of this user on this machine with equal blocks share one pool of this
+            size. Empty: the engine has its own pool.
+        keep_s: seconds for which a shared pool survives its last engine; 0 removes it at once.
+    """
+
+    size: Size
+    shared: Annotated[str, OneOf((NODE,))] | None = None
+    keep_s: NotNegative = field(default=600.0, metadata={"option": "keep"})
+
+
+class _RamParser:
+    allowed = "bytes, or a size such as 64GiB; for one pool for all engines of a machine 64GiB,shared=node"
+
+    def parse(self, field: str, value: object) -> RamOptions:
+        if isinstance(value, RamOptions):
+            return value
+        if isinstance(value, str) and "," in value:
+            first, *others = value.split(",")
+            value = {"size": first, **dict(other.partition("=")[::2] for other in others)}
+        if not isinstance(value, Mapping):
+            return RamOptions(convert(field, value, Size))
+        given = {**value}
+        if (keep := given.get("keep")) not in (None, 0, "0"):
+            given["keep"] = convert(f"{field}.keep", keep, Duration)
+        return within(field, RamOptions, given)
+
+
+def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
+    """Read options that are the value of the option `field`; errors name ``field.option``."""
+    try:
+        return read_options(options, given, field)
+    except CombinedConfigError as several:
+        problems = [
+            ConfigError(f"{field}.{problem.field}", problem.value, problem.allowed)
+            for problem in several.problems
+        ]
+        raise (problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)) from None
+
+
+Ram: TypeAlias = Annotated[RamOptions, _RamParser()]
+
+
 @dataclass(frozen=True)
 class VLLMOptions:
     """The user's options, checked.
 
     Attributes:
-        ram_bytes: bytes of RAM, for all workers of the engine together, as vLLM counts.
+        ram: the RAM pool.
         policy: a name, ``module:Class`` or ``path/to/file.py:Class``; importable.
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
-        verify: ``always``, ``tiers`` or ``never``.
+        verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
         prompt_only: leave out blocks computed after the prompt. True is vLLM's default, too.
         blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM reads this option and
             `tokens_per_chunk`, and its configuration has the result.
@@ -111,11 +166,11 @@ class VLLMOptions:
         record_max_bytes: size limit of the recording.
     """
 
-    ram_bytes: Size = field(metadata={"option": "ram"})
+    ram: Ram
     policy: PolicyName = DEFAULT_POLICY
     admission: AdmissionName = DEFAULT_ADMISSION
     store: StoreName = ON_COMPUTE
-    verify: _Verify = "tiers"
+    verify: _Verify | None = None
     prompt_only: bool = True
     blocks_per_chunk: Count | None = None
     tokens_per_chunk: Count | None = field(default=None, metadata={"option": "block_size"})
@@ -126,6 +181,16 @@ class VLLMOptions:
     audit: Audit | None = None
     record: str | None = None
     record_max_bytes: Size = 2**30
+
+    @property
+    def ram_bytes(self) -> int:
+        """Bytes of RAM, for all workers of the engine together."""
+        return self.ram.size
+
+    @property
+    def verification(self) -> str:
+        """The verification that applies: `verify`, or its default."""
+        return self.verify or (ALWAYS if self.ram.shared else TIERS)
 
 
 ONE_BY_ONE = f"with store {ON_DEVICE_EVICTION} allowed: one engine block, because the GPU drops single blocks"
@@ -179,6 +244,12 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
         VLLMOptions, given, WHERE, other_names=VLLMS_NAMES, also_known=_ALSO_KNOWN, problems=problems
     )
     problems = list(_wrong_in_engines(options.tiers))
+    if options.ram.shared and options.verification != ALWAYS:
+        why = f"with shared RAM allowed: {ALWAYS}, because other processes write the blocks"
+        problems.append(ConfigError("verify", options.verify, why))
+    if options.ram.shared and options.store != ON_COMPUTE:
+        why = f"with shared RAM allowed: {ON_COMPUTE}, because {ON_DEVICE_EVICTION} follows one device"
+        problems.append(ConfigError("store", options.store, why))
     if options.store == ON_DEVICE_EVICTION and (options.blocks_per_chunk or 1) > 1:
         problems.append(ConfigError("blocks_per_chunk", options.blocks_per_chunk, ONE_BY_ONE))
     if options.record is not None and not (

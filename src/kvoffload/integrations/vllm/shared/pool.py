@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared import first_touch
+from kvoffload.node.directory import SLOTS, locked
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums
@@ -39,7 +40,7 @@ SCHEDULER = 0
 """Member number of the scheduler, which has no part in a slot. Rank `r` is member ``1 + r``."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000002
 _PAGE = mmap.PAGESIZE
-_MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _FIRST_MEMBER = range(7)
+_MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _FIRST_MEMBER = range(8)
 """Words of the header. From `_FIRST_MEMBER` on each process has a word: 0, or its pid and state bits."""
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
@@ -97,6 +98,7 @@ class SharedPool:
         part_bytes: int,
         capacity_bytes: int,
         directory: Path = SHARED_MEMORY,
+        node_pool: Path | None = None,
     ) -> SharedPool:
         """Find the pool of this engine, or create it.
 
@@ -105,12 +107,15 @@ class SharedPool:
             member: number of this process in the engine, from 0 to ``num_members - 1``.
             num_parts: parts of a slot. part_bytes: bytes of a part that this process needs at least.
             capacity_bytes: memory for slots, all parts together.
+            node_pool: the directory of a pool that several engines share; None for a pool of this engine.
 
         Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
         Cost: a worker allocates its memory at once (`first_touch.take`), because a lack of memory later would
         kill the process. Other members and other engines do not wait for that.
         """
+        if node_pool is not None:
+            return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
         with _locked(directory):
             _remove_abandoned(directory)
@@ -132,6 +137,35 @@ class SharedPool:
             pool._members[member] |= _IS_READY
             if (pool._members & _IS_READY).all():
                 pool.path.unlink(missing_ok=True)
+        return pool
+
+    @classmethod
+    def _attach_shared(
+        cls, node_pool: Path, member: int, num_parts: int, part_bytes: int, capacity_bytes: int
+    ) -> SharedPool:
+        """Find or create the slots of a pool that several engines share.
+
+        The first process allocates all memory; the others wait for it. The file has no members: the pool's
+        directory counts them.
+        """
+        path = node_pool / SLOTS
+        with locked(node_pool.parent):
+            if path.exists():
+                pool = cls(path, _open_own(path, os.O_RDWR))
+            else:
+                pool = cls._make(
+                    path, (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts), 0
+                )
+        fcntl.flock(pool._fd, fcntl.LOCK_EX)  # waits while another process allocates
+        try:
+            pool._join(member, (0, num_parts), part_bytes)
+            if not pool._header[_IS_ALLOCATED]:
+                pool._take(SCHEDULER, is_maker=True)
+                pool._header[_IS_ALLOCATED] = 1
+        except ConfigError:
+            pool.close()
+            raise
+        fcntl.flock(pool._fd, fcntl.LOCK_UN)
         return pool
 
     @classmethod
@@ -158,7 +192,8 @@ class SharedPool:
         try:
             first_touch.take(self._fd, address, spans, first_touch.num_threads(num_workers))
         except (OSError, RuntimeError) as error:
-            self._members[member] |= _HAS_NO_MEMORY
+            if self.num_members:
+                self._members[member] |= _HAS_NO_MEMORY
             self.path.unlink(missing_ok=True)
             self.close()
             raise ConfigError("ram", size(self._num_bytes), str(error)) from error
@@ -261,7 +296,7 @@ class SharedPool:
                 self.path.name,
                 "an engine with this id has more or fewer workers; allowed: a different id for each engine",
             )
-        if self._members[member]:
+        if self.num_members and self._members[member]:
             raise ConfigError(
                 "engine_id",
                 self.path.name,
@@ -275,7 +310,8 @@ class SharedPool:
                 f"a block of this worker is larger than the first worker's {self.part_bytes} bytes; "
                 "pipeline stages of different size cannot share a pool",
             )
-        self._members[member] = os.getpid()
+        if self.num_members:
+            self._members[member] = os.getpid()
 
 
 def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
@@ -326,7 +362,7 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
 def _promised_bytes(directory: Path) -> int:
     """Return the bytes that starting engines have not allocated yet."""
     promised = 0
-    for path in directory.glob(f"{_PREFIX}*"):
+    for path in [*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_PREFIX}*/{SLOTS}")]:
         with contextlib.suppress(OSError):
             status = path.stat()
             # Files of other users may have any size. Only their allocated pages count, as used memory.

@@ -1,0 +1,69 @@
+"""The pool that engines of a machine share (``ram: {"shared": "node"}``): the engines that may share it.
+
+Owns the facts that must be equal in these engines. Decides nothing about blocks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from kvoffload.integrations.vllm.shared.logs import logger
+from kvoffload.integrations.vllm.shared.options import VLLMOptions
+from kvoffload.integrations.vllm.shared.tiers import Producer, fingerprint
+from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, EngineFacts, minor
+from kvoffload.node.directory import PoolDirectory, pools
+from kvoffload.text import size
+
+USUAL_KEY_BYTES = 36
+"""Bytes of a SHA-256 and the number of the KV group. With another hash the first key gives the length."""
+_LONG_HASHES = ("sha256", "sha256_cbor")
+
+
+def join_node_pool(
+    options: VLLMOptions, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool
+) -> PoolDirectory | None:
+    """Join the pool for engines like this one; None, with the reason in the log, if it cannot share its RAM.
+
+    All processes of an engine get the same result. Raises as `PoolDirectory.join`.
+    """
+    if not options.ram.shared:
+        return None
+    if why := _why_not_shared(facts, vllm_config, sees_requests=sees_requests):
+        logger.error(
+            "kvoffload: RAM is NOT shared: %s; this engine has its own pool of %s",
+            why,
+            size(options.ram_bytes),
+        )
+        return None
+    producer = Producer.of(facts, vllm_config, sees_requests=sees_requests)
+    equal = {
+        "policy": options.policy,
+        "ram_bytes": options.ram_bytes,
+        "blocks_per_chunk": facts.blocks_per_chunk,
+        "producer": fingerprint(producer),
+    }
+    pool = PoolDirectory.join(equal, facts.engine_id, keep_s=options.ram.keep_s)
+    for other in pools(pool.path.parent):
+        differing = [name for name, value in equal.items() if other.facts.get(name) != value]
+        if other.path != pool.path and other.pids and differing:
+            logger.info(
+                "kvoffload: RAM is not shared with the pool %s: %s differs",
+                other.name,
+                " and ".join(differing),
+            )
+    return pool
+
+
+def _why_not_shared(facts: EngineFacts, vllm_config: Any, *, sees_requests: bool) -> str:
+    """Return the reason why other processes cannot use this engine's blocks; "" if they can."""
+    if vllm_config is None:
+        return "vLLM's configuration was not found, so blocks of another configuration could be served"
+    version = str(facts.identity.get("vllm", ""))
+    number, seed = minor(version), os.getenv("PYTHONHASHSEED", "random")
+    if number is not None and number < SINCE_STEADY_KEYS and not seed.isdigit():
+        return f"vLLM {version} seeds its keys differently in each process; set PYTHONHASHSEED to a number"
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    if algorithm not in _LONG_HASHES:
+        return f"--prefix-caching-hash-algo is {algorithm}; allowed: {', '.join(_LONG_HASHES)}"
+    return Producer.of(facts, vllm_config, sees_requests=sees_requests).not_kept(False)
