@@ -1,0 +1,95 @@
+"""Two vLLM servers on one pool of a machine: tokens equal to no offloading, hits across engines, kills."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.node.directory import PoolStatus, locked, pools
+
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from support.vllm_api_server import Server, kill, running
+from support.vllm_traffic import Expected
+
+# vLLM's warnings are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FOUR = 4
+"""Prompts of nine whole blocks each; an engine has room for two of them."""
+HITS, STORED = "vllm:kvoffload_hit_blocks_total", "vllm:kvoffload_stored_blocks_total"
+SHARED = {"ram": {"size": "16MiB", "shared": "node", "keep": "10min"}}
+
+
+def pools_of(model: Path) -> list[PoolStatus]:
+    return [pool for pool in pools() if str(model) in str(pool.facts)]
+
+
+@pytest.fixture
+def model(llama: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the tiny model, whose path names the pools of one test."""
+    path = tmp_path / "model"
+    shutil.copytree(llama, path)
+    yield path
+    for pool in pools_of(path):
+        with locked(pool.path.parent):
+            shutil.rmtree(pool.path)
+
+
+@contextlib.contextmanager
+def server_of(model: Path, log: Path, **options: Any) -> Iterator[tuple[Server, Any]]:
+    """A server with its own engine id, before the pool of the model."""
+    extra = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "policy": "arc"}
+    connector = {"engine_id": log.stem, "kv_connector_extra_config": {**extra, **SHARED, **options}}
+    with running(model, log, connector=connector, environment={"PYTHONHASHSEED": "0"}) as pair:
+        yield pair
+
+
+def test_two_servers_share_one_pool(model: Path, on_llama: Expected, tmp_path: Path) -> None:
+    """The second server's first request hits; a kill of one leaves the other correct; a restart hits."""
+    prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
+    with server_of(model, tmp_path / "second.log") as (second, _):
+        with server_of(model, tmp_path / "first.log") as (first, process):
+            assert [first.stream(prompt) for prompt in prompts] == answers
+            first.serve_until(STORED, 9 * FOUR, prompts[:1])
+            [pool] = pools_of(model)
+            assert len(pool.pids) == 2
+            assert second.stream(prompts[0]) == answers[0]
+            assert second.serve_until(HITS, 9, prompts[:1]).get(STORED, 0) == 0, "nothing was computed again"
+            with ThreadPoolExecutor(2 * FOUR) as clients:
+                cut_off = [clients.submit(first.stream, prompt) for prompt in prompts]
+                served = [clients.submit(second.stream, prompt) for prompt in prompts]
+                kill(process)
+                assert [future.result() for future in served] == answers
+            for future, answer in zip(cut_off, answers, strict=True):
+                tokens = [] if future.exception() else future.result()
+                assert tokens == answer[: len(tokens)], "every stream has ended, none with a wrong token"
+        with ThreadPoolExecutor(FOUR) as clients:
+            for _ in range(3):
+                assert [*clients.map(second.stream, prompts)] == answers
+    [pool] = pools_of(model)
+    assert pool.pids == []
+    with server_of(model, tmp_path / "third.log") as (third, _):
+        assert third.stream(prompts[0]) == answers[0]
+        third.serve_until(HITS, 9, prompts[:1])
+    for log in tmp_path.glob("*.log"):
+        assert "shared in the pool" in log.read_text()
+        assert "internal error" not in log.read_text()
+
+
+def test_engines_with_other_blocks_have_their_own_pool(
+    model: Path, on_llama: Expected, tmp_path: Path
+) -> None:
+    prompts, answers = on_llama.prompts[:1], on_llama.answers[:1]
+    with server_of(model, tmp_path / "arc.log") as (arc, _):
+        assert [arc.stream(prompt) for prompt in prompts] == answers
+        with server_of(model, tmp_path / "lru.log", policy="lru") as (lru, _):
+            assert [lru.stream(prompt) for prompt in prompts] == answers
+            assert len(pools_of(model)) == 2
+            assert lru.metrics().get(HITS, 0) == 0
+    assert "policy differs" in (tmp_path / "lru.log").read_text()
