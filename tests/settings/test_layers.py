@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.integrations.vllm.shared.options import VLLMOptions, parse_options
+from kvoffload.integrations.vllm.shared.options import RamOptions, VLLMOptions, parse_options
 from kvoffload.settings.layers import gathered
 from kvoffload.settings.read import convert, possible_values, read_options
 from kvoffload.tiers.kinds.disk import DiskOptions
@@ -50,7 +50,7 @@ def test_what_is_given_wins_over_the_environment_and_that_over_the_file(
 
 def test_the_option_names_a_file(file: Path) -> None:
     assert parse_options({"config": str(file)}) == VLLMOptions(
-        2 << 30,
+        RamOptions(2 << 30),
         "s3fifo,small_share=0.2",
         tiers=(DiskOptions(path=("/ssd/kv",), capacity="500GiB", policy="arc"),),
     )

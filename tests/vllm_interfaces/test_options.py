@@ -14,7 +14,13 @@ from kvoffload.core.admission import ADMISSIONS, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
-from kvoffload.integrations.vllm.shared.options import NAMES, AuditOptions, VLLMOptions, parse_options
+from kvoffload.integrations.vllm.shared.options import (
+    NAMES,
+    AuditOptions,
+    RamOptions,
+    VLLMOptions,
+    parse_options,
+)
 from kvoffload.tiers.disk.lock import DirectoryLock
 from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
@@ -35,10 +41,22 @@ def message(**given: Any) -> str:
 
 
 def test_defaults() -> None:
-    assert parse_options({"ram": 4096}) == VLLMOptions(4096)
+    assert parse_options({"ram": 4096}) == VLLMOptions(RamOptions(4096))
     options = parse_options({"cpu_bytes_to_use": "64GiB", "spec_name": "KVOffloadSpec"})
     assert (options.ram_bytes, options.policy, options.admission) == (2**36, "lru", "all")
-    assert (options.store, options.verify, options.prompt_only) == ("on-compute", "tiers", True)
+    assert (options.store, options.verification, options.prompt_only) == ("on-compute", "tiers", True)
+
+
+def test_ram_that_engines_share() -> None:
+    shared = RamOptions(2**30, "node", 60.0)
+    for value in ({"size": "1GiB", "shared": "node", "keep": "1min"}, "1GiB,shared=node,keep=60"):
+        options = parse_options({"ram": value})
+        assert (options.ram, options.ram_bytes, options.verification) == (shared, 2**30, "always")
+    assert parse_options({"ram": "1GiB,shared=node,keep=0"}).ram.keep_s == 0.0
+    assert "ram.shared: 'host' is invalid; allowed: node" in message(ram="1GiB,shared=host")
+    assert "ram.keep: 'ever' is invalid; allowed: seconds" in message(ram="1GiB,shared=node,keep=ever")
+    assert "because other processes write the blocks" in message(ram="1GiB,shared=node", verify="tiers")
+    assert "follows one device" in message(ram="1GiB,shared=node", store="on-device-eviction")
 
 
 def test_the_audit_as_a_table_or_as_text() -> None:

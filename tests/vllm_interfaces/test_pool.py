@@ -24,8 +24,8 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared import first_touch
-from kvoffload.integrations.vllm.shared import pool as pool_module
-from kvoffload.integrations.vllm.shared.pool import SHARED_MEMORY, SharedPool, _promised_bytes
+from kvoffload.integrations.vllm.shared.pool import SharedPool, _promised_bytes
+from kvoffload.node.directory import SHARED_MEMORY, locked
 from kvoffload.structures.keys import Keys
 from support.letters import keys, make, store
 from support.timeouts import HANGS_S
@@ -206,12 +206,12 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
 
     def second() -> None:
         waiting.set()
-        with pool_module._locked(tmp_path):
+        with locked(tmp_path):
             order.append("second")
             (lock,) = tmp_path.iterdir()
             assert lock.stat().st_nlink == 1
 
-    with pool_module._locked(tmp_path):
+    with locked(tmp_path):
         (path,) = tmp_path.iterdir()
         waits_for = os.open(path, os.O_RDWR)
         thread = threading.Thread(target=second)
@@ -220,7 +220,7 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
         order.append("first")
     # Whoever has the removed file has no lock: its name leads elsewhere, or nowhere.
     fcntl.flock(waits_for, fcntl.LOCK_EX)
-    assert not pool_module._is_named(waits_for, path)
+    assert not path.exists() or not os.path.samestat(os.fstat(waits_for), path.lstat())
     os.close(waits_for)
     thread.join(HANGS_S)
     assert order == ["first", "second"]
@@ -230,10 +230,10 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
 LOCKERS = """
 import sys
 from pathlib import Path
-from kvoffload.integrations.vllm.shared import pool
+from kvoffload.node.directory import locked
 directory, inside = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(100):
-    with pool._locked(directory):
+    with locked(directory):
         inside.mkdir()
         inside.rmdir()
 """
@@ -422,8 +422,7 @@ SMALL_MEMORY = """
     import sys
     from pathlib import Path
     from kvoffload.errors import ConfigError
-    from kvoffload.integrations.vllm.shared import pool as pool_module
-    from kvoffload.integrations.vllm.shared.pool import SharedPool
+        from kvoffload.integrations.vllm.shared.pool import SharedPool
 
     directory = Path(sys.argv[1])
     mib = 2**20
@@ -470,7 +469,7 @@ def test_full_shared_memory_is_reported_and_kills_no_process(tmp_path: Path) -> 
 
 def test_no_pool_remains_in_shared_memory() -> None:
     assert SHARED_MEMORY.is_dir()
-    names = [file.name for file in SHARED_MEMORY.glob("kvoffload-*")]
+    names = [file.name for file in SHARED_MEMORY.glob("kvoffload-*") if "-test-" not in file.name]
     abandoned = [name for name in names if not Path(f"/proc/{name.split('-')[-1]}").exists()]
     assert not abandoned, "left by another test; pools of running engines do not count"
 

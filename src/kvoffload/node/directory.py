@@ -298,7 +298,7 @@ def locked(root: Path) -> Iterator[None]:
 
     Raises: `UnavailableError` if another process has held the lock for 30 s, because it is stopped.
     """
-    path = root / f".{PREFIX}{os.geteuid()}.lock"
+    path = root / keeper.lock_name()
     until = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)

@@ -119,7 +119,7 @@ class _RamParser:
         if isinstance(value, str) and "," in value:
             first, *others = value.split(",")
             value = {"size": first, **dict(other.partition("=")[::2] for other in others)}
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or not value:
             return RamOptions(convert(field, value, Size))
         given = {**value}
         if (keep := given.get("keep")) not in (None, 0, "0"):

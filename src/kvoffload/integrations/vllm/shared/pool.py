@@ -16,9 +16,7 @@ import fcntl
 import hashlib
 import mmap
 import os
-import stat
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared import first_touch
-from kvoffload.node.directory import SLOTS, locked
+from kvoffload.node.directory import SHARED_MEMORY, SLOTS, locked, open_own
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums
@@ -35,7 +33,6 @@ from kvoffload.tiers.memory import available_bytes
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
-SHARED_MEMORY = Path("/dev/shm")
 SCHEDULER = 0
 """Member number of the scheduler, which has no part in a slot. Rank `r` is member ``1 + r``."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000002
@@ -117,11 +114,11 @@ class SharedPool:
         if node_pool is not None:
             return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
         digest = hashlib.sha256(engine_id.encode()).hexdigest()[:16]
-        with _locked(directory):
+        with locked(directory):
             _remove_abandoned(directory)
             existing = sorted(directory.glob(f"{_PREFIX}{digest}-*"))
             if existing:
-                fd = _open_own(existing[0], os.O_RDWR)
+                fd = open_own(existing[0], os.O_RDWR)
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 pool = cls(existing[0], fd)
             else:
@@ -133,7 +130,7 @@ class SharedPool:
                 pool.close()
                 raise
         pool._take(member, is_maker=not existing)
-        with _locked(directory):
+        with locked(directory):
             pool._members[member] |= _IS_READY
             if (pool._members & _IS_READY).all():
                 pool.path.unlink(missing_ok=True)
@@ -151,7 +148,7 @@ class SharedPool:
         path = node_pool / SLOTS
         with locked(node_pool.parent):
             if path.exists():
-                pool = cls(path, _open_own(path, os.O_RDWR))
+                pool = cls(path, open_own(path, os.O_RDWR))
             else:
                 pool = cls._make(
                     path, (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts), 0
@@ -370,51 +367,6 @@ def _promised_bytes(directory: Path) -> int:
                 continue
             promised += max(0, status.st_size - 512 * status.st_blocks)
     return promised
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of this user's pools: no other process creates, finds or removes pools meanwhile.
-
-    The lock file is deleted before it is unlocked. A process that waited for the deleted file checks the name
-    and tries again.
-    """
-    path = directory / f".{_PREFIX}{os.geteuid()}.lock"
-    while True:
-        fd = _open_own(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            if not _is_named(fd, path):
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-        finally:
-            os.close(fd)
-
-
-def _is_named(fd: int, path: Path) -> bool:
-    """Return True if this path still names this open file."""
-    try:
-        return os.path.samestat(os.fstat(fd), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _open_own(path: Path, flags: int) -> int:
-    """Open a file of this user. Raises `ConfigError` if another user has created a file with this name."""
-    try:
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise ConfigError("ram", str(path), f"this user cannot open the file ({error.strerror})") from None
-    status = os.fstat(fd)
-    if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        why = f"user {status.st_uid} has created this file; delete it, or ask that user to delete it"
-        raise ConfigError("ram", str(path), why)
-    return fd
 
 
 def _remove_abandoned(directory: Path) -> None:
