@@ -26,7 +26,16 @@ if TYPE_CHECKING:
     )
     from kvoffload.core.policy import BlockwisePolicy, EvictionPolicy
     from kvoffload.core.request import RequestContext
-    from kvoffload.errors import ConfigError, KVOffloadError, MisuseError, PolicyError, TraceError
+    from kvoffload.errors import (
+        ConfigError,
+        GoneError,
+        KVOffloadError,
+        MisuseError,
+        PolicyError,
+        TraceError,
+    )
+    from kvoffload.node.directory import PoolDirectory
+    from kvoffload.node.manager import NodeManager
     from kvoffload.replay.optimum import optimum
     from kvoffload.replay.replay import Replay, ReplayConfig
     from kvoffload.replay.report import ReplayReport
@@ -50,6 +59,7 @@ _HOME = {
     "ConfigError": "errors",
     "DiskTier": "tiers.disk",
     "EvictionPolicy": "core.policy",
+    "GoneError": "errors",
     "Hints": "core.hints",
     "KVOffloadError": "errors",
     "Keys": "structures.keys",
@@ -58,10 +68,12 @@ _HOME = {
     "ManagerStats": "core.plans",
     "MemoryTier": "tiers.memory",
     "MisuseError": "errors",
+    "NodeManager": "node.manager",
     "OffloadKey": "structures.keys",
     "OffloadingEvent": "core.plans",
     "OffloadingManager": "core.manager",
     "PolicyError": "errors",
+    "PoolDirectory": "node.directory",
     "PrefixLookup": "core.plans",
     "Replay": "replay.replay",
     "ReplayConfig": "replay.replay",
@@ -90,6 +102,7 @@ __all__ = [
     "ConfigError",
     "DiskTier",
     "EvictionPolicy",
+    "GoneError",
     "Hints",
     "KVOffloadError",
     "Keys",
@@ -98,10 +111,12 @@ __all__ = [
     "ManagerStats",
     "MemoryTier",
     "MisuseError",
+    "NodeManager",
     "OffloadKey",
     "OffloadingEvent",
     "OffloadingManager",
     "PolicyError",
+    "PoolDirectory",
     "PrefixLookup",
     "Replay",
     "ReplayConfig",

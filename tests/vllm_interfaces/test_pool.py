@@ -406,14 +406,16 @@ def test_memory_that_another_engine_is_about_to_take_is_not_promised_again(
     attach: Callable[..., SharedPool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first engine fits, and half of its workers have allocated their memory."""
-    monkeypatch.setattr(pool_module, "available_bytes", lambda: 15 * 12288)
+    monkeypatch.setattr("kvoffload.integrations.vllm.shared.pool.available_bytes", lambda: 15 * 12288)
     pool = attach(1, "one", part_bytes=4096, capacity_bytes=10 * 8192)
-    monkeypatch.setattr(pool_module, "available_bytes", lambda: 15 * 12288 - 5 * 8192)
+    monkeypatch.setattr(
+        "kvoffload.integrations.vllm.shared.pool.available_bytes", lambda: 15 * 12288 - 5 * 8192
+    )
     with pytest.raises(ConfigError, match="of free memory"):
         attach(1, "other", capacity_bytes=10 * 12288)
     attach(2, "one", part_bytes=4096)
     attach(0, "one", part_bytes=4096)
-    monkeypatch.setattr(pool_module, "available_bytes", lambda: 10 * 12288 + 8192)
+    monkeypatch.setattr("kvoffload.integrations.vllm.shared.pool.available_bytes", lambda: 10 * 12288 + 8192)
     attach(1, "other", capacity_bytes=10 * 12288).close()
     pool.close()
 
@@ -422,7 +424,7 @@ SMALL_MEMORY = """
     import sys
     from pathlib import Path
     from kvoffload.errors import ConfigError
-        from kvoffload.integrations.vllm.shared.pool import SharedPool
+    from kvoffload.integrations.vllm.shared.pool import SharedPool
 
     directory = Path(sys.argv[1])
     mib = 2**20
