@@ -184,7 +184,7 @@ def test_another_user_cannot_keep_an_engine_from_starting(
     attach(1).close()
     os.close(holder)
     assert list(tmp_path.glob(".kvoffload*")) == [], "no lock is left behind"
-    lock = tmp_path / f".kvoffload-{os.geteuid()}.lock"
+    lock = tmp_path / f".kvoffload-node-{os.geteuid()}.lock"
     precious = tmp_path / "precious"
     precious.write_text("data")
     lock.symlink_to(precious)
@@ -194,7 +194,7 @@ def test_another_user_cannot_keep_an_engine_from_starting(
     lock.write_text("")
     somebody_else = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
-    lock.rename(tmp_path / f".kvoffload-{os.geteuid()}.lock")
+    lock.rename(tmp_path / f".kvoffload-node-{os.geteuid()}.lock")
     with pytest.raises(ConfigError, match=r"user .* has created this file"):
         attach(1)
     assert precious.read_text() == "data"

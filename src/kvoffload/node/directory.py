@@ -298,7 +298,7 @@ def locked(root: Path) -> Iterator[None]:
 
     Raises: `UnavailableError` if another process has held the lock for 30 s, because it is stopped.
     """
-    path = root / keeper.lock_name()
+    path = root / f".{PREFIX}{os.geteuid()}.lock"
     until = time.monotonic() + _LOCK_PATIENCE_S
     while True:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)
@@ -429,21 +429,11 @@ def _claim(fd: int, engine_id: str) -> int:
     The first process of an engine takes a free record. The records of dead engines stay taken until a manager
     has released their blocks.
     """
-<<<<<<< HEAD
-    digest = int.from_bytes(hashlib.sha256(engine_id.encode()).digest()[:8], "little") | 1
-    words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
-    records = words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
-    for number in np.flatnonzero(records[:, _ENGINE] == digest).tolist():
-        if is_locked(fd, number):
-            lock(fd, number)
-            return int(number)
-=======
     number = _living_record(fd, engine_id)
     if number is not None:
         lock(fd, number)
         return number
     records = _records(fd)
->>>>>>> 408afca (vLLM: engines of a machine share one RAM pool (ram: size,shared=node), first part)
     free = np.flatnonzero(records[:, _ENGINE] == 0)
     if not len(free):
         raise UnavailableError(
