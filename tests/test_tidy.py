@@ -56,7 +56,18 @@ MAY_IMPORT = {
         *("settings", "errors", "text", "_version"),
     },
     "cli": {
-        *("integrations", "calibration", "canary", "model", "pages", "plan", "sweep", "simulate", "replay"),
+        *(
+            "node",
+            "integrations",
+            "calibration",
+            "canary",
+            "model",
+            "pages",
+            "plan",
+            "sweep",
+            "simulate",
+            "replay",
+        ),
         *("traces", "tiers", "core", "structures", "settings", "text", "errors", "_version"),
     },
 }

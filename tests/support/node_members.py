@@ -69,6 +69,7 @@ class Members:
         )
         hidden.directories.append(directory)
         hidden.managers.append(manager)
+        manager.take_events()  # The contents: the other members know them.
         return manager
 
     def _next(self) -> NodeManager:

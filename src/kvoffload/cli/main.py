@@ -19,6 +19,7 @@ _COMMANDS = {
     "disk": ("kvoffload.cli.disk:disk", "Inspect, verify or delete the directory of a disk tier."),
     "plan": ("kvoffload.cli.plan:plan", "Recommend RAM, SSDs and servers to buy, with their benefit."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),
+    "pool": ("kvoffload.cli.pool:pool", "List or remove RAM pools that engines share."),
     "replay": ("kvoffload.cli.replay:replay", "Replay a trace through the manager; report the saving."),
     "simulate": (
         "kvoffload.cli.simulate:simulate",

@@ -44,6 +44,7 @@ free again."""
 CHECK_S, GRACE_S = 0.5, 1.0
 """Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
 a device still copies."""
+_UNKNOWN = -1
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -126,8 +127,9 @@ class NodeManager(OffloadingManager):
             self._cache = self._state.memory
             self.store_mode.bind()
             self._labels = Labels(self._file.labels)
-            self._event_at, self._listens = self._numbers.num_events, enable_events
-            self._numbers.num_listening += enable_events
+            self._listens = self._file.listening[self._directory.number] = enable_events
+            is_empty = not len(self.slots.ready())
+            self._event_at = self._numbers.num_events if is_empty else _UNKNOWN
             self._next_check = 0.0
             self._announce()
 
@@ -195,7 +197,7 @@ class NodeManager(OffloadingManager):
             self._news = self._numbers.news
             self._mutex.heard()
             self._epoch = self._numbers.epoch
-            self._events = [] if self._numbers.num_listening else None
+            self._events = [] if self._file.listening.any() else None
             if self._generation != self._numbers.generation:
                 self._generation = self._numbers.generation
                 self._queue.renew()
@@ -243,6 +245,7 @@ class NodeManager(OffloadingManager):
         slots.release(np.concatenate([pinned, writing]))
         self._file.counters[DEPARTED] += self._file.counters[number]
         self._file.counters[number] = 0
+        self._file.listening[number] = False
         holds.fill(0)
         self._forget_expected()
         self._numbers.num_buried += 1
@@ -359,7 +362,8 @@ class NodeManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, the list begins with a reset, followed by the current contents.
+        If this engine has missed events, or has joined a pool with blocks, the list begins with a reset,
+        followed by the current contents.
         Empty without the lock.
         """
         return self._read_events() if self._listens else []
@@ -378,8 +382,7 @@ class NodeManager(OffloadingManager):
         self._file.close()
 
     def _leave(self) -> None:
-        if self._listens:
-            self._numbers.num_listening -= 1
+        self._file.listening[self._directory.number] = False
         self._forget_expected()
         self._announce()
         if not self._holds.any():
@@ -398,7 +401,7 @@ class NodeManager(OffloadingManager):
     def _read_events(self) -> list[OffloadingEvent]:
         ring, stop = self._file.events, self._numbers.num_events
         start, self._event_at = self._event_at, stop
-        if stop - start > len(ring):
+        if start == _UNKNOWN or stop - start > len(ring):
             nothing = Keys.pack([], self.key_bytes)
             content = self.index.keys_at(self.slots.ready())
             return [

@@ -25,6 +25,7 @@ from kvoffload.text import size
 
 _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
+_LISTENING_AT = _HEADER_BYTES - MAX_MEMBERS
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
 """Words of the header, after magic, format, number of bytes, and the four words of the signature."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
@@ -40,7 +41,6 @@ class Numbers(Struct):
         news: grows when a member must read other fields: after a reset, a burial, or a change of listeners.
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
-        num_listening: members that take events.
         num_events: events that were ever written to the ring.
         num_buried: engines that ended without leaving. num_died_inside: those that died inside a call.
     """
@@ -48,7 +48,6 @@ class Numbers(Struct):
     news: int
     epoch: int
     generation: int
-    num_listening: int
     num_events: int
     num_buried: int
     num_died_inside: int
@@ -60,6 +59,7 @@ class StateFile:
     Attributes:
         mutex: the lock of everything below.
         numbers: see `Numbers`.
+        listening: ``(MAX_MEMBERS,)`` bool: members that take events.
         labels: digests of hints (`hints.Labels`).
         counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: of each member, and of departed members.
         holds: ``(MAX_MEMBERS, capacity)`` int32 (`Cache.holds`).
@@ -108,6 +108,7 @@ class StateFile:
         self.numbers = Numbers.over(memory[_NUMBERS_AT : _NUMBERS_AT + 8 * Numbers.num_words])
         news = np.frombuffer(memory, np.int64, 1, _NUMBERS_AT + 8 * Numbers.fields["news"].at)
         self.mutex = Mutex(memory[_MUTEX_AT : _MUTEX_AT + MUTEX_BYTES], news, create=self.created)
+        self.listening = np.frombuffer(memory, np.bool_, MAX_MEMBERS, _LISTENING_AT)
         self.labels = np.frombuffer(memory, np.uint64, NUM_LABELS, _LABELS_AT)
         rows = np.frombuffer(memory, np.int64, stride // 8 * (MAX_MEMBERS + 1), caches_at)
         first = Cache.fields["stored"].at

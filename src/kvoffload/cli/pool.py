@@ -1,0 +1,154 @@
+"""``kvoffload pool``: list, inspect and remove the RAM pools that engines of this machine share."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from kvoffload.cli.options import FormatOptions, argument, option, options_of
+from kvoffload.cli.output import properties, terminal_table
+from kvoffload.errors import ConfigError
+from kvoffload.node.directory import SHARED_MEMORY, STATE, PoolStatus, pools
+from kvoffload.node.directory import remove as remove_pool
+from kvoffload.node.state import read_counts
+from kvoffload.pages.page import Table
+from kvoffload.text import duration, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(FormatOptions):
+    """Form of the list, and the place of the pools."""
+
+    root: Path = option(SHARED_MEMORY, "Directory of the pools.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NameOptions(ListOptions):
+    """One pool."""
+
+    name: str = argument()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions:
+    """One pool, to be removed."""
+
+    name: str = argument()
+    yes: bool = option(False, "Do not ask.")
+    root: Path = option(SHARED_MEMORY, "Directory of the pools.")
+
+
+@click.group()
+def pool() -> None:
+    """List, inspect or remove the RAM pools that engines of this machine share.
+
+    Shows the pools of this user. NAME is the name that `kvoffload pool ls` prints.
+    """
+
+
+@pool.command()
+@options_of(ListOptions)
+def ls(options: ListOptions) -> None:
+    """List the pools: memory, blocks, engines, time since the last use."""
+    reports = [_report(found) for found in _pools(options.root)]
+    if options.is_json:
+        click.echo(json.dumps(reports, indent=2))
+    elif reports:
+        headings = ("name", "memory#", "blocks#", "engines#", "idle#", "removed after", "problem")
+        Console().print(terminal_table(Table("", headings, [_row(report) for report in reports])))
+    else:
+        click.echo(f"there is no pool in {options.root}")
+
+
+@pool.command()
+@options_of(NameOptions)
+def inspect(options: NameOptions) -> None:
+    """Show the pool NAME: memory, blocks, counts, engines, and the facts that its engines share."""
+    report = _report(_find(options.name, options.root))
+    if options.is_json:
+        click.echo(json.dumps(report, indent=2))
+    else:
+        Console().print(terminal_table(properties(report["name"], _properties(report))))
+
+
+@pool.command()
+@options_of(RemoveOptions)
+def rm(options: RemoveOptions) -> None:
+    """Remove the pool NAME, with every block in it. No process may use the pool."""
+    found = _find(options.name, options.root)
+    if not options.yes:
+        click.confirm(f"Remove the pool {found.name} of {size(found.num_bytes)}?", abort=True)
+    click.echo(f"pool {found.name} of {size(remove_pool(found.name, options.root))}: removed")
+
+
+def _pools(root: Path) -> list[PoolStatus]:
+    if not root.is_dir():
+        raise ConfigError("root", str(root), "it is not a directory")
+    return pools(root)
+
+
+def _find(name: str, root: Path) -> PoolStatus:
+    known = {found.name: found for found in _pools(root)}
+    if name not in known:
+        raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
+    return known[name]
+
+
+def _report(found: PoolStatus) -> dict[str, Any]:
+    counts = read_counts(found.path / STATE)
+    return {
+        "name": found.name,
+        "path": str(found.path),
+        "bytes": found.num_bytes,
+        "blocks": counts.pop("blocks", None),
+        "capacity_blocks": counts.pop("capacity", None),
+        "pids": found.pids,
+        "is_used": found.is_used,
+        "idle_s": found.idle_s,
+        "keep_s": found.keep_s,
+        "counts": counts,
+        "facts": found.facts,
+        "problem": found.problem,
+    }
+
+
+def _blocks(report: dict[str, Any]) -> str:
+    if report["blocks"] is None:
+        return ""
+    return f"{report['blocks']:,} of {report['capacity_blocks']:,}"
+
+
+def _row(report: dict[str, Any]) -> tuple[str, ...]:
+    idle = "" if report["is_used"] else duration(report["idle_s"])
+    memory, engines = size(report["bytes"]), f"{len(report['pids'])}"
+    return (
+        report["name"],
+        memory,
+        _blocks(report),
+        engines,
+        idle,
+        duration(report["keep_s"]),
+        report["problem"],
+    )
+
+
+def _properties(report: dict[str, Any]) -> list[tuple[str, Any]]:
+    counts = report["counts"]
+    loaded, stored = counts.get("loaded", 0), counts.get("stored", 0)
+    return [
+        ("cannot be used", report["problem"]),
+        ("directory", report["path"]),
+        ("memory", size(report["bytes"])),
+        ("blocks", _blocks(report)),
+        ("loaded", f"{loaded:,} blocks" if counts else ""),
+        ("stored", f"{stored:,} blocks, {counts.get('evicted', 0):,} evicted" if counts else ""),
+        ("engines", ", ".join(f"process {pid}" for pid in report["pids"]) or "none"),
+        ("idle", "" if report["is_used"] else duration(report["idle_s"])),
+        ("removed", f"{duration(report['keep_s'])} after the last use"),
+        *((f"of its engines: {name}", value) for name, value in report["facts"].items()),
+    ]
