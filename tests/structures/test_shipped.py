@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -51,6 +53,12 @@ real = binding.get_host_cpu_features
 binding.get_host_cpu_features = lambda: type(real())({**real(), "avx2": False})
 """
 OTHER_LLVMLITE = "import llvmlite\nllvmlite.__version__ = '0.1'\n"
+OTHER_PYTHON = """
+import sysconfig
+
+real = sysconfig.get_config_var
+sysconfig.get_config_var = lambda name: "cpython-399-x86_64" if name == "SOABI" else real(name)
+"""
 OTHER_NUMBA = "import numba\nnumba.__version__ = '0.1'\n"
 PURE = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
 
@@ -102,13 +110,14 @@ def test_shipped_kernels_are_used_wherever_the_package_lies(package: Path) -> No
 @pytest.mark.parametrize(
     ("before", "environment", "reason"),
     [
+        (OTHER_PYTHON, {}, "not cpython-399-x86_64"),
         (OTHER_NUMBA, {}, "numba-0.1"),
         (OTHER_LLVMLITE, {}, "for other llvmlite"),
         (WITHOUT_AVX2, {}, "which this processor"),
         ("", {"NUMBA_CPU_NAME": "x86-64"}, "which this processor or NUMBA_CPU_NAME is not"),
         ("", {"NUMBA_BOUNDSCHECK": "1"}, "for other settings of numba"),
     ],
-    ids=["numba", "llvmlite", "processor", "cpu-name", "bounds-checks"],
+    ids=["python", "numba", "llvmlite", "processor", "cpu-name", "bounds-checks"],
 )
 def test_kernels_for_something_else_are_compiled(
     package: Path, before: str, environment: dict[str, str], reason: str
@@ -188,6 +197,18 @@ def test_kernels_of_other_packages_are_not_looked_up() -> None:
 
 def function_of_another_package() -> None:
     """A function outside the package."""
+
+
+def test_data_that_numba_cannot_read_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, data = tmp_path / "some.kernels", pickle.dumps(("something", "else"))
+    path.write_bytes(data)
+    function, digest = index.Index.put, hashlib.sha256(data).hexdigest()
+    entry = shipped._Entry(0, len(data), digest)
+    held = shipped.Shipped(path, {shipped.name_of(function, "()"): entry})
+    assert held.is_usable
+    assert held.load(function, "()", None) is None
+    assert "is damaged" in caplog.text
+    assert not held.is_usable
 
 
 def test_only_code_for_the_baseline_is_packed(tmp_path: Path) -> None:
