@@ -134,11 +134,11 @@ class Audits:
             self._manager.unpin(plan)
         return differences
 
-    def reset(self) -> None:
-        """Forget everything due and in flight after a reset, which has made the pins void."""
+    def reset(self) -> list[LoadPlan]:
+        """Forget everything due and in flight, before a reset; return the pinned plans."""
         self._due.clear()
         self._comparing.clear()
-        self._pinned.clear()
+        return self._pinned.drain()
 
 
 def _share_of(request_id: str) -> float:

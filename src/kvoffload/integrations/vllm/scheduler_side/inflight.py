@@ -46,9 +46,11 @@ class InFlight(Generic[P]):
             self._plans[request_id] = remaining
         return taken
 
-    def clear(self) -> None:
-        """Forget all plans."""
+    def drain(self) -> list[P]:
+        """Remove and return all plans."""
+        plans = [plan for of_request in self._plans.values() for plan, _ in of_request]
         self._plans.clear()
+        return plans
 
     def __len__(self) -> int:
         return sum(len(plan) for plans in self._plans.values() for plan, _ in plans)

@@ -138,6 +138,7 @@ class KVOffloadManager(OffloadingManager):
         self._step = 0
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
+        self._dropped: list[LoadPlan | StorePlan] = []
         self._verifier: Verifier | None = None
         self.audits: Audits | None = None
         self._tiered: TieredManager | None = None
@@ -389,6 +390,8 @@ class KVOffloadManager(OffloadingManager):
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Unpin the blocks of a finished load; forget blocks that a worker could not load."""
         for plan in self._loads.take(req_context.req_id, keys):
+            if self._dropped:
+                self._end_dropped()
             failed = self._pool.take_failed(plan.slots)
             damaged = _NO_ROWS if failed is None else np.flatnonzero(failed)
             self.metrics.counts["failed_load_blocks"] += len(damaged)
@@ -476,6 +479,8 @@ class KVOffloadManager(OffloadingManager):
         if self.audits is not None:
             self._end_audits(req_context.req_id, keys, success)
         for plan in self._stores.take(req_context.req_id, keys):
+            if self._dropped:
+                self._end_dropped()
             failed = self._pool.take_failed(plan.slots)
             if not success:
                 failed = np.full(len(plan), True)
@@ -561,16 +566,32 @@ class KVOffloadManager(OffloadingManager):
     def _forget(self) -> None:
         for arrival in self._arrivals.values():
             arrival.is_outdated = True
-        self._loads.clear()
-        self._stores.clear()
+        plans: list[LoadPlan | StorePlan] = [*self._loads.drain(), *self._stores.drain()]
         if self.audits is not None:
-            self.audits.reset()
+            plans += self.audits.reset()
+        if self._node_pool is not None:
+            # Other engines would write to the slots of transfers that still run.
+            self._dropped += plans
+            for request in self._requests.values():
+                self._release(request)
         for request in self._requests.values():
             request.checks = Checks()
         if self._verifier is not None:
             self._verifier.reset()
-        self.core.reset(drop_in_flight=True)
+        self.core.reset(drop_in_flight=self._node_pool is None)
         self._events.reset(self.core)
+
+    def _end_dropped(self) -> None:
+        """End the transfers that ran when the shared pool was reset.
+
+        Call it when a transfer that began after the reset has ended: vLLM begins none before the others end.
+        """
+        dropped, self._dropped = self._dropped, []
+        for plan in dropped:
+            if isinstance(plan, LoadPlan):
+                self.core.unpin(plan)
+            else:
+                self.core.complete_store(plan, success=False)
 
     def take_events(self) -> list[Any]:
         """Return the events since the last call, in vLLM's form. vLLM calls this in every step."""

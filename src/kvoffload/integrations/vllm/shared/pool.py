@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.node.directory import SHARED_MEMORY, SLOTS, locked, open_own
 from kvoffload.structures.index import MAX_POSITIONS
@@ -35,7 +35,7 @@ from kvoffload.transfer.copies import address_of
 
 SCHEDULER = 0
 """Member number of the scheduler, which has no part in a slot. Rank `r` is member ``1 + r``."""
-_PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000002
+_PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000003
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _FIRST_MEMBER = range(8)
 """Words of the header. From `_FIRST_MEMBER` on each process has a word: 0, or its pid and state bits."""
@@ -148,7 +148,7 @@ class SharedPool:
         path = node_pool / SLOTS
         with locked(node_pool.parent):
             if path.exists():
-                pool = cls(path, open_own(path, os.O_RDWR))
+                pool = cls(path, _open_complete(path))
             else:
                 pool = cls._make(
                     path, (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts), 0
@@ -309,6 +309,18 @@ class SharedPool:
             )
         if self.num_members:
             self._members[member] = os.getpid()
+
+
+def _open_complete(path: Path) -> int:
+    """Open the slots of a shared pool. Raises `UnavailableError` unless the file has its whole size."""
+    fd = open_own(path, os.O_RDWR)
+    header = np.frombuffer(os.pread(fd, 8 * _HAS_FAILED, 0).ljust(8 * _HAS_FAILED, b"\0"), np.uint64)
+    num_slots, part_bytes, num_parts = (int(word) for word in header[_SLOTS:_MEMBERS])
+    if header[_MAGIC_AT] != _MAGIC or os.fstat(fd).st_size != _sizes(num_slots, num_parts, part_bytes)[2]:
+        os.close(fd)
+        why = "the file is damaged, or of another version; stop the engines of the pool and delete it"
+        raise UnavailableError("ram", str(path), why)
+    return fd
 
 
 def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
