@@ -11,6 +11,7 @@ import pytest
 
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.integrations.vllm.shared.pool import SharedPool
+from kvoffload.node.directory import PoolDirectory
 from kvoffload.testing.audit import audit
 from support.vllm_traffic import PATIENCE_S, note_position, touch_path
 
@@ -29,9 +30,15 @@ def key(number: int, group: int = 0) -> bytes:
 
 
 class World:
-    """A pool, our manager, and a worker that writes a block's key into its slot and seals it."""
+    """A pool, our manager, and a worker that writes a block's key into its slot and seals it.
 
-    def __init__(self, directory: Path, capacity: int, **options: Any) -> None:
+    Args:
+        node_pool: the pool that this engine shares with other engines.
+    """
+
+    def __init__(
+        self, directory: Path, capacity: int, node_pool: PoolDirectory | None = None, **options: Any
+    ) -> None:
         self.pool = SharedPool.attach(
             "world",
             member=0,
@@ -40,9 +47,10 @@ class World:
             part_bytes=4096,
             capacity_bytes=capacity * 4096,
             directory=directory,
+            node_pool=None if node_pool is None else node_pool.path,
         )
         self.manager = KVOffloadManager(
-            parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True
+            parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True, node_pool=node_pool
         )
         self.resident: set[bytes] = set()
         self.paths: dict[str, list[bytes]] = {}
