@@ -49,6 +49,20 @@ class MembersMachine(ManagerMachine):
             if not self._expect_all(request.ctx):
                 self.full.add(request.ctx.owner)
 
+    def _expect_all(self, ctx: RequestContext) -> bool:
+        """Expect the keys of a request, head first, within the share of its member."""
+        room = self.manager.capacity_blocks * 7 // 8
+        share = room // len(self.manager.managers)
+        others = [other for other in self.waiting if other.owner is ctx.owner and other is not ctx]
+        most = share - sum(len(self.waiting[other]) for other in others)
+        own = self.waiting[ctx]
+        for key in list(ctx.keys())[len(own) :]:
+            expected = {key for keys in self.waiting.values() for key in keys}
+            if len(own) >= most or len(expected | {key}) > room:
+                return False
+            own.append(key)
+        return True
+
     def _end_wait(self, ctx: RequestContext) -> None:
         """Remove a waiting request; its room goes to the waiting requests of the same member."""
         if self.waiting.pop(ctx, None) is not None and ctx.owner in self.full:

@@ -18,6 +18,7 @@ from kvoffload.structures.keylists import KeyLists, forget, remember
 from kvoffload.structures.lists import LIST
 from kvoffload.structures.structs import Struct
 
+_NO_LIMIT = 1 << 62
 MOST_KEYS = 1 << 16
 """Enough for a queue of 64 requests of 1,024 blocks each."""
 
@@ -54,13 +55,15 @@ def num_expected(expected: Expected) -> int:
 
 
 @kernel
-def _expect(expected: Expected, path: Path) -> int:
+def _expect(expected: Expected, path: Path, most: int) -> int:
     """Add the keys of a waiting request, head first, until there is no room; return how many it expects.
+
+    At most `most` of its keys are expected.
 
     Cost: an index probe for each block, once for each request.
     """
     keys, recent = expected.keys, expected.keys.lists.num_positions
-    while path.num_expected < path.length:
+    while path.num_expected < min(path.length, most):
         row = path.num_expected
         h = path.records[row, HASH]
         position = find(keys.index, path.index.keys, row, h)
@@ -93,10 +96,17 @@ class Queue:
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
         on_expected: called with a request whose expected part may have grown.
+        share: returns the number of keys that the requests of this process may expect in all; None for all
+            room.
     """
 
-    def __init__(self, make: Callable[[], Expected], on_expected: Callable[[RequestContext], None]) -> None:
-        self._make, self._on_expected = make, on_expected
+    def __init__(
+        self,
+        make: Callable[[], Expected],
+        on_expected: Callable[[RequestContext], None],
+        share: Callable[[], int] | None = None,
+    ) -> None:
+        self._make, self._on_expected, self._share = make, on_expected, share
         self._expected: Expected | None = None
         self._waiting: dict[RequestContext, None] = {}
         self._is_full = False
@@ -123,6 +133,10 @@ class Queue:
 
     def _expect_all(self, ctx: RequestContext) -> bool:
         assert self._expected is not None
-        has_room = bool(_expect(self._expected.memory, ctx.memory) == ctx.length)
+        most = _NO_LIMIT
+        if self._share is not None:
+            paths = [Path.over(other.memory) for other in self._waiting if other is not ctx]
+            most = self._share() - sum(path.num_expected for path in paths)
+        has_room = bool(_expect(self._expected.memory, ctx.memory, most) == ctx.length)
         self._on_expected(ctx)
         return has_room

@@ -134,6 +134,11 @@ class PoolDirectory:
         """Return True if another engine runs, or is stopped."""
         return any(is_locked(self._fd, number) for number in range(MAX_MEMBERS) if number != self.number)
 
+    @property
+    def num_members(self) -> int:
+        """Number of engines that have joined and were not buried."""
+        return sum(self.is_member(number) for number in range(MAX_MEMBERS))
+
     def is_member(self, number: int) -> bool:
         """Return True if an engine has this number: it runs, or it ended and was not buried."""
         return bool(self._record(number)[_ENGINE])

@@ -105,7 +105,7 @@ class NodeManager(OffloadingManager):
         self._deferred: list[Callable[[], Any]] = []
         expected = Expected(most_expected(capacity_blocks), self.key_bytes)
         self._state.exchange("expected", expected)
-        self._queue = Queue(lambda: expected, self.store_mode.expect)
+        self._queue = Queue(lambda: expected, self.store_mode.expect, self._expected_share)
         parts = [self.index, self.slots, self._state.duplicates, self._state.known, expected, policy.state]
         num_words, path = self.index.keys.shape[1], directory.path / STATE
         with locked(directory.path.parent):
@@ -255,6 +255,10 @@ class NodeManager(OffloadingManager):
             "slots are released", number, self._directory.path.name, len(pinned), len(writing)
         )  # fmt: skip
         self._announce()
+
+    def _expected_share(self) -> int:
+        """Return the number of keys that the waiting requests of one engine may expect."""
+        return most_expected(self.capacity_blocks) // max(1, self._directory.num_members)
 
     def _forget_expected(self) -> None:
         """Clear the expected keys; each member adds those of its own waiting requests again."""
