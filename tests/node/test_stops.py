@@ -85,6 +85,25 @@ def test_calls_give_up_quickly_and_once(root: Path, process: Process) -> None:
     audit(manager)
 
 
+def test_only_a_long_stop_is_logged_once(
+    root: Path, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, now = process.manager, 100.0
+    monkeypatch.setattr(manager, "_clock", lambda: now)
+    with caplog.at_level(logging.WARNING, "kvoffload.node"):
+        with stopped_inside(root):
+            manager.lookup(KEYS[:4])
+        manager.lookup(KEYS[:4])
+        assert caplog.text == ""
+        with stopped_inside(root):
+            for now in (100.0, 100.5, 101.5, 102.0, 103.0):  # noqa: B007
+                manager.lookup(KEYS[:4])
+        manager.lookup(KEYS[:4])
+    stopped, free = (record.getMessage() for record in caplog.records)
+    assert "does not release the lock" in stopped
+    assert "free again after 3.0 s" in free
+
+
 def test_reports_without_the_lock_are_made_later(root: Path, process: Process) -> None:
     manager = process.manager
     store(process, KEYS[:4])

@@ -373,7 +373,7 @@ class OffloadingManager:
         if not self._close(plan, StorePlan, "complete_store"):
             return
         if plan.epoch != self._epoch:
-            self.slots.release(plan.slots)
+            self._release(plan)
         elif success:
             kernels.become_ready(self._cache, plan.memory)
             if self._events is not None and plan.num_stored:
@@ -482,6 +482,10 @@ class OffloadingManager:
             raise MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
+
+    def _release(self, plan: StorePlan) -> None:
+        """Free the slots of a store whose blocks a `reset` has forgotten."""
+        self.slots.release(plan.slots)
 
     def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
         """Record the uses of these blocks by a request."""

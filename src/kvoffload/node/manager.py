@@ -41,6 +41,8 @@ from kvoffload.structures.placement import Placement
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is
 free again."""
+REPORT_S = 1.0
+"""A shorter stop is not logged: on a busy machine the system can stop any process for a while."""
 CHECK_S, GRACE_S = 0.5, 1.0
 """Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
 a device still copies."""
@@ -102,6 +104,7 @@ class NodeManager(OffloadingManager):
         self._directory, self._clock = directory, clock
         self._is_inside, self._next_check = False, math.inf
         self._patience_s, self.num_timeouts, self._stalled_since = PATIENCE_S, 0, 0.0
+        self._is_reported = False
         self._deferred: list[Callable[[], Any]] = []
         expected = Expected(most_expected(capacity_blocks), self.key_bytes)
         self._state.exchange("expected", expected)
@@ -180,8 +183,10 @@ class NodeManager(OffloadingManager):
     def _stall(self) -> None:
         self.num_timeouts += 1
         self._patience_s = 0.0
-        if not self._stalled_since:
-            self._stalled_since = self._clock()
+        now = self._clock()
+        self._stalled_since = self._stalled_since or now
+        if now - self._stalled_since >= REPORT_S and not self._is_reported:
+            self._is_reported = True
             logger.warning(
                 "kvoffload: a process of the pool %s does not release the lock; until it does, nothing is "
                 "loaded or stored", self._directory.path.name
@@ -192,7 +197,9 @@ class NodeManager(OffloadingManager):
         if self._stalled_since:
             seconds, self._stalled_since = self._clock() - self._stalled_since, 0.0
             self._patience_s = PATIENCE_S
-            logger.warning("kvoffload: the pool's lock is free again after %.1f s", seconds)
+            if self._is_reported:
+                self._is_reported = False
+                logger.warning("kvoffload: the pool's lock is free again after %.1f s", seconds)
         if self._news != self._numbers.news:
             self._news = self._numbers.news
             self._mutex.heard()
@@ -320,12 +327,9 @@ class NodeManager(OffloadingManager):
                 pass
         return super().begin_request(request_id, keys)
 
-    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """End a store, see `OffloadingManager.complete_store`."""
-        is_old = not plan.completed and self._void_before <= plan.epoch != self._epoch
-        super().complete_store(plan, success)
-        if is_old:
-            self._holds[plan.slots] = 0
+    def _release(self, plan: StorePlan) -> None:
+        super()._release(plan)
+        self._holds[plan.slots] = 0
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, order, ghost and count, for all engines. Cost: O(capacity).
