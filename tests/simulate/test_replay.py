@@ -39,7 +39,9 @@ def run(
     if offload is not None:
         kind = VictimOffload if offload.store == "on-device-eviction" else Offload
         behind = kind(trace, offload, timing, events, pool, engine.wake)
-    engine.run(behind, lambda ended: None)
+    engine.begin(behind, lambda ended: None)
+    events.run()
+    engine.check_ended()
     return engine, behind
 
 

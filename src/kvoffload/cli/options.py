@@ -382,3 +382,8 @@ class InstancesOptions(ReplicaOptions):
     shared_ram: bool = option(
         False, "All N engines of --instances share one RAM pool of N times the given size."
     )
+
+    @property
+    def has_managers(self) -> bool:
+        """True if each of several engines has its own manager."""
+        return self.instances > 1 and not self.shared_ram

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -42,7 +42,7 @@ from kvoffload.traces.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
+class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
     """Trace and caches of ``kvoffload replay`` and ``kvoffload simulate``."""
 
     trace: str = argument("chat")
@@ -64,7 +64,8 @@ class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, Quiet
         with problems:
             device_blocks(self.device_blocks, ANY_TRACE, block_bytes, ANY_TRACE)
         with problems:
-            self.parsed_tiers()
+            tiers = tuple(self.parsed_tiers())
+            ReplayConfig(1, tiers=tiers, instances=self.instances, shared_ram=self.shared_ram)
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
         """Create the configuration of the caches, with sizes in blocks of `trace`."""
@@ -76,11 +77,14 @@ class CacheOptions(TiersOptions, ModelOptions, ReadOptions, FormatOptions, Quiet
             device_blocks(self.device_blocks, blocks, block_bytes, trace.unique_blocks),
             self.store,
             tuple(tier.in_blocks(block_bytes, trace.unique_blocks) for tier in self.parsed_tiers()),
+            instances=self.instances,
+            routing=self.routing,
+            shared_ram=self.shared_ram,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(CacheOptions, InstancesOptions, LoadOptions):
+class ReplayOptions(CacheOptions, LoadOptions):
     block_bytes: Size = option(
         "64KiB", "Bytes to copy and verify per block, instead of the real size; a multiple of 8."
     )
@@ -105,19 +109,13 @@ class ReplayOptions(CacheOptions, InstancesOptions, LoadOptions):
             if self.injection() is not None and self.no_data:
                 raise ConfigError("inject", self.inject, "it needs bytes to damage: leave out --no-data")
         with problems:
-            tiers = tuple(self.parsed_tiers())
-            ReplayConfig(1, tiers=tiers, instances=self.instances, shared_ram=self.shared_ram)
             if self.has_managers:
-                self._check_managers(tiers)
+                self._check_managers()
         self.check_sizes(problems, block_bytes)
         problems.check()
 
-    @property
-    def has_managers(self) -> bool:
-        """True if each of several instances has its own manager."""
-        return self.instances > 1 and not self.shared_ram
-
-    def _check_managers(self, tiers: Sequence[TierOptions]) -> None:
+    def _check_managers(self) -> None:
+        tiers = self.parsed_tiers()
         if self.decisions is not None:
             why = "instances with separate RAM have no common log: leave it out, or use --shared-ram"
             raise ConfigError("decisions", str(self.decisions), why)
@@ -133,9 +131,6 @@ class ReplayOptions(CacheOptions, InstancesOptions, LoadOptions):
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
             queue_requests=self.queue_requests,
-            instances=self.instances,
-            routing=self.routing,
-            shared_ram=self.shared_ram,
         )
 
     def injection(self) -> Injection | None:

@@ -11,10 +11,10 @@ from kvoffload.cli.options import option, options_of
 from kvoffload.cli.output import progress_bar, show, tiers_silenced, write_output
 from kvoffload.cli.replay import CacheOptions
 from kvoffload.cli.simulate_table import table
-from kvoffload.errors import Problems
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.settings.read import Count, CountOrNothing, Factor
 from kvoffload.simulate.config import Timing
-from kvoffload.simulate.timed import replay_in_time
+from kvoffload.simulate.timed import NO_TIERS_TO_SHARE, replay_in_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,9 @@ class SimulateOptions(CacheOptions):
         problems, block_bytes = Problems("simulate"), None
         with problems:
             block_bytes = self.timing(1).block_bytes
+        with problems:
+            if self.has_managers and self.parsed_tiers():
+                raise ConfigError("instances", self.instances, NO_TIERS_TO_SHARE)
         if block_bytes is not None:
             self.check_sizes(problems, block_bytes)
         problems.check()

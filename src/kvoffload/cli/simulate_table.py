@@ -70,7 +70,8 @@ def _summary(report: TimedReport) -> RenderableType:
     run, without = report.with_offload, report.without
     share = report.gpu_seconds_saved / without.prefill_s if without.prefill_s else 0.0
     before, after = without.ttft_s, run.ttft_s
-    lines = [
+    lines = [_engines(report)] if report.instances > 1 else []
+    lines += [
         f"{report.gpu_seconds_saved / 3600:,.2f} GPU-hours of prompts saved, {percent(share)} of them.",
         f"TTFT p50 {duration(before.p50)} -> {duration(after.p50)}, "
         f"p90 {duration(before.p90)} -> {duration(after.p90)}.",
@@ -91,13 +92,21 @@ def _assumptions(report: TimedReport) -> Table:
         quantity: Quantity | None = getattr(machine, name)
         if quantity is not None:
             rows.append((name, f"{quantity.value:.4g}", quantity.source))
+    each = " in each engine" if report.instances > 1 else ""
     rows += [
-        ("device", f"{report.device_blocks:,}", f"blocks of {size(report.block_bytes)}"),
-        ("requests at a time", f"{report.max_running:,}", "assumed"),
+        ("device", f"{report.device_blocks:,}", f"blocks of {size(report.block_bytes)}{each}"),
+        ("requests at a time", f"{report.max_running:,}", f"assumed{each}"),
         ("tokens a step", f"{report.step_tokens:,}", "assumed"),
         ("prompts", "", "end with their last full block, which is always computed"),
     ]
     return Table("", ("Assumption", "value", "source"), rows)
+
+
+def _engines(report: TimedReport) -> str:
+    ram = f"{report.capacity_blocks:,} blocks of RAM each"
+    if report.shared_ram:
+        ram = f"one pool of {report.instances * report.capacity_blocks:,} blocks of RAM"
+    return f"{report.instances} engines have {ram}; requests go by {report.routing}."
 
 
 def _pair(distribution: Distribution) -> str:

@@ -109,7 +109,8 @@ class Device:
 
     def contains(self, request: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
         """Return a mask of the blocks that are on the device of the request's engine, as last served."""
-        return self._holds[self._engine_of[request]].take(codes)
+        held: npt.NDArray[np.bool_] = self._holds[self._engine_of[request]].take(codes)
+        return held
 
     def served(self, request: int) -> int:
         """Return the length of the request's head that is on its device when the request arrives."""

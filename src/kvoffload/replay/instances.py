@@ -92,7 +92,7 @@ class SharedReplay:
                 raise ConfigError("max_write_blocks_per_day", limit, why)
             self._shared = SharedTier(last, num_instances)
         self._replays, self._refs = list[Replay](), list[int]()
-        planes = data or [None] * num_instances
+        planes: Sequence[DataPlane | None] = data or [None] * num_instances
         for instance, plane in zip(range(num_instances), planes, strict=True):
             own = trace.of_requests(np.flatnonzero(self._instance_of == instance))
             self._replays.append(Replay(own, alone, plane, shared=self._shared))

@@ -6,7 +6,7 @@ Sessions are named by the recording or inferred (`traces.statistics.turns`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -78,3 +78,45 @@ class AtOnce:
         """Send the next request when a request has ended."""
         if (next_request := next(self._remaining, None)) is not None:
             self._events.at(self._events.now, lambda: self._arrive(next_request))
+
+
+class Shares:
+    """Arrivals of several engines: each engine receives its own requests, by their numbers in its trace.
+
+    Args:
+        whole: arrivals of all requests.
+        requests_of: numbers of each engine's requests, in order.
+
+    Attributes:
+        of_engines: the arrivals of each engine. Begin all of them, then `begin` this object.
+    """
+
+    def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:
+        self._whole = whole
+        self.of_engines = [_Share(whole, requests) for requests in requests_of]
+        self._place = {
+            request: (share, number)
+            for share, requests in zip(self.of_engines, requests_of, strict=True)
+            for number, request in enumerate(requests)
+        }
+
+    def begin(self, events: Events) -> None:
+        """Schedule the first requests."""
+        self._whole.begin(events, self._arrive)
+
+    def _arrive(self, request: int) -> None:
+        share, number = self._place[request]
+        share.arrive(number)
+
+
+class _Share:
+    """Arrivals of one engine."""
+
+    def __init__(self, whole: Recorded | AtOnce, requests: Sequence[int]) -> None:
+        self._whole, self._requests = whole, requests
+
+    def begin(self, events: Events, arrive: Callable[[int], None]) -> None:
+        self.arrive = arrive
+
+    def ended(self, request: int) -> None:
+        self._whole.ended(self._requests[request])

@@ -105,7 +105,7 @@ class _Generating:
 
 
 class Engine:
-    """A single run of a trace. Use once: construct, then `run`.
+    """A single run of one engine's requests. Use once: construct, `begin`, run the events, `check_ended`.
 
     Attributes:
         came_s, began_s, loaded_s, first_token_s: times of each request, in seconds since the run began.
@@ -139,12 +139,14 @@ class Engine:
         self.prefill_s = self.busy_s = self.ended_s = 0.0
         self.links, self.tiers = list[LinkReport](), list[TimedTierReport]()
 
-    def run(self, offload: NoOffload, progress: Callable[[int], None]) -> None:
-        """Serve every request. `progress` receives the number of ended requests, about 200 times."""
+    def begin(self, offload: NoOffload, progress: Callable[[int], None]) -> None:
+        """Schedule the requests. `progress` receives the number of ended requests, about 200 times."""
         self._offload, self._progress = offload, progress
         self._progress_step = max(1, self._trace.requests // 200)
         self._arrivals.begin(self._events, self._arrive)
-        self._events.run()
+
+    def check_ended(self) -> None:
+        """Check, after all events, that every request has ended."""
         assert self.num_ended == self._trace.requests, f"{self.num_ended} of {self._trace.requests} ended"
 
     def wake(self) -> None:

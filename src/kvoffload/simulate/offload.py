@@ -11,27 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.core.window import Window
-from kvoffload.errors import ConfigError
-from kvoffload.replay.keys import KEY_BYTES, TraceKeys
-from kvoffload.replay.replay import ReplayConfig, recorded_s, slots_needed
+from kvoffload.replay.keys import TraceKeys
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.events import Events, Link
 from kvoffload.simulate.pool import DevicePool
+from kvoffload.simulate.ram import Ram
 from kvoffload.simulate.report import LinkReport, TimedTierReport
-from kvoffload.simulate.tier import TimedTier
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import AnyManager, TieredManager
-from kvoffload.tiers.simulated import NoMemory
-from kvoffload.tiers.spec import SizedTierOptions, TierOptions
-from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
-
-_LONGEST_BACKLOG_S = 30.0
-"""Most seconds of queued writes, at the end of a run, of a tier that keeps up."""
 
 
 class NoOffload:
@@ -93,6 +84,7 @@ class Offload(NoOffload):
 
     Args:
         wake: called at the end of each job for which a request may wait.
+        ram: RAM that several engines share; None: RAM of this engine.
     """
 
     def __init__(
@@ -103,77 +95,19 @@ class Offload(NoOffload):
         events: Events,
         pool: DevicePool,
         wake: Callable[[], None],
+        ram: Ram | None = None,
     ) -> None:
-        self._trace, self._keys, self._wake = trace, TraceKeys(trace), wake
+        self._trace, self._keys = trace, TraceKeys(trace)
         self._offsets: list[int] = trace.offsets.tolist()
         self._block_bytes, self._pool, self._events = timing.block_bytes, pool, events
         machine = timing.machine
         latency_s = machine.value("copy_latency_s")
         self._loads = Link(events, "load", machine.value("load_bytes_per_s"), latency_s)
         self._stores = Link(events, "store", machine.value("store_bytes_per_s"), latency_s)
-        self._links, self._writes = [self._loads, self._stores], list[Link]()
         self._num_loaded = self._lost = 0
-        num_slots = slots_needed(trace, config.capacity_blocks)
-        self._tiered: TieredManager | None = None
-        self.manager: AnyManager
-        if not config.tiers:
-            self.manager = OffloadingManager(num_slots, **config.manager_options)
-            return
-        self.manager = self._tiered = TieredManager(
-            num_slots,
-            ram=NoMemory(num_slots),
-            tiers=[self._open(number, options, timing) for number, options in enumerate(config.tiers)],
-            deadline_s=timing.deadline_s,
-            recompute_s_per_block=machine.value("prefill_s_per_token") * trace.block_tokens,
-            clock=lambda: events.now,
-            **config.manager_options,
-        )
-
-    def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
-        """Open a tier with one disk of its own, or several striped disks."""
-        if not isinstance(options, SizedTierOptions):
-            raise ConfigError(
-                "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."
-            )
-        name = options.name if number == 0 else f"{options.name} {number + 1}"
-        num_disks = len(getattr(options, "path", ())) or 1
-        machine = timing.machine
-        reads, writes = (
-            Link(
-                self._events,
-                f"{name} {direction}",
-                num_disks * machine.value(f"disk_{direction}_bytes_per_s"),
-                machine.value(f"disk_{direction}_latency_s"),
-            )
-            for direction in ("read", "write")
-        )
-        self._links += [reads, writes]
-        self._writes.append(writes)
-        return TimedTier(
-            slots_needed(self._trace, options.num_blocks),
-            name=name,
-            events=self._events,
-            reads=reads,
-            writes=writes,
-            moved_bytes=timing.block_bytes,
-            wake=self._wake,
-            key_bytes=KEY_BYTES,
-            policy=options.policy,
-            admission=options.admission,
-            write_budget=self._write_budget(options, timing),
-        )
-
-    def _write_budget(self, options: TierOptions, timing: Timing) -> WriteBudget | None:
-        """Create the write budget of a tier, in blocks and simulated time."""
-        max_bytes = getattr(options, "max_write_bytes_per_day", None)
-        max_blocks = getattr(options, "max_write_blocks_per_day", None)
-        if max_bytes is not None:
-            max_blocks = max_bytes / timing.block_bytes
-        if max_blocks is None:
-            return None
-        return budget_of_recording(
-            max_blocks, recorded_s(self._trace) / timing.load, lambda: self._events.now
-        )
+        self._ram = ram or Ram(trace, config, timing, events)
+        self._ram.wakes.append(wake)
+        self.manager = self._ram.manager
 
     def begin(self, request: int) -> RequestContext:
         hints = self._trace.hints_of(request).at_begin
@@ -221,41 +155,20 @@ class Offload(NoOffload):
         self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
 
     def poll(self) -> None:
-        if self._tiered is not None:
-            self._tiered.poll()
+        self._ram.poll()
 
     @property
     def counts(self) -> dict[str, int]:
-        counters = {"lost": self._lost}
-        if self._tiered is not None:
-            counts = self._tiered.counts
-            counters |= {"not_worth": counts.not_worth, "no_room": counts.no_room, "gave_up": counts.gave_up}
-        return counters
+        return {"lost": self._lost} | self._ram.counts
 
     def hits(self) -> int:
         return self._num_loaded
 
     def links(self) -> list[LinkReport]:
-        return [link.report() for link in self._links]
+        return [link.report() for link in (self._loads, self._stores, *self._ram.links)]
 
     def tiers(self) -> list[TimedTierReport]:
-        stats, hits = self.manager.stats(), [self._num_loaded]
-        rows = [("ram", stats.stored, stats.evicted, stats.dropped, self._stores)]
-        if (tiered := self._tiered) is not None:
-            hits, lost = tiered.hit_blocks, tiered.counts.not_offered
-            below = zip(tiered.tier_names, tiered.tier_stats(), self._writes, strict=True)
-            rows += [(name, tier.written, tier.evicted, lost, link) for name, tier, link in below]
-        return [
-            TimedTierReport(
-                name=name,
-                hit_blocks=num_hits,
-                written=written,
-                evicted=evicted,
-                not_offered=not_offered,
-                keeps_up=link.seconds_waiting <= _LONGEST_BACKLOG_S and not (not_offered and name != "ram"),
-            )
-            for num_hits, (name, written, evicted, not_offered, link) in zip(hits, rows, strict=True)
-        ]
+        return self._ram.tiers(self._num_loaded, self._stores)
 
     def _path(self, request: int, first: int = 0, end: int | None = None) -> Keys:
         """Return the keys of blocks `first` to `end` of a request."""
@@ -267,7 +180,7 @@ class Offload(NoOffload):
 
         def copied() -> None:
             self.manager.complete_store(plan)
-            self._wake()
+            self._ram.wake()
 
         if len(plan):
             self._stores.submit(len(plan) * self._block_bytes, copied)

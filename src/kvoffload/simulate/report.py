@@ -97,7 +97,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         device_busy_share: share of the run in which the device was busy.
         ttft_s: time from the arrival of a request to its first token.
         waiting_s, loading_s: parts of `ttft_s`: waiting to be scheduled, and loading.
-        most_waiting: most requests in the queue.
+        most_waiting: most requests in the queue of one engine.
         not_worth: blocks in tiers that were not read, because computing them was expected to be faster.
         no_room: blocks in tiers for which RAM had no room.
         gave_up: requests that stopped waiting for a tier.
@@ -155,6 +155,8 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
         ttft_p50_ratio, ttft_p90_ratio: time to first token without offloading over the time with offloading.
         break_even_tokens: shortest prompt for which loading from RAM beats computing on an idle machine;
             null if there is none.
+        instances, routing, shared_ram: engines, as in `ReplayReport`. Sizes and `max_running` are of one
+            engine, totals of all engines. Shares of time are means over all engines.
         version: version of kvoffload.
     """
 
@@ -178,6 +180,9 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p50_ratio: float
     ttft_p90_ratio: float
     break_even_tokens: float | None
+    instances: int = 1
+    routing: str = ""
+    shared_ram: bool = False
     version: str
 
     def to_json(self) -> bytes:

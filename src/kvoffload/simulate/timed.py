@@ -8,19 +8,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
+
 from kvoffload._version import __version__
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import ReplayConfig
-from kvoffload.simulate.arrivals import AtOnce, Recorded
+from kvoffload.replay.routing import SESSION, route
+from kvoffload.simulate.arrivals import AtOnce, Recorded, Shares
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import Engine, check_room
 from kvoffload.simulate.events import Events
 from kvoffload.simulate.offload import NoOffload, Offload, VictimOffload
+from kvoffload.simulate.outcome import outcome_of
 from kvoffload.simulate.pool import DevicePool
-from kvoffload.simulate.report import Distribution, TimedOutcome, TimedReport
+from kvoffload.simulate.ram import Ram
+from kvoffload.simulate.report import TimedOutcome, TimedReport
 from kvoffload.traces.trace import Trace
 
+NO_TIERS_TO_SHARE = "tiers behind separate RAM need a single engine: leave out tiers, or set shared-ram"
 Progress = Callable[[int], None]
 """Receives the number of ended requests, about 200 times per run."""
 
@@ -31,22 +37,47 @@ def run_in_time(
     device_blocks: int,
     config: ReplayConfig | None = None,
     progress: Progress = lambda requests: None,
+    *,
+    instances: int = 1,
+    routing: str = SESSION,
 ) -> TimedOutcome:
-    """Run a trace once. If `config` is None, the run has no offloading, and depends only on `timing` and
-    `device_blocks`.
+    """Run a trace once. If `config` is None, the run has no offloading.
+
+    Args:
+        instances, routing: engines and routing of a run without offloading; otherwise those of `config`.
 
     Deterministic. Cost and errors as for `replay_in_time`.
     """
     _check(trace, timing, device_blocks, config)
-    events, pool = Events(), DevicePool(device_blocks)
-    arrivals = AtOnce(trace, timing.at_once) if timing.at_once else Recorded(trace, timing.load)
-    engine = Engine(trace, timing, events, pool, arrivals)
-    offload = NoOffload()
     if config is not None:
-        kind = VictimOffload if config.store == ON_DEVICE_EVICTION else Offload
-        offload = kind(trace, config, timing, events, pool, engine.wake)
-    engine.run(offload, progress)
-    return _outcome(trace, engine, offload)
+        instances, routing = config.instances, config.routing
+    events = Events()
+    whole = AtOnce(trace, timing.at_once) if timing.at_once else Recorded(trace, timing.load)
+    engine_of = route(trace, instances, routing)
+    requests_of = [np.flatnonzero(engine_of == number) for number in range(instances)]
+    shares = Shares(whole, [requests.tolist() for requests in requests_of])
+    ram = Ram(trace, config, timing, events) if config is not None and config.shared_ram else None
+    engines, offloads = list[Engine](), list[NoOffload]()
+
+    def report(ended: int) -> None:
+        progress(sum(engine.num_ended for engine in engines))
+
+    for requests, arrivals in zip(requests_of, shares.of_engines, strict=True):
+        own = trace if instances == 1 else trace.of_requests(requests)
+        pool = DevicePool(device_blocks)
+        engine = Engine(own, timing, events, pool, arrivals)
+        offload = NoOffload()
+        if config is not None:
+            kind = VictimOffload if config.store == ON_DEVICE_EVICTION else Offload
+            offload = kind(own, config, timing, events, pool, engine.wake, ram)
+        engine.begin(offload, report)
+        engines.append(engine)
+        offloads.append(offload)
+    shares.begin(events)
+    events.run()
+    for engine in engines:
+        engine.check_ended()
+    return outcome_of(trace, engines, offloads, shared_ram=ram is not None)
 
 
 def replay_in_time(
@@ -69,7 +100,10 @@ def replay_in_time(
     device_blocks, offset = config.device_blocks, 0
     _check(trace, timing, device_blocks, config)
     if without is None:
-        without, offset = run_in_time(trace, timing, device_blocks, progress=progress), trace.requests
+        offset = trace.requests
+        without = run_in_time(
+            trace, timing, device_blocks, None, progress, instances=config.instances, routing=config.routing
+        )
     done = run_in_time(trace, timing, device_blocks, config, lambda requests: progress(offset + requests))
     machine = timing.machine
     break_even = machine.break_even_tokens(timing.block_bytes / trace.block_tokens)
@@ -94,6 +128,9 @@ def replay_in_time(
         ttft_p50_ratio=_ratio(without.ttft_s.p50, done.ttft_s.p50),
         ttft_p90_ratio=_ratio(without.ttft_s.p90, done.ttft_s.p90),
         break_even_tokens=break_even if math.isfinite(break_even) else None,
+        instances=config.instances,
+        routing=config.routing if config.instances > 1 else "",
+        shared_ram=config.shared_ram,
         version=__version__,
     )
 
@@ -103,34 +140,14 @@ def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfi
     check_room(trace, device_blocks)
     if config is not None and config.device_blocks != device_blocks:
         raise ConfigError("device_blocks", device_blocks, f"allowed: {config.device_blocks}, as in config")
+    if config is not None and config.tiers and config.instances > 1 and not config.shared_ram:
+        raise ConfigError("instances", config.instances, NO_TIERS_TO_SHARE)
     if config is not None and (config.decode_tokens_per_s or config.queue_requests):
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",
             config.decode_tokens_per_s or config.queue_requests,
             "a timed replay simulates queue and decode: leave both out",
         )
-
-
-def _outcome(trace: Trace, engine: Engine, offload: NoOffload) -> TimedOutcome:
-    hits, refs = engine.device_hits + offload.hits(), max(1, trace.block_refs)
-    seconds = engine.ended_s
-    return TimedOutcome(
-        requests=trace.requests,
-        seconds=seconds,
-        device_hit_blocks=engine.device_hits,
-        offload_hit_blocks=offload.hits(),
-        hit_ratio=hits / refs,
-        prefill_s=engine.prefill_s,
-        prefill_tokens=engine.prefill_tokens,
-        device_busy_share=engine.busy_s / seconds if seconds else 0.0,
-        ttft_s=Distribution.of(engine.first_token_s - engine.came_s),
-        waiting_s=Distribution.of(engine.began_s - engine.came_s),
-        loading_s=Distribution.of(engine.loaded_s - engine.began_s),
-        most_waiting=engine.most_waiting,
-        **offload.counts,
-        links=engine.links,
-        tiers=engine.tiers,
-    )
 
 
 def _ratio(before: float, after: float) -> float:

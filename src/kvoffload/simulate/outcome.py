@@ -1,0 +1,96 @@
+"""Outcome of a timed replay of one or more engines: sums, and times of all requests together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from kvoffload.simulate.engine import Engine
+from kvoffload.simulate.offload import NoOffload
+from kvoffload.simulate.report import Distribution, LinkReport, TimedOutcome, TimedTierReport
+from kvoffload.traces.trace import Trace
+
+_OF_ENGINES = 2
+"""Number of links of each engine, load and store; further links belong to the tiers behind a shared RAM."""
+
+
+def outcome_of(
+    trace: Trace, engines: Sequence[Engine], offloads: Sequence[NoOffload], *, shared_ram: bool
+) -> TimedOutcome:
+    """Combine the results of all engines of a run.
+
+    Each engine reported its links and tiers when its last request had ended. Counters of a shared RAM and of
+    the tiers behind this RAM come from the engine that ended last.
+    """
+    last = max(range(len(engines)), key=lambda number: engines[number].ended_s)
+    seconds = engines[last].ended_s
+    device_hits = sum(engine.device_hits for engine in engines)
+    loaded = sum(offload.hits() for offload in offloads)
+    came_s, began_s, loaded_s, first_token_s = (
+        np.concatenate([getattr(engine, name) for engine in engines])
+        for name in ("came_s", "began_s", "loaded_s", "first_token_s")
+    )
+    counts = offloads[last].counts
+    if "lost" in counts:
+        counts["lost"] = sum(offload.counts["lost"] for offload in offloads)
+    busy_s = sum(engine.busy_s for engine in engines)
+    return TimedOutcome(
+        requests=trace.requests,
+        seconds=seconds,
+        device_hit_blocks=device_hits,
+        offload_hit_blocks=loaded,
+        hit_ratio=(device_hits + loaded) / max(1, trace.block_refs),
+        prefill_s=sum(engine.prefill_s for engine in engines),
+        prefill_tokens=sum(engine.prefill_tokens for engine in engines),
+        device_busy_share=busy_s / (len(engines) * seconds) if seconds else 0.0,
+        ttft_s=Distribution.of(first_token_s - came_s),
+        waiting_s=Distribution.of(began_s - came_s),
+        loading_s=Distribution.of(loaded_s - began_s),
+        most_waiting=max(engine.most_waiting for engine in engines),
+        **counts,
+        links=_links(engines, engines[last]),
+        tiers=_tiers(engines, engines[last], loaded, shared_ram),
+    )
+
+
+def _links(engines: Sequence[Engine], last: Engine) -> list[LinkReport]:
+    """Combine the links of equal names: totals, and the longest queue of one link."""
+    if len(engines) == 1:
+        return last.links
+    links = []
+    for number in range(min(_OF_ENGINES, len(last.links))):
+        same = [engine.links[number] for engine in engines if engine.links]
+        busy_s = sum(link.busy_s for link in same)
+        links.append(
+            LinkReport(
+                name=same[0].name,
+                jobs=sum(link.jobs for link in same),
+                bytes_moved=sum(link.bytes_moved for link in same),
+                busy_s=busy_s,
+                busy_share=busy_s / (len(engines) * last.ended_s) if last.ended_s else 0.0,
+                waited_s=sum(link.waited_s for link in same),
+                most_bytes_waiting=max(link.most_bytes_waiting for link in same),
+                bytes_left=sum(link.bytes_left for link in same),
+            )
+        )
+    return links + last.links[_OF_ENGINES:]
+
+
+def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: bool) -> list[TimedTierReport]:
+    """Combine the tiers: RAM of all engines, then the tiers behind a shared RAM."""
+    if len(engines) == 1 or not last.tiers:
+        return last.tiers
+    of_ram = [engine.tiers[0] for engine in engines if engine.tiers]
+    ram = msgspec.structs.replace(last.tiers[0], keeps_up=all(report.keeps_up for report in of_ram))
+    if len(last.tiers) == 1:
+        ram = msgspec.structs.replace(ram, hit_blocks=loaded)
+    if not shared_ram:
+        ram = msgspec.structs.replace(
+            ram,
+            written=sum(report.written for report in of_ram),
+            evicted=sum(report.evicted for report in of_ram),
+            not_offered=sum(report.not_offered for report in of_ram),
+        )
+    return [ram, *last.tiers[1:]]

@@ -1,0 +1,146 @@
+"""RAM of a timed replay: the real manager, and the tiers behind RAM with their disks.
+
+Serves one engine, or several engines that share it. Owns the links of the disks. Knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.errors import ConfigError
+from kvoffload.replay.keys import KEY_BYTES
+from kvoffload.replay.replay import ReplayConfig, recorded_s, slots_needed
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.events import Events, Link
+from kvoffload.simulate.report import TimedTierReport
+from kvoffload.simulate.tier import TimedTier
+from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.tiers.simulated import NoMemory
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions
+from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
+from kvoffload.traces.trace import Trace
+
+_LONGEST_BACKLOG_S = 30.0
+"""Most seconds of queued writes, at the end of a run, of a tier that keeps up."""
+
+
+class Ram:
+    """The RAM of one engine, or the RAM pool of several engines (`ReplayConfig.shared_ram`).
+
+    Args:
+        trace: the requests of all engines that use this RAM.
+
+    Attributes:
+        manager: the manager of this RAM.
+        wakes: called at the end of each job for which a request may wait; one callable for each engine.
+        links: links of the disks.
+    """
+
+    def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, events: Events) -> None:
+        self._trace, self._events = trace, events
+        self.wakes, self.links, self._writes = list[Callable[[], None]](), list[Link](), list[Link]()
+        num_slots = slots_needed(trace, config.pool_blocks)
+        self._tiered: TieredManager | None = None
+        self.manager: AnyManager
+        if not config.tiers:
+            self.manager = OffloadingManager(num_slots, **config.manager_options)
+            return
+        self.manager = self._tiered = TieredManager(
+            num_slots,
+            ram=NoMemory(num_slots),
+            tiers=[self._open(number, options, timing) for number, options in enumerate(config.tiers)],
+            deadline_s=timing.deadline_s,
+            recompute_s_per_block=timing.machine.value("prefill_s_per_token") * trace.block_tokens,
+            clock=lambda: events.now,
+            **config.manager_options,
+        )
+
+    def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
+        """Open a tier with one disk of its own, or several striped disks."""
+        if not isinstance(options, SizedTierOptions):
+            raise ConfigError(
+                "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."
+            )
+        name = options.name if number == 0 else f"{options.name} {number + 1}"
+        num_disks = len(getattr(options, "path", ())) or 1
+        machine = timing.machine
+        reads, writes = (
+            Link(
+                self._events,
+                f"{name} {direction}",
+                num_disks * machine.value(f"disk_{direction}_bytes_per_s"),
+                machine.value(f"disk_{direction}_latency_s"),
+            )
+            for direction in ("read", "write")
+        )
+        self.links += [reads, writes]
+        self._writes.append(writes)
+        return TimedTier(
+            slots_needed(self._trace, options.num_blocks),
+            name=name,
+            events=self._events,
+            reads=reads,
+            writes=writes,
+            moved_bytes=timing.block_bytes,
+            wake=self.wake,
+            key_bytes=KEY_BYTES,
+            policy=options.policy,
+            admission=options.admission,
+            write_budget=self._write_budget(options, timing),
+        )
+
+    def _write_budget(self, options: TierOptions, timing: Timing) -> WriteBudget | None:
+        """Create the write budget of a tier, in blocks and simulated time."""
+        max_bytes = getattr(options, "max_write_bytes_per_day", None)
+        max_blocks = getattr(options, "max_write_blocks_per_day", None)
+        if max_bytes is not None:
+            max_blocks = max_bytes / timing.block_bytes
+        if max_blocks is None:
+            return None
+        return budget_of_recording(
+            max_blocks, recorded_s(self._trace) / timing.load, lambda: self._events.now
+        )
+
+    def wake(self) -> None:
+        """Wake all engines."""
+        for wake in self.wakes:
+            wake()
+
+    def poll(self) -> None:
+        """Take up ended jobs of the tiers."""
+        if self._tiered is not None:
+            self._tiered.poll()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The counters not_worth, no_room and gave_up of `TimedOutcome`; empty without tiers."""
+        if self._tiered is None:
+            return {}
+        counts = self._tiered.counts
+        return {"not_worth": counts.not_worth, "no_room": counts.no_room, "gave_up": counts.gave_up}
+
+    def tiers(self, num_loaded: int, stores: Link) -> list[TimedTierReport]:
+        """Return the reports of all tiers until now, RAM first.
+
+        Args:
+            num_loaded: blocks that were loaded; the hits of RAM, if there are no tiers behind RAM.
+            stores: link of the copies to RAM.
+        """
+        stats, hits = self.manager.stats(), [num_loaded]
+        rows = [("ram", stats.stored, stats.evicted, stats.dropped, stores)]
+        if (tiered := self._tiered) is not None:
+            hits, lost = tiered.hit_blocks, tiered.counts.not_offered
+            below = zip(tiered.tier_names, tiered.tier_stats(), self._writes, strict=True)
+            rows += [(name, tier.written, tier.evicted, lost, link) for name, tier, link in below]
+        return [
+            TimedTierReport(
+                name=name,
+                hit_blocks=num_hits,
+                written=written,
+                evicted=evicted,
+                not_offered=not_offered,
+                keeps_up=link.seconds_waiting <= _LONGEST_BACKLOG_S and not (not_offered and name != "ram"),
+            )
+            for num_hits, (name, written, evicted, not_offered, link) in zip(hits, rows, strict=True)
+        ]
