@@ -103,7 +103,7 @@ def test_the_device_equals_its_naive_twin(requests: Requests, device_blocks: int
 @given(chained_requests(max_requests=30, max_new=5), st.integers(1, 20))
 def test_the_device_equals_a_manager_request_by_request(requests: Requests, device_blocks: int) -> None:
     trace = trace_of(requests)
-    device, keys = Device(trace, device_blocks), TraceKeys(trace)
+    device, keys = Device(trace, run_device(trace, device_blocks)), TraceKeys(trace)
     manager = OffloadingManager(device_blocks, key_bytes=KEY_BYTES)
     every, held = np.arange(trace.unique_blocks, dtype=np.int32), np.zeros(device_blocks, np.int32)
     for request in range(trace.requests):
@@ -118,7 +118,7 @@ def test_the_device_equals_a_manager_request_by_request(requests: Requests, devi
             manager.complete_store(plan)
         manager.finish_request(ctx)
         assert dropped.tolist() == evicted
-        assert device.contains(request, every).tolist() == manager.contains(keys.of_blocks(every)).tolist()
+        assert device.contains(every).tolist() == manager.contains(keys.of_blocks(every)).tolist()
 
 
 @given(

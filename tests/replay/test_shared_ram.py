@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,16 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory
+from kvoffload.node.manager import NodeManager
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.device import Device, run_device, run_devices
+from kvoffload.replay.device import run_device, run_devices
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
+from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import RANDOM, ROUND_ROBIN, ROUTINGS, SESSION, route
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate
@@ -52,14 +58,13 @@ class ByHand(NamedTuple):
     evicted: int
 
 
-def by_hand(trace: Trace, config: ReplayConfig) -> ByHand:
-    """Serve each request with one manager, a list for each device, and a queue for each engine."""
-    num_slots = slots_needed(trace, config.instances * config.capacity_blocks)
-    manager, keys = OffloadingManager(num_slots, **config.manager_options), TraceKeys(trace)
-    devices: list[list[int]] = [[] for _ in range(config.instances)]
+def by_hand(trace: Trace, config: ReplayConfig, managers: Sequence[OffloadingManager]) -> ByHand:
+    """Serve each request with the manager, the device (a list) and the queue of its engine."""
+    keys, num_engines = TraceKeys(trace), config.instances
+    devices: list[list[int]] = [[] for _ in range(num_engines)]
     begun: dict[int, RequestContext] = {}
     writer: dict[int, int] = {}
-    hits, of_others = [], 0
+    hits, of_others, stored, evicted = [], 0, 0, 0
 
     def codes_of(request: int) -> list[int]:
         return trace.refs[trace.offsets[request] : trace.offsets[request + 1]].tolist()
@@ -68,40 +73,63 @@ def by_hand(trace: Trace, config: ReplayConfig) -> ByHand:
         return keys.of_blocks(np.array(codes, np.int32))
 
     def begin(request: int) -> RequestContext:
+        manager = managers[request % num_engines]
         return manager.begin_request(str(request), keys_of(codes_of(request)))
 
     for request in range(trace.requests):
-        engine, codes = request % config.instances, codes_of(request)
+        engine, codes = request % num_engines, codes_of(request)
+        manager = managers[engine]
         ctx = begun.pop(request, None) or begin(request)
         manager.withdraw(ctx)
         for place in range(1, config.queue_requests + 1):
-            later = request + place * config.instances
+            later = request + place * num_engines
             if later < trace.requests and later not in begun:
                 begun[later] = begin(later)
                 manager.expect(begun[later])
         device = devices[engine]
         served = next((n for n, code in enumerate(codes) if code not in device), len(codes))
         loaded = codes[served:][: manager.lookup(keys_of(codes[served:]), ctx).num_ready]
-        if loaded or config.store == ON_DEVICE_EVICTION:
+        if loaded:
             manager.complete_load(manager.prepare_load(keys_of(loaded), ctx))
         hits.append(served + len(loaded))
         of_others += sum(writer[code] != engine for code in loaded)
-        offers = codes
-        if config.device_blocks:
-            others = [code for code in device if code not in codes]
-            fit = codes[: config.device_blocks]
-            num_dropped = max(0, len(others) + len(fit) - config.device_blocks)
-            devices[engine] = others[num_dropped:] + fit[::-1]
-            if config.store == ON_DEVICE_EVICTION:
-                offers, ctx_of_store = others[:num_dropped][::-1], None
-        if offers or config.store == ON_COMPUTE:
-            ctx_of_store = ctx if config.store == ON_COMPUTE else None
-            if (plan := manager.prepare_store(keys_of(offers), ctx_of_store)) is not None:
-                writer.update((offers[row], engine) for row in plan.rows.tolist())
-                manager.complete_store(plan)
+        others, fit = [code for code in device if code not in codes], codes[: config.device_blocks]
+        devices[engine] = others[max(0, len(others) + len(fit) - config.device_blocks) :] + fit[::-1]
+        if (plan := manager.prepare_store(keys_of(codes), ctx)) is not None:
+            stored, evicted = stored + len(plan.rows), evicted + plan.num_evicted
+            writer.update((codes[row], engine) for row in plan.rows.tolist())
+            manager.complete_store(plan)
         manager.finish_request(ctx)
-    stats = manager.stats()
-    return ByHand(hits, of_others, stats.stored, stats.evicted)
+    return ByHand(hits, of_others, stored, evicted)
+
+
+def check(trace: Trace, config: ReplayConfig, managers: Sequence[OffloadingManager]) -> ReplayReport:
+    """Compare a replay with the twin."""
+    run = Replay(trace, config)
+    report, twin = run.run(), by_hand(trace, config, managers)
+    assert run.hits_per_request.tolist() == twin.hits
+    found = report.hit_blocks_of_others, report.blocks_written, report.blocks_evicted
+    assert found == (twin.of_others, twin.stored, twin.evicted)
+    return report
+
+
+@contextlib.contextmanager
+def members(trace: Trace, config: ReplayConfig) -> Iterator[list[NodeManager]]:
+    """The managers of engines that share a pool, as processes do."""
+    with contextlib.ExitStack() as stack:
+        root = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
+        stack.callback(shutil.rmtree, root)
+        managers = []
+        for number in range(config.instances):
+            name = f"engine-{number}"
+            directory = PoolDirectory.join({"test": 1}, name, keep_s=60.0, root=root, has_keeper=False)
+            stack.callback(directory.close)
+            num_slots = slots_needed(trace, config.pool_blocks)
+            managers.append(
+                NodeManager(num_slots, directory=directory, clock=lambda: 0.0, **config.manager_options)
+            )
+            stack.callback(managers[-1].close)
+        yield managers
 
 
 @pytest.mark.slow
@@ -110,33 +138,30 @@ def by_hand(trace: Trace, config: ReplayConfig) -> ByHand:
     st.integers(2, 5),
     st.integers(1, 6),
     st.integers(1, 10),
-    st.sampled_from(STORES),
     st.sampled_from(["lru", "hazard"]),
     st.integers(0, 3),
 )
 def test_equals_one_manager_and_several_devices_driven_by_hand(
-    requests: Requests, instances: int, capacity: int, device: int, store: str, policy: str, queue: int
+    requests: Requests, instances: int, capacity: int, device: int, policy: str, queue: int
 ) -> None:
     trace = trace_of(requests)
-    config = shared(
-        instances, capacity, policy=policy, device_blocks=device, store=store, queue_requests=queue,
-        routing=ROUND_ROBIN,
-    )  # fmt: skip
-    run = Replay(trace, config)
-    report, twin = run.run(), by_hand(trace, config)
-    assert run.hits_per_request.tolist() == twin.hits
-    found = report.hit_blocks_of_others, report.blocks_written, report.blocks_evicted
-    assert found == (twin.of_others, twin.stored, twin.evicted)
+    config = shared(instances, capacity, policy=policy, device_blocks=device, queue_requests=queue,
+                    routing=ROUND_ROBIN)  # fmt: skip
+    manager = OffloadingManager(slots_needed(trace, config.pool_blocks), **config.manager_options)
+    check(trace, config, [manager] * instances)
 
 
+@pytest.mark.parametrize("admission", ["all", "reuse:2", "tinylfu"])
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
-@pytest.mark.parametrize("store", STORES)
-def test_a_workload_equals_the_twin(trace: Trace, policy: str, store: str) -> None:
-    config = shared(4, policy=policy, device_blocks=80, store=store, queue_requests=2, routing=ROUND_ROBIN)
-    report, twin = Replay(trace, config).run(), by_hand(trace, config)
-    assert report.prefix_hit_blocks == sum(twin.hits) > report.device_hit_blocks > 0
-    assert report.hit_blocks_of_others == twin.of_others > 0
-    assert (report.blocks_written, report.blocks_evicted) == (twin.stored, twin.evicted)
+def test_decides_as_the_engines_of_a_pool(trace: Trace, policy: str, admission: str) -> None:
+    """The queues are short: processes divide scarce room for waiting requests in another way."""
+    config = shared(4, policy=policy, admission=admission, device_blocks=80, queue_requests=1,
+                    routing=ROUND_ROBIN)  # fmt: skip
+    with members(trace, config) as managers:
+        report = check(trace, config, managers)
+    assert report.prefix_hit_blocks > report.device_hit_blocks > 0
+    assert report.hit_blocks_of_others > 0
+    assert (report.blocks_refused > 0) == (admission != "all" or policy == "hazard")
 
 
 # ---- devices
@@ -158,20 +183,13 @@ def test_devices_of_engines_are_devices_of_their_requests(
     engine_of = route(trace, instances, ROUND_ROBIN)
     together = run_devices(trace, device_blocks, engine_of)
     dropped = np.split(trace.block_ids[trace.refs[together.dropped]], together.offsets[1:])
-    device, everything = Device(trace, device_blocks, engine_of), np.arange(trace.unique_blocks)
     for engine in range(instances):
         own = np.flatnonzero(engine_of == engine)
         part = trace.of_requests(own)
-        alone, twin = run_device(part, device_blocks), Device(part, device_blocks)
+        alone = run_device(part, device_blocks)
         assert together.served[own].tolist() == alone.served.tolist()
         of_alone = np.split(part.block_ids[part.refs[alone.dropped]], alone.offsets[1:])
         assert [dropped[n].tolist() for n in own] == [one.tolist() for one in of_alone[: len(own)]]
-        for number, request in enumerate(own.tolist()):
-            left = part.block_ids[twin.serve(number)]
-            assert trace.block_ids[device.serve(request)].tolist() == left.tolist()
-            held = trace.block_ids[device.contains(request, everything.astype(np.int32))]
-            every = np.arange(part.unique_blocks, dtype=np.int32)
-            assert set(held) == set(part.block_ids[twin.contains(number, every)])
 
 
 # ---- the optimum
@@ -195,16 +213,13 @@ def test_no_choice_of_blocks_has_more_hits(
     assert best.prefix_hit_blocks == best_of_all(requests, capacity, offers)
 
 
-@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_no_policy_is_above_the_optimum(trace: Trace, routing: str, store: str) -> None:
+def test_no_policy_is_above_the_optimum(trace: Trace, routing: str) -> None:
     for policy in ("lru", "arc", "hazard"):
-        config = shared(4, policy=policy, device_blocks=40, store=store, routing=routing)
+        config = shared(4, policy=policy, device_blocks=40, routing=routing)
         report = Replay(trace, config).run()
         assert report.device_hit_blocks < report.prefix_hit_blocks
-        assert report.prefix_hit_ratio <= report.optimum_hit_ratio <= report.infinite_hit_ratio
-    if store == ON_COMPUTE:
-        assert report.optimum_hit_ratio < report.infinite_hit_ratio
+        assert report.prefix_hit_ratio <= report.optimum_hit_ratio < report.infinite_hit_ratio
 
 
 # ---- one pool and separate pools
@@ -222,15 +237,9 @@ def test_without_devices_one_pool_is_one_engine_with_all_ram(trace: Trace, routi
     assert sum(int(own.sum()) for own in hits) == found.prefix_hit_blocks
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_a_pool_with_room_for_all_loses_nothing(trace: Trace, store: str) -> None:
-    config = shared(4, trace.unique_blocks, device_blocks=30, store=store, routing=RANDOM)
-    hits = Replay(trace, config).run().prefix_hit_blocks
-    if store == ON_COMPUTE:
-        assert hits == infinite(trace).prefix_hit_blocks
-    else:
-        # A block that only another device holds is in no tier.
-        assert 0.5 < hits / infinite(trace).prefix_hit_blocks < 1
+def test_a_pool_with_room_for_all_loses_nothing(trace: Trace) -> None:
+    config = shared(4, trace.unique_blocks, device_blocks=30, routing=RANDOM)
+    assert Replay(trace, config).run().prefix_hit_blocks == infinite(trace).prefix_hit_blocks
 
 
 def test_sessions_that_move_gain_most(trace: Trace) -> None:
@@ -299,6 +308,10 @@ def test_what_cannot_share_is_refused() -> None:
         ReplayConfig(1, shared_ram=True)
     with pytest.raises(ConfigError, match=r"tiers: .* is invalid; with shared-ram allowed: at most one tier"):
         shared(2, tiers=parse_tiers("tiers", "1%+10%"))
+    with pytest.raises(
+        ConfigError, match="store: 'on-device-eviction' is invalid; with shared-ram allowed: on-c"
+    ):
+        shared(2, store=ON_DEVICE_EVICTION, device_blocks=1)
     with pytest.raises(CombinedConfigError, match=r"shared-ram: (.|\n)*tiers: "):
         ReplayConfig(1, shared_ram=True, tiers=parse_tiers("tiers", "1%+10%"))
 
@@ -384,3 +397,7 @@ def test_the_sweep_command() -> None:
     done = kvoffload(*few, "--instances", "2", "--shared-ram", "--tiers", "1%+10%", "--format", "json")
     assert "1 combinations left out: with shared-ram allowed: at most one tier behind RAM" in done.stderr
     assert [row["shared_ram"] for row in json.loads(done.stdout)] == [False]
+    done = kvoffload(*few, "--instances", "2", "--shared-ram", "--device-blocks", "1x", "--format", "json",
+                     "--stores", "on-compute,on-device-eviction")  # fmt: skip
+    assert "1 combinations left out: with shared-ram allowed: on-compute, because" in done.stderr
+    assert len(json.loads(done.stdout)) == 3

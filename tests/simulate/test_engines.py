@@ -94,12 +94,13 @@ def test_an_engine_without_requests_is_idle() -> None:
     st.integers(8, 20),
     st.integers(2, 4),
     st.booleans(),
+    st.sampled_from(["all", "reuse:2"]),
 )
 def test_one_at_a_time_hits_what_a_replay_hits(
-    paths: list[str], policy: str, ram: int, device: int, instances: int, is_shared: bool
+    paths: list[str], policy: str, ram: int, device: int, instances: int, is_shared: bool, admission: str
 ) -> None:
     trace = alone([*paths, "a"])
-    given = engines(ram, device, instances, policy=policy, shared_ram=is_shared)
+    given = engines(ram, device, instances, policy=policy, admission=admission, shared_ram=is_shared)
     plain = replay_of(trace, given).run()
     instant = machine(load_bytes_per_s=INSTANT, store_bytes_per_s=INSTANT)
     done = run_in_time(trace, timing(instant, at_once=1), device, given)
@@ -127,11 +128,11 @@ def test_separate_engines_are_engines_by_themselves(small: Trace) -> None:
     ]
 
 
-@pytest.mark.parametrize("store", ["on-compute", "on-device-eviction"])
+@pytest.mark.parametrize("admission", ["all", "tinylfu"])
 @pytest.mark.parametrize("tiers", ["none", "simulated:2000"])
-def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, store: str, tiers: str) -> None:
+def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str, tiers: str) -> None:
     device = small.longest_request + 50
-    given = engines(device, device, 3, store=store, tiers=parse_tiers("tiers", tiers))
+    given = engines(device, device, 3, admission=admission, tiers=parse_tiers("tiers", tiers))
     told = list[int]()
     report = replay_in_time(small, given, timing(QUICK), told.append)
     assert report.to_json() == replay_in_time(small, given, timing(QUICK)).to_json()

@@ -65,7 +65,9 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
             device_blocks(self.device_blocks, ANY_TRACE, block_bytes, ANY_TRACE)
         with problems:
             tiers = tuple(self.parsed_tiers())
-            ReplayConfig(1, tiers=tiers, instances=self.instances, shared_ram=self.shared_ram)
+            ReplayConfig(
+                1, store=self.store, tiers=tiers, instances=self.instances, shared_ram=self.shared_ram
+            )
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
         """Create the configuration of the caches, with sizes in blocks of `trace`."""

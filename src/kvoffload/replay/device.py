@@ -49,14 +49,16 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     return _run_requests(trace.refs, trace.offsets, trace.unique_blocks, device_blocks)
 
 
-def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int32]) -> DeviceRun:
+def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int32] | None) -> DeviceRun:
     """Run the device caches of several engines, each with `device_blocks` blocks and its own requests.
 
     Args:
-        engine_of: shape ``(requests,)``; engine of each request, 0 or more.
+        engine_of: shape ``(requests,)``; engine of each request, 0 or more. None: one engine.
 
     Cost: as for `run_device`, and O(unique blocks) for each engine.
     """
+    if engine_of is None:
+        return run_device(trace, device_blocks)
     served, counts = np.zeros((2, trace.requests), np.int64)
     runs = list[tuple[_Int64s, _Int64s, DeviceRun]]()
     for engine in range(int(engine_of.max(initial=-1)) + 1):
@@ -88,45 +90,37 @@ def _run_requests(
 
 
 class Device:
-    """Device caches of a replay, advanced one request at a time. Arguments as for `run_devices`.
+    """Device cache of a replay, advanced one request at a time.
 
-    Without `engine_of` one engine serves all requests.
+    Args:
+        run: the run of the device, or of the devices of several engines; then only `served` may be called.
     """
 
-    def __init__(
-        self, trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int32] | None = None
-    ) -> None:
-        if engine_of is None:
-            run, num_engines = run_device(trace, device_blocks), 1
-        else:
-            run, num_engines = run_devices(trace, device_blocks, engine_of), int(engine_of.max(initial=0)) + 1
-        self._engine_of = [0] * trace.requests if engine_of is None else engine_of.tolist()
+    def __init__(self, trace: Trace, run: DeviceRun) -> None:
         self._refs, self._dropped = trace.refs, run.dropped
         self._begins: list[int] = trace.offsets.tolist()
         self._served: list[int] = run.served.tolist()
         self._offsets: list[int] = run.offsets.tolist()
-        self._holds = np.zeros((num_engines, trace.unique_blocks), np.bool_)
+        self._holds = np.zeros(trace.unique_blocks, np.bool_)
 
-    def contains(self, request: int, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        """Return a mask of the blocks that are on the device of the request's engine, as last served."""
-        held: npt.NDArray[np.bool_] = self._holds[self._engine_of[request]].take(codes)
-        return held
+    def contains(self, codes: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Return a mask of the blocks that are on the device after the last served request."""
+        return self._holds.take(codes)
 
     def served(self, request: int) -> int:
         """Return the length of the request's head that is on its device when the request arrives."""
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
-        """Advance by the next request. Returns the blocks that its device evicts, warmest first.
+        """Advance by the next request. Returns the evicted blocks, warmest first.
 
         Blocks that never entered for lack of room are not returned.
         """
         begin, end = self._begins[request : request + 2]
         places = self._dropped[self._offsets[request] : self._offsets[request + 1]]
-        holds = self._holds[self._engine_of[request]]
-        holds[self._refs[begin:end]] = True
+        self._holds[self._refs[begin:end]] = True
         dropped = self._refs.take(places)
-        holds[dropped] = False
+        self._holds[dropped] = False
         return dropped[places < begin][::-1]
 
 

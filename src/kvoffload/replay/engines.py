@@ -8,11 +8,26 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.admission import create_admission
 from kvoffload.core.request import RequestContext
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.queue import EngineQueue
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.traces.trace import Trace
+
+
+class AdmissionRules:
+    """The admission rules of engines that share a manager; each rule counts only its engine's requests."""
+
+    def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
+        ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
+        capacity = len(ram.index.keys)
+        self._manager = ram
+        self._rules = [create_admission(admission, ram.key_bytes, capacity) for _ in range(num_engines)]
+
+    def switch_to(self, engine: int) -> None:
+        """Give the manager the rule of this engine."""
+        self._manager.admission = self._manager.store_mode.admission = self._rules[engine]
 
 
 class Engines:
@@ -20,6 +35,7 @@ class Engines:
 
     Args:
         engine_of: shape ``(requests,)``; engine of each request. None: one engine serves all requests.
+        admission: rule of each engine, which counts only the engine's requests, as in `NodeManager`.
 
     Attributes:
         hit_blocks_of_others: loaded block references whose block another engine computed and stored.
@@ -31,8 +47,10 @@ class Engines:
         trace: Trace,
         keys: TraceKeys,
         num_waiting: int,
-        engine_of: npt.NDArray[np.int32] | None = None,
+        engine_of: npt.NDArray[np.int32] | None,
+        admission: str,
     ) -> None:
+        self._rules: AdmissionRules | None = None
         self.hit_blocks_of_others = 0
         self._writers: npt.NDArray[np.int32] | None = None
         if engine_of is None:
@@ -44,11 +62,18 @@ class Engines:
             for engine in range(int(engine_of.max(initial=0)) + 1)
         ]
         self._engine_of = engine_of.tolist()
+        self._rules = AdmissionRules(manager, admission, len(self._queues))
         self._writers = np.full(trace.unique_blocks, -1, np.int32)
 
     def serve(self, request: int) -> RequestContext:
         """Take the next request out of its engine's queue; returns the request's context."""
+        self.switch_to(request)
         return self._queues[self._engine_of[request]].serve(request)
+
+    def switch_to(self, request: int) -> None:
+        """Make the next calls of the manager calls of this request's engine."""
+        if self._rules is not None:
+            self._rules.switch_to(self._engine_of[request])
 
     def stored(self, request: int, codes: npt.NDArray[np.int32]) -> None:
         """Record that the request's engine stored these blocks in RAM."""

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
-from kvoffload.replay.device import DeviceRun, run_device, run_devices
+from kvoffload.replay.device import DeviceRun, run_devices
 from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, long_kernel
 from kvoffload.traces.trace import Trace
 
@@ -72,7 +72,7 @@ def optimum(
             device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it,
             and blocks loaded from the tier are on the device again. Both are equal without a device.
         engine_of: engine of each request, if several engines with `device_blocks` blocks each share one tier;
-            with devices and ``on-compute`` only.
+            with ``on-compute`` only.
 
     Cost: O(1) per reference; 0.15 s and 50 MB per million references. Source: Belady, IBM Systems
     Journal 5(2), 1966. Differs: decides once per request, and may refuse a block.
@@ -83,11 +83,7 @@ def optimum(
     if store not in STORES:
         raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
     num_refs = trace.block_refs
-    device = None
-    if device_blocks and engine_of is None:
-        device = run_device(trace, device_blocks)
-    elif device_blocks and engine_of is not None:
-        device = run_devices(trace, device_blocks, engine_of)
+    device = run_devices(trace, device_blocks, engine_of) if device_blocks else None
     served = np.zeros(trace.requests, np.int64) if device is None else device.served
     offered, ends = np.arange(num_refs, dtype=np.int64), trace.offsets
     next_place = _next_uses(trace.refs)

@@ -29,11 +29,11 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, Problems, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
-from kvoffload.replay.device import Device
+from kvoffload.replay.device import Device, run_devices
 from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
 from kvoffload.replay.engines import Engines
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
-from kvoffload.replay.optimum import OptimumResult, infinite, optimum
+from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
 from kvoffload.replay.report import ReplayReport, TierReport
 from kvoffload.replay.routing import SESSION, Instances, Routing, route
@@ -46,6 +46,7 @@ from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
 from kvoffload.traces.trace import Trace
 
 NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
+ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
 ONE_TIER = "with shared-ram allowed: at most one tier behind RAM, because instances share the last tier only"
 _SETTLE_S = 600.0
 """Seconds after which a tier that does not answer ends the replay."""
@@ -68,8 +69,8 @@ class ReplayConfig:
             `SharedReplay` replays more than one.
         routing: rule that assigns requests to instances (`replay.routing`).
         shared_ram: the instances share one RAM pool of ``instances * capacity_blocks`` slots, under one
-            manager, and at most one tier behind it. Devices stay separate. With ``on-device-eviction`` a
-            block is a duplicate from the moment when one device holds it until any device drops it.
+            manager, and at most one tier behind it. Devices and admission rules stay separate. With
+            ``on-compute`` only, because a victim tier follows one device.
 
     Raises: `ConfigError` for invalid assumptions (the last five fields). The caches are checked when they are
     created.
@@ -97,6 +98,9 @@ class ReplayConfig:
         with problems:
             if self.instances == 1:
                 raise ConfigError("shared-ram", self.shared_ram, NEEDS_INSTANCES)
+        with problems:
+            if self.store != ON_COMPUTE:
+                raise ConfigError("store", self.store, ONE_DEVICE)
         with problems:
             if len(self.tiers) > 1:
                 raise ConfigError("tiers", "+".join(map(str, self.tiers)), ONE_TIER)
@@ -215,8 +219,12 @@ class Replay:
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options)
         self._engine_of = route(trace, config.instances, config.routing) if config.shared_ram else None
-        self._engines = Engines(self.manager, trace, self._keys, config.queue_requests, self._engine_of)
-        self._device = Device(trace, config.device_blocks, self._engine_of) if config.device_blocks else None
+        self._engines = Engines(
+            self.manager, trace, self._keys, config.queue_requests, self._engine_of, config.admission
+        )
+        self._device: Device | None = None
+        if config.device_blocks:
+            self._device = Device(trace, run_devices(trace, config.device_blocks, self._engine_of))
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -262,7 +270,7 @@ class Replay:
         device = self._device
         on_device = device.served(request) if device is not None else 0
         if device is not None and self._is_victim_tier:
-            resident = device.contains(request, codes) | self.manager.contains(keys, ctx)
+            resident = device.contains(codes) | self.manager.contains(keys, ctx)
             self._block_hits += int(np.count_nonzero(resident))
         wanted = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
         from_tier = self._load(request, *wanted, ctx)
@@ -287,12 +295,13 @@ class Replay:
         """Finish requests, in this order."""
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         for request, ctx in ends:
+            self._engines.switch_to(request)
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
                 # The manager assumes that the device still holds the request's blocks. An engine keeps them
                 # until the request ends; the device of the replay may have dropped some of them.
                 codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
-                self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(request, codes)]))
+                self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
         if self._tiered is not None:
             self._settle(self._tiered)
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
@@ -401,7 +410,7 @@ class Replay:
         trace, config, data, stats = self._trace, self._config, self._data, self.manager.stats()
         refs = max(1, trace.block_refs)
         hits = self._device_hits + self._tier_hits
-        best = self._best()
+        best = optimum(trace, config.offload_blocks, config.device_blocks, config.store, self._engine_of)
         return ReplayReport(
             trace=trace.name,
             policy=self.manager.policy.name,
@@ -442,15 +451,6 @@ class Replay:
             instances=config.instances,
             routing=config.routing if config.instances > 1 else "",
             hit_blocks_of_others=self._engines.hit_blocks_of_others,
-        )
-
-    def _best(self) -> OptimumResult:
-        """Return an upper bound for the hits: the optimum. For a victim tier of several engines: no limit."""
-        config = self._config
-        if self._is_victim_tier and self._engine_of is not None:
-            return infinite(self._trace)
-        return optimum(
-            self._trace, config.offload_blocks, config.device_blocks, config.store, self._engine_of
         )
 
     def _tier_reports(self) -> list[TierReport]:

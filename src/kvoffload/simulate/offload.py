@@ -22,6 +22,7 @@ from kvoffload.simulate.pool import DevicePool
 from kvoffload.simulate.ram import Ram
 from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import AnyManager
 from kvoffload.traces.trace import Trace
 
 
@@ -106,8 +107,12 @@ class Offload(NoOffload):
         self._stores = Link(events, "store", machine.value("store_bytes_per_s"), latency_s)
         self._num_loaded = self._lost = 0
         self._ram = ram or Ram(trace, config, timing, events)
-        self._ram.wakes.append(wake)
-        self.manager = self._ram.manager
+        self._number = self._ram.join(wake)
+
+    @property
+    def manager(self) -> AnyManager:
+        """The manager, for a call of this engine."""
+        return self._ram.manager_of(self._number)
 
     def begin(self, request: int) -> RequestContext:
         hints = self._trace.hints_of(request).at_begin

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
+from kvoffload.replay.engines import AdmissionRules
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig, recorded_s, slots_needed
 from kvoffload.simulate.config import Timing
@@ -33,26 +34,31 @@ class Ram:
 
     Attributes:
         manager: the manager of this RAM.
-        wakes: called at the end of each job for which a request may wait; one callable for each engine.
         links: links of the disks.
     """
 
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, events: Events) -> None:
         self._trace, self._events = trace, events
-        self.wakes, self.links, self._writes = list[Callable[[], None]](), list[Link](), list[Link]()
+        self._wakes, self.links, self._writes = list[Callable[[], None]](), list[Link](), list[Link]()
+        self._rules: AdmissionRules | None = None
         num_slots = slots_needed(trace, config.pool_blocks)
         self._tiered: TieredManager | None = None
         self.manager: AnyManager
-        if not config.tiers:
+        if config.tiers:
+            self.manager = self._tiered = self._with_tiers(num_slots, config, timing)
+        else:
             self.manager = OffloadingManager(num_slots, **config.manager_options)
-            return
-        self.manager = self._tiered = TieredManager(
+        if config.shared_ram:
+            self._rules = AdmissionRules(self.manager, config.admission, config.instances)
+
+    def _with_tiers(self, num_slots: int, config: ReplayConfig, timing: Timing) -> TieredManager:
+        return TieredManager(
             num_slots,
             ram=NoMemory(num_slots),
             tiers=[self._open(number, options, timing) for number, options in enumerate(config.tiers)],
             deadline_s=timing.deadline_s,
-            recompute_s_per_block=timing.machine.value("prefill_s_per_token") * trace.block_tokens,
-            clock=lambda: events.now,
+            recompute_s_per_block=timing.machine.value("prefill_s_per_token") * self._trace.block_tokens,
+            clock=lambda: self._events.now,
             **config.manager_options,
         )
 
@@ -102,9 +108,24 @@ class Ram:
             max_blocks, recorded_s(self._trace) / timing.load, lambda: self._events.now
         )
 
+    def join(self, wake: Callable[[], None]) -> int:
+        """Add an engine; returns its number.
+
+        Args:
+            wake: called at the end of each job for which a request may wait.
+        """
+        self._wakes.append(wake)
+        return len(self._wakes) - 1
+
+    def manager_of(self, engine: int) -> AnyManager:
+        """Return the manager for a call of this engine."""
+        if self._rules is not None:
+            self._rules.switch_to(engine)
+        return self.manager
+
     def wake(self) -> None:
         """Wake all engines."""
-        for wake in self.wakes:
+        for wake in self._wakes:
             wake()
 
     def poll(self) -> None:
