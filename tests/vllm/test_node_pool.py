@@ -42,11 +42,14 @@ def model(llama: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def server_of(model: Path, log: Path, **options: Any) -> Iterator[tuple[Server, Any]]:
+def server_of(
+    model: Path, log: Path, flags: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[Server, Any]]:
     """A server with its own engine id, before the pool of the model."""
     extra = {"spec_name": "KVOffloadSpec", "spec_module_path": "kvoffload.integrations.vllm", "policy": "arc"}
     connector = {"engine_id": log.stem, "kv_connector_extra_config": {**extra, **SHARED, **options}}
-    with running(model, log, connector=connector, environment={"PYTHONHASHSEED": "0"}) as pair:
+    environment = {"PYTHONHASHSEED": "0"}
+    with running(model, log, connector=connector, environment=environment, flags=flags) as pair:
         yield pair
 
 
@@ -82,14 +85,13 @@ def test_two_servers_share_one_pool(model: Path, on_llama: Expected, tmp_path: P
         assert "internal error" not in log.read_text()
 
 
-def test_engines_with_other_blocks_have_their_own_pool(
-    model: Path, on_llama: Expected, tmp_path: Path
-) -> None:
-    prompts, answers = on_llama.prompts[:1], on_llama.answers[:1]
-    with server_of(model, tmp_path / "arc.log") as (arc, _):
-        assert [arc.stream(prompt) for prompt in prompts] == answers
-        with server_of(model, tmp_path / "lru.log", policy="lru") as (lru, _):
-            assert [lru.stream(prompt) for prompt in prompts] == answers
-            assert len(pools_of(model)) == 2
-            assert lru.metrics().get(HITS, 0) == 0
-    assert "policy differs" in (tmp_path / "lru.log").read_text()
+def test_data_parallel_ranks_share_one_pool(model: Path, on_llama: Expected, tmp_path: Path) -> None:
+    """An odd number of prompts in turn, so that each rank gets the prompts of the other in the next round."""
+    prompts, answers = on_llama.prompts[:5], on_llama.answers[:5]
+    with server_of(model, tmp_path / "ranks.log", flags={"--data-parallel-size": 2}) as (server, _):
+        [pool] = pools_of(model)
+        assert len(pool.pids) == 2
+        for _ in range(3):
+            assert [server.stream(prompt) for prompt in prompts] == answers
+        metrics = server.serve_until(HITS, 9 * 5, prompts)
+        assert metrics[STORED] == 9 * 5, "each block was stored once, by either rank"

@@ -6,13 +6,14 @@ Owns the facts that must be equal in these engines. Decides nothing about blocks
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import VLLMOptions
 from kvoffload.integrations.vllm.shared.tiers import Producer, fingerprint
 from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, EngineFacts, minor
-from kvoffload.node.directory import PoolDirectory, pools
+from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory, pools
 from kvoffload.text import size
 
 USUAL_KEY_BYTES = 36
@@ -21,7 +22,12 @@ _LONG_HASHES = ("sha256", "sha256_cbor")
 
 
 def join_node_pool(
-    options: VLLMOptions, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool
+    options: VLLMOptions,
+    facts: EngineFacts,
+    vllm_config: Any,
+    *,
+    sees_requests: bool,
+    root: Path = SHARED_MEMORY,
 ) -> PoolDirectory | None:
     """Join the pool for engines like this one; None, with the reason in the log, if it cannot share its RAM.
 
@@ -43,7 +49,7 @@ def join_node_pool(
         "blocks_per_chunk": facts.blocks_per_chunk,
         "producer": fingerprint(producer),
     }
-    pool = PoolDirectory.join(equal, facts.engine_id, keep_s=options.ram.keep_s)
+    pool = PoolDirectory.join(equal, facts.engine_id, keep_s=options.ram.keep_s, root=root)
     for other in pools(pool.path.parent):
         differing = [name for name, value in equal.items() if other.facts.get(name) != value]
         if other.path != pool.path and other.pids and differing:

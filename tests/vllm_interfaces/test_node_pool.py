@@ -1,0 +1,96 @@
+"""Engines that may share a pool of a machine, and the reasons of those that may not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.integrations.vllm.shared import node_pool
+from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.node.directory import PoolDirectory
+
+Join = Callable[..., "PoolDirectory | None"]
+
+
+@pytest.fixture
+def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
+    """A function that joins as an engine; `kept` is the reason why its blocks cannot be kept."""
+    joined: list[PoolDirectory] = []
+    producer = SimpleNamespace(not_kept=lambda named: "")
+    monkeypatch.setattr(node_pool, "Producer", SimpleNamespace(of=lambda *args, **keywords: producer))
+    monkeypatch.setattr(node_pool, "fingerprint", lambda producer: "a model")
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+    def call(
+        engine: str, *, vllm: str = "0.32.0", algorithm: str = "sha256", why: str = "", **options: Any
+    ) -> PoolDirectory | None:
+        producer.not_kept = lambda named: why
+        facts: Any = SimpleNamespace(engine_id=engine, identity={"vllm": vllm}, blocks_per_chunk=1)
+        config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+        given = {"ram": "1GiB,shared=node,keep=60"} | options
+        pool = node_pool.join_node_pool(
+            parse_options(given), facts, config, sees_requests=True, root=tmp_path
+        )
+        if pool is not None:
+            joined.append(pool)
+        return pool
+
+    yield call
+    for pool in joined:
+        pool.close()
+
+
+def test_engines_with_equal_blocks_share(join: Join) -> None:
+    one, two = join("one"), join("two")
+    assert one is not None
+    assert two is not None
+    assert (one.path, one.number) == (two.path, 0)
+    assert two.number == 1
+
+
+def test_processes_of_an_engine_have_one_number(join: Join) -> None:
+    scheduler, worker = join("one"), join("one")
+    assert scheduler is not None
+    assert worker is not None
+    assert (scheduler.path, scheduler.number) == (worker.path, worker.number)
+
+
+def test_a_difference_is_named(join: Join, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm.kvoffload"):
+        one, two = join("one", policy="lru"), join("two", policy="arc")
+    assert one is not None
+    assert two is not None
+    assert one.path != two.path
+    assert f"not shared with the pool {one.path.name.rsplit('-', 1)[-1]}: policy differs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"vllm": "0.25.0"}, "set PYTHONHASHSEED to a number"),
+        ({"algorithm": "xxhash"}, "--prefix-caching-hash-algo is xxhash; allowed: sha256, sha256_cbor"),
+        ({"why": "the weights may change"}, "the weights may change"),
+    ],
+)
+def test_an_engine_that_cannot_share_says_why(
+    join: Join,
+    given: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED")
+    assert join("one", **given) is None
+    assert "RAM is NOT shared: " in caplog.text
+    assert reason in caplog.text
+    assert "this engine has its own pool of 1 GiB" in caplog.text
+
+
+def test_ram_of_one_engine_joins_nothing(join: Join, tmp_path: Path) -> None:
+    assert join("one", ram="1GiB") is None
+    assert list(tmp_path.iterdir()) == []
