@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.plan.fleet import Fleet, Purchase
-from kvoffload.plan.plan import PlanAnswer
+from kvoffload.plan.plan import PlanAnswer, Setups
 from kvoffload.plan.prices import Ram, Ssd
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.settings.read import parse_size
@@ -85,22 +85,33 @@ def test_the_cost_of_endurance_is_the_difference_to_the_same_purchase_without_li
     assert endurance.unlimited == unlimited.prefix_hit_ratio == pytest.approx(0.45)
     assert endurance.cost == pytest.approx(0.05)
     assert endurance.unlimited_writes_a_day == pytest.approx(550 / DURATION_S * 86_400 / 400)
+    assert endurance.bound == pytest.approx(0.45), "115 writes are enough for the 50 blocks"
+    assert endurance.of_bound == pytest.approx(0.40 / 0.45)
     assert endurance.budget_bytes_a_day == RATED * 400 * MIB
     text = words(answer)
     assert "only with max_write_bytes_per_day, 2.097 GB on each engine" in text
     assert "Endurance costs 5.0 points: without the limit the purchase would save 45.0%, with 23.8" in text
+    assert (endurance.ram_alone, endurance.oracle) == (0.0, pytest.approx(0.45))
+    assert "an oracle's choice of blocks would save 45.0%; 89% of its gain over the same RAM" in text
 
 
 def test_a_budget_that_is_not_recommended_is_named(loop: str) -> None:
-    """A hundredth of the writes is one block, which serves 0.9% of the references; RAM has all."""
+    """RAM with LIRS reaches the target; an SSD saves more for more money."""
+    ssd = Ssd(drive="400MiB", price=1000, slots=1, writes_per_day=RATED)
+    of = fleet(prices(Ram(module="5MiB", price=100, slots=4), ssd))
+    answer = planned(loop, of, Setups(("on-compute",), ("lirs",), ("all",)), saved=0.05)
+    assert answer.chosen.ssd_drives == 0
+    assert answer.endurance is not None
+    assert answer.endurance.row.saved > answer.chosen.saved
+    assert "within 5 drive writes a day: a write budget of 2.097 GB a day. Endurance costs" in words(answer)
+
+
+def test_a_budget_that_saves_no_more_than_the_choice_is_not_named(loop: str) -> None:
     ssd = Ssd(drive="400MiB", price=1000, slots=1, writes_per_day=0.05)
     answer = planned(loop, fleet(prices(Ram(module="100MiB", price=10, slots=4), ssd)))
     assert answer.chosen.purchase == Purchase(1, 0)
     assert answer.endurance is not None
-    assert answer.endurance.row.purchase == Purchase(1, 1)
-    assert "within 0.05 drive writes a day: a write budget of 20.97 MB a day. Endurance costs" in words(
-        answer
-    )
+    assert "Endurance" not in words(answer)
 
 
 def test_without_wear_no_budget_is_tried(loop: str) -> None:

@@ -1,16 +1,24 @@
 """Endurance of SSDs: the savings that a write budget at the drives' rating costs.
 
-Knows rows and their measurement; the search is in `plan.search`.
+Knows rows, their measurement and their bound; the search is in `plan.search`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
+from kvoffload.plan.evidence import Evidence
+from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.rows import Cell, Measured, PlanRow
+from kvoffload.replay.replay import Replay, recorded_s
+from kvoffload.replay.write_bound import bound_within_writes, oracle_within_writes
+from kvoffload.sweep.task import load
+from kvoffload.tiers.write_budget import DAY_S
 
 
 class Endurance(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +30,12 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
         unlimited: share of the prefill that the purchase would save if SSDs did not wear out.
         unlimited_writes_a_day: drive writes per day of these savings.
         cost: `unlimited` minus the savings of `row`.
+        bound: upper bound of the savings of any policies and rules with this RAM and write budget, even if
+            they knew the future (`replay.write_bound`).
+        of_bound: gain of `row` over the GPUs alone, as a share of the gain of `bound`.
+        ram_alone: savings of the same RAM without SSDs.
+        oracle: savings if RAM hit as often as without SSDs, and an oracle chose the blocks to write.
+        of_oracle: gain of `row` over `ram_alone`, as a share of the gain of `oracle`.
     """
 
     row: PlanRow
@@ -29,6 +43,11 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
     unlimited: float
     unlimited_writes_a_day: float
     cost: float
+    bound: float
+    of_bound: float
+    ram_alone: float
+    oracle: float
+    of_oracle: float
 
 
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
@@ -48,12 +67,44 @@ def unlimited_cell(row: PlanRow) -> Cell:
     return Cell(row.purchase, setup)
 
 
+class _Limits(NamedTuple):
+    """Savings within a write budget, as shares of the prefill; see `Endurance`."""
+
+    bound: float
+    ram_alone: float
+    oracle: float
+
+
+def _limits_of(row: PlanRow, fleet: Fleet, evidence: Evidence) -> _Limits:
+    """Compute bound and oracle of a row with a write budget: the sums of all replicas."""
+    cell = Cell(row.purchase, row.setup)
+    per_day = cell.max_writes_per_day(fleet)
+    assert per_day is not None, "the row has a write budget"
+    hits = np.zeros(3, np.int64)
+    for swept, point in zip(evidence.traces, cell.points(fleet, evidence), strict=True):
+        trace, config = load(swept.source), point.config
+        max_writes = int(per_day * recorded_s(trace) / DAY_S)
+        bound = bound_within_writes(
+            trace, config.capacity_blocks, config.tier_blocks, max_writes, config.device_blocks, config.store
+        )
+        alone = Replay(trace, replace(config, tiers=()))
+        alone.run()
+        own = alone.hits_per_request
+        hits += (bound, int(own.sum()), oracle_within_writes(trace, own, max_writes))
+    return _Limits(*(hits / evidence.block_refs).tolist())
+
+
 def endurance_of(
-    rows: Sequence[Measured], chosen: Measured, measure: Callable[[Cell], Measured]
+    rows: Sequence[Measured],
+    chosen: Measured,
+    fleet: Fleet,
+    evidence: Evidence,
+    measure: Callable[[Cell], Measured],
 ) -> tuple[Endurance | None, list[Measured]]:
     """Compute the cost of the rating; returns None and no rows without a row with a write budget.
 
-    Cost: at most one measurement, whose row is returned too.
+    Cost: at most one measurement, whose row is returned too; a replay without SSDs and a bound for each
+    replica.
     """
     limited = budgeted_row(rows, chosen)
     if limited is None:
@@ -63,11 +114,22 @@ def endurance_of(
     new = [] if any(one.row.setup == cell.setup for one in known) else [measure(cell)]
     best = max([*known, *new], key=lambda measured: measured.row.saved).row
     assert best.drive_writes_a_day is not None, "rows with a write budget have times"
+    limits = _limits_of(row, fleet, evidence)
     endurance = Endurance(
         row=row,
         budget_bytes_a_day=row.write_budget_bytes,
         unlimited=best.saved,
         unlimited_writes_a_day=best.drive_writes_a_day,
         cost=best.saved - row.saved,
+        bound=limits.bound,
+        of_bound=_share(row.saved, limits.bound, evidence.device_share),
+        ram_alone=limits.ram_alone,
+        oracle=limits.oracle,
+        of_oracle=_share(row.saved, limits.oracle, limits.ram_alone),
     )
     return endurance, new
+
+
+def _share(saved: float, most: float, start: float) -> float:
+    """Return the gain over `start` as a share of the largest gain; 1 if nothing can be gained."""
+    return (saved - start) / (most - start) if most > start else 1.0

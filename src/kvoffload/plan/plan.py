@@ -430,7 +430,9 @@ class _Search:
 
     def endurance(self, rows: Sequence[Measured], choice: Choice) -> tuple[Endurance | None, list[Measured]]:
         """Compute the cost of the rating of SSDs; returns also the row that was measured for it, if any."""
-        return endurance_of(rows, choice.chosen, lambda cell: self._measure([cell], 0)[0])
+        return endurance_of(
+            rows, choice.chosen, self._fleet, self._evidence, lambda cell: self._measure([cell], 0)[0]
+        )
 
     def _choose(self, rows: Sequence[Measured]) -> Choice:
         most_s = self._plan.target.ttft_p90_s

@@ -191,12 +191,12 @@ class Cell:
                 capacity=capacity,
                 policy=setup.ssd_policy,
                 admission=setup.ssd_admission,
-                max_write_blocks_per_day=self._blocks_a_day(fleet),
+                max_write_blocks_per_day=self.max_writes_per_day(fleet),
             )
             points.append(self._point(fleet, number, tier))
         return points
 
-    def _blocks_a_day(self, fleet: Fleet) -> float | None:
+    def max_writes_per_day(self, fleet: Fleet) -> float | None:
         """Compute the write budget of a replica, divided by the scale; None without one."""
         written = self.setup.ssd_write_budget * fleet.ssd_bytes(self.purchase)
         return written / (fleet.replicas * fleet.block_bytes * fleet.scale) if written else None

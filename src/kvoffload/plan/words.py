@@ -287,14 +287,16 @@ def _ssds(findings: Findings) -> list[str]:
 def _cost_of_endurance(endurance: Endurance) -> str:
     return (
         f"Endurance costs {100 * endurance.cost:.1f} points: without the limit the purchase would save "
-        f"{percent(endurance.unlimited)}, with {endurance.unlimited_writes_a_day:,.1f} drive writes a day."
+        f"{percent(endurance.unlimited)}, with {endurance.unlimited_writes_a_day:,.1f} drive writes a day. "
+        f"Within the limit an oracle's choice of blocks would save {percent(endurance.oracle)}; "
+        f"{percent(max(0.0, endurance.of_oracle), 0)} of its gain over the same RAM without SSDs is reached."
     )
 
 
 def _within_rating(findings: Findings) -> list[str]:
-    """Describe the best purchase with a write budget, unless it is recommended."""
+    """Describe the best purchase with a write budget, if it saves more than the recommended one."""
     endurance = findings.endurance
-    if endurance is None or endurance.row == findings.row:
+    if endurance is None or endurance.row.saved < findings.row.saved + NO_MORE:
         return []
     row = endurance.row
     budget = f"a write budget of {size(row.write_budget_bytes, 1000)} a day"

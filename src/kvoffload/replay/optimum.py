@@ -86,7 +86,7 @@ def optimum(
     device = run_devices(trace, device_blocks, engine_of) if device_blocks else None
     served = np.zeros(trace.requests, np.int64) if device is None else device.served
     offered, ends = np.arange(num_refs, dtype=np.int64), trace.offsets
-    next_place = _next_uses(trace.refs)
+    next_place = next_uses(trace.refs)
     if device is not None:
         if store == ON_DEVICE_EVICTION:
             offered, ends = device.dropped, device.offsets
@@ -113,7 +113,7 @@ def infinite(trace: Trace) -> OptimumResult:
     return OptimumResult(trace.block_refs - trace.unique_blocks, int(np.count_nonzero(uses > 1)))
 
 
-def _next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
+def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
     """Find the next position of the same block for each position in `refs`, or `_NEVER`."""
     by_block = np.argsort(refs, kind="stable")
     same = refs[by_block[1:]] == refs[by_block[:-1]]

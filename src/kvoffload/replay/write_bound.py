@@ -1,0 +1,153 @@
+"""Upper bound of the prefix hits of RAM with a tier behind it that may be written only so often.
+
+Knows the whole trace; no managers or policies. `replay.optimum` is the bound without a limit of writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.plans import ON_DEVICE_EVICTION
+from kvoffload.errors import ConfigError
+from kvoffload.replay.device import run_device
+from kvoffload.replay.optimum import next_uses, optimum
+from kvoffload.traces.trace import Trace
+
+_STEPS = 40
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def bound_within_writes(
+    trace: Trace,
+    capacity_blocks: int,
+    tier_blocks: int,
+    max_writes: int,
+    device_blocks: int = 0,
+    store: str = "on-compute",
+) -> int:
+    """Bound the prefix hits of any policies and admission rules with at most `max_writes` writes to the tier.
+
+    The bound need not be reached. It is the least of three bounds:
+
+    - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
+    - The optimum of RAM alone, plus all uses of the `max_writes` blocks with the most uses. Uses that the
+      device serves, and first uses, do not count.
+    - A Lagrangian relaxation. A hit is either an interval for which RAM holds a block, from the block's last
+      offer to its use, or a use of a block that was written to the tier. RAM holds at most `capacity_blocks`
+      at any time, and each written block takes one of the writes. For a price `p` of a slot of RAM for the
+      time between two requests, and a price of a write, the best choice is made for each block by itself: pay
+      for its intervals that are worth it, or pay for its write and get all its uses. By weak duality these
+      net gains, plus the prices of all slots and writes, bound the hits for every `p` and every price of a
+      write. For each `p` the best price of a write is known, and a search finds a good `p`.
+
+    The first and third bound let the tier keep every written block forever, from its first offer on.
+
+    Args:
+        capacity_blocks: slots of RAM.
+        tier_blocks: slots of the tier behind RAM.
+        max_writes: blocks that may be written to the tier in the whole trace.
+        device_blocks, store: as for `optimum`.
+
+    Cost: O(1) per reference and step, 0.3 s per million references. Raises: `ConfigError` as `optimum`, and
+    for a negative number of writes.
+    """
+    if max_writes < 0:
+        raise ConfigError("max_writes", max_writes, "allowed: 0 or more")
+    both = optimum(trace, capacity_blocks + tier_blocks, device_blocks, store).prefix_hit_blocks
+    ram = optimum(trace, capacity_blocks, device_blocks, store)
+    uses = _uses(trace, device_blocks, store)
+    by_uses = ram.prefix_hit_blocks + int(_largest(uses.per_block(np.ones(len(uses.blocks))), max_writes))
+    relaxed = ram.device_hit_blocks + _relaxed(uses, capacity_blocks, max_writes, trace.requests)
+    return min(both, by_uses, int(relaxed + 1e-6))
+
+
+def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], max_writes: int) -> int:
+    """Compute the prefix hits of given caches with a tier behind them, whose writes an oracle chooses.
+
+    The caches in front keep the hits that they have without the tier. The oracle writes the `max_writes`
+    blocks with the most missed uses, and the tier keeps these blocks forever. A real cache in front may have
+    more hits than without the tier, because promoted blocks enter it, so this is no bound of a replay.
+
+    Args:
+        hits_per_request: prefix hits of each request without the tier (`Replay.hits_per_request`).
+
+    Cost: O(1) per reference. Raises: `ConfigError` for a negative number of writes.
+    """
+    if max_writes < 0:
+        raise ConfigError("max_writes", max_writes, "allowed: 0 or more")
+    depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], np.diff(trace.offsets))
+    is_missed = depth >= np.repeat(hits_per_request, np.diff(trace.offsets))
+    is_missed[np.unique(trace.refs, return_index=True)[1]] = False
+    missed = np.bincount(trace.refs[is_missed], minlength=trace.unique_blocks).astype(np.float64)
+    return int(hits_per_request.sum()) + int(_largest(missed, max_writes))
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """Uses that the device does not serve, without the first use of each block.
+
+    Attributes:
+        blocks: code of each used block.
+        gaps: pauses between two requests for which RAM must hold the block to serve the use.
+        unique_blocks: blocks of the trace.
+    """
+
+    blocks: npt.NDArray[np.int32]
+    gaps: npt.NDArray[np.float64]
+    unique_blocks: int
+
+    def per_block(self, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Add the weights of the uses of each block."""
+        return np.bincount(self.blocks, weights, self.unique_blocks)
+
+
+def _uses(trace: Trace, device_blocks: int, store: str) -> _Uses:
+    lengths = np.diff(trace.offsets)
+    request_of = np.repeat(np.arange(trace.requests), lengths)
+    offered, at = np.arange(trace.block_refs), request_of
+    next_use = next_uses(trace.refs)
+    by_device = np.zeros(trace.block_refs, np.bool_)
+    if device_blocks:
+        device = run_device(trace, device_blocks)
+        by_device = offered < np.repeat(trace.offsets[:-1] + device.served, lengths)
+        if store == ON_DEVICE_EVICTION:
+            offered = device.dropped
+            at = np.repeat(np.arange(trace.requests), np.diff(device.offsets))
+    uses = next_use[offered]
+    is_use = uses >= 0
+    is_use[is_use] = ~by_device[uses[is_use]]
+    uses = uses[is_use]
+    gaps = (request_of[uses] - at[is_use]).astype(np.float64)
+    return _Uses(trace.refs[uses], gaps, trace.unique_blocks)
+
+
+def _relaxed(uses: _Uses, slots: int, max_writes: int, requests: int) -> float:
+    """Minimise the relaxation over the price of a slot, by golden-section search: it is convex."""
+    if len(uses.blocks) == 0:
+        return 0.0
+    total = uses.per_block(np.ones(len(uses.blocks)))
+
+    def bound(price: float) -> float:
+        in_ram = uses.per_block(np.maximum(0.0, 1.0 - price * uses.gaps))
+        # The best price of a write is the gain of the last block that is written.
+        return slots * price * (requests - 1) + float(in_ram.sum()) + _largest(total - in_ram, max_writes)
+
+    # No interval is worth a price of 1.
+    low, high = 0.0, 1.0
+    least = min(bound(low), bound(high))
+    for _ in range(_STEPS):
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        at_left, at_right = bound(left), bound(right)
+        least = min(least, at_left, at_right)
+        low, high = (low, right) if at_left < at_right else (left, high)
+    return least
+
+
+def _largest(gains: npt.NDArray[np.float64], count: int) -> float:
+    """Add the `count` largest gains."""
+    if count >= len(gains):
+        return float(gains.sum())
+    return float(np.partition(gains, len(gains) - count)[len(gains) - count :].sum()) if count else 0.0
