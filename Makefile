@@ -91,9 +91,11 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if there is one (ARGS="--device cpu" without a GPU)
 	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)
 
-soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
+soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour) and of a shared pool (two hours), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
 		$(BIN)/python -m pytest --capture=no tests/tiering/test_disk_machine.py tests/tiers/disk/test_crash.py
+	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) \
+		$(BIN)/python -m pytest --capture=no tests/node/test_manager.py -k any_number_of_steps
 	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/tiers/shared/test_sharing_machine.py
 	KVOFFLOAD_SOUND_RUNS=200 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_canary.py
 	PYTHONPATH=tests SOAK_SECONDS=$(SOAK_SECONDS) SEED=$(SEED) $(VLLM_VENV)/bin/python tests/support/vllm_soak.py

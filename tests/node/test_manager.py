@@ -1,8 +1,15 @@
-"""Managers that share their state: equal to one manager, also when members die between two calls."""
+"""Managers that share their state: equal to one manager, also when members die between two calls.
+
+Hypothesis steers the machine, and for a long run a seed. KVOFFLOAD_STEPS is the length of the long run
+(`make soak`: a million steps); KVOFFLOAD_SEED repeats a round that failed.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +21,7 @@ from hypothesis.stateful import Bundle, initialize, rule, run_state_machine_as_t
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan
 from kvoffload.core.request import RequestContext
-from kvoffload.testing.machine import ManagerMachine, Request, batches
+from kvoffload.testing.machine import NUM_KEYS, Job, ManagerMachine, Request, batches
 from kvoffload.testing.scripts import known_of_requests
 from support.node_members import Members
 from support.small_hazard import SmallHazard
@@ -123,3 +130,110 @@ def test_members_equal_one_manager(policy: Any, num_members: int) -> None:
         machine_of(num_members, policy),
         settings=settings(max_examples=25, stateful_step_count=30, deadline=None, phases=QUICK),
     )
+
+
+ROUND_STEPS, SHORT_STEPS = 1000, 3000
+WEIGHTS = {
+    "begin": 8, "begin_without_context": 1, "finish": 6, "expect": 4, "withdraw": 3, "touch": 6,
+    "lookup": 8, "lookup_key": 2, "prepare_store": 12, "serve": 10, "complete_store": 12,
+    "prepare_load": 9, "pin": 2, "complete_load": 10, "discard": 2, "reset": 1,
+    "reset_after_jobs_were_lost": 1, "kill": 1,
+}  # fmt: skip
+"""Of about 100 steps. A kill and the start of a new member cost as much as 50 other steps."""
+
+
+class Seeded:
+    """A machine whose steps a seed chooses; faster than Hypothesis."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = rng = random.Random(seed)
+        policy = rng.choice(["lru", "arc", "s3fifo", "lirs", "wtinylfu", SmallHazard])
+        self.machine = machine_of(rng.randrange(1, 5), policy)()
+        self.machine.start()
+        self.requests: list[Request] = []
+        self.stores: list[Job] = []
+        self.loads: list[Job] = []
+
+    def numbers(self) -> list[int]:
+        first, rng = self._random.randrange(NUM_KEYS), self._random
+        if rng.random() < 0.7:
+            return [*range(first, min(NUM_KEYS, first + rng.randrange(9)))]
+        return [rng.randrange(NUM_KEYS) for _ in range(rng.randrange(9))]
+
+    def step(self) -> None:
+        (name,) = self._random.choices([*WEIGHTS], [*WEIGHTS.values()])
+        getattr(self, f"_{name}", lambda: self._call(name))()
+        for check in (
+            "sound_inside", "equals_the_model", "events_give_the_readable_blocks", "statistics_agree"
+        ):  # fmt: skip
+            getattr(self.machine, check)()
+
+    def _call(self, name: str) -> None:
+        """Call a rule with a request, numbers of keys, or neither; skip it without a request."""
+        call, rng = getattr(self.machine, name), self._random
+        if name in ("begin", "serve", "discard"):
+            made = call(self.numbers())
+            self.requests += [made] if name == "begin" else []
+        elif name == "begin_without_context":
+            self.requests.append(call())
+        elif name.startswith("reset"):
+            if len(self.machine.state) == self.machine.manager.capacity_blocks:
+                call()
+        elif name == "kill":
+            call(rng.randrange(4))
+        elif self.requests:
+            request = rng.choice(self.requests)
+            if name in ("expect", "withdraw"):
+                call(request)
+            elif name == "lookup_key":
+                call(request, rng.randrange(NUM_KEYS))
+            else:
+                call(request, self.numbers())
+
+    def _take(self, things: list[Any]) -> list[Any]:
+        return [things.pop(self._random.randrange(len(things)))] if things else []
+
+    def _finish(self) -> None:
+        for request in self._take(self.requests):
+            self.machine.finish(request)
+
+    def _prepare_store(self) -> None:
+        for request in self.requests[-1:]:
+            promoted = self._random.random() < 0.3
+            self.stores.append(self.machine.prepare_store(request, self.numbers(), promoted))
+
+    def _complete_store(self) -> None:
+        for job in self._take(self.stores):
+            self.machine.complete_store(job, self._random.random() < 0.8)
+
+    def _prepare_load(self) -> None:
+        for request in self.requests[-1:]:
+            self.loads.append(self.machine.prepare_load(request, self.numbers()))
+
+    def _pin(self) -> None:
+        self.loads.append(self.machine.pin(self.numbers()))
+
+    def _complete_load(self) -> None:
+        for job in self._take(self.loads):
+            damaged = {self._random.randrange(8)} if self._random.random() < 0.2 else set()
+            self.machine.complete_load(job, damaged)
+
+
+@pytest.mark.slow
+def test_any_number_of_steps() -> None:
+    steps = int(os.environ.get("KVOFFLOAD_STEPS") or SHORT_STEPS)
+    first_seed = int(os.environ.get("KVOFFLOAD_SEED") or random.SystemRandom().randrange(10**9))
+    began = reported = time.monotonic()
+    for number in range(-(-steps // ROUND_STEPS)):
+        seed, step = first_seed + number, 0
+        seeded = Seeded(seed)
+        try:
+            for step in range(ROUND_STEPS):  # noqa: B007  (the message has it)
+                seeded.step()
+            seeded.machine.teardown()
+        except Exception as error:
+            raise AssertionError(f"KVOFFLOAD_SEED={seed}, step {step}: {error!r}") from error
+        done, now = (number + 1) * ROUND_STEPS, time.monotonic()
+        if now - reported > 30 or done >= steps:
+            reported = now
+            print(f"{done:,} steps, {done / (now - began):.0f}/s", flush=True)
