@@ -60,7 +60,9 @@ def ls(options: ListOptions) -> None:
         click.echo(json.dumps(reports, indent=2))
     elif reports:
         headings = ("name", "memory#", "blocks#", "engines#", "idle#", "removed after", "problem")
-        Console().print(terminal_table(Table("", headings, [_row(report) for report in reports])))
+        count = len(headings) - (not any(report["problem"] for report in reports))
+        rows = [_row(report)[:count] for report in reports]
+        Console().print(terminal_table(Table("", headings[:count], rows)))
     else:
         click.echo(f"there is no pool in {options.root}")
 
