@@ -352,7 +352,7 @@ def processor() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, a minute instead of three")
-    parser.add_argument("--policy", default="arc")
+    parser.add_argument("--policy", default="lru")
     arguments = parser.parse_args()
     print(f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     gc.disable()

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +131,41 @@ def test_reports_without_the_lock_are_made_later(root: Path, process: Process) -
     assert manager.stats().loaded == 4
     audit(manager)
     manager.withdraw(waiting)
+
+
+def test_reports_are_made_before_the_very_next_call(
+    root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if nothing else has happened in the pool: a report that comes late, after new calls, would free
+    slots that those calls use.
+    """
+    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    other = Process(root, "other", 2)
+    manager = process.manager
+    plan = manager.prepare_store(KEYS[:4])
+    assert plan is not None
+    for num_calls in range(20):
+        for _ in range(num_calls):
+            manager.contains([])
+        locked, done = threading.Event(), threading.Event()
+
+        def hold(locked: threading.Event = locked, done: threading.Event = done) -> None:
+            assert other.manager._mutex.acquire(5.0) == 0
+            locked.set()
+            done.wait(10)
+            other.manager._mutex.release()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert locked.wait(10)
+        manager.reset(drop_in_flight=True)
+        manager.complete_store(plan)
+        done.set()
+        thread.join()
+        plan = manager.prepare_store(KEYS[:4])
+        assert plan is not None
+        assert plan.epoch == num_calls + 1, "the reset comes after the store that followed it"
+        assert manager._patience_s > 0
 
 
 def test_a_reset_without_the_lock_is_made_later(

@@ -183,6 +183,8 @@ class NodeManager(OffloadingManager):
     def _stall(self) -> None:
         self.num_timeouts += 1
         self._patience_s = 0.0
+        self._news = _UNKNOWN
+        self._mutex.forget()
         now = self._clock()
         self._stalled_since = self._stalled_since or now
         if now - self._stalled_since >= REPORT_S and not self._is_reported:

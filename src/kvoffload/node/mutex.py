@@ -106,6 +106,10 @@ class Mutex:
         """Record that the news are handled."""
         self._state.seen = int(self._state.news[0])
 
+    def forget(self) -> None:
+        """Let the next `enter` that gets the lock return `NEWS`."""
+        self._state.seen = -1
+
     def repaired(self) -> None:
         """Declare the state consistent after `OWNER_DIED`; the lock stays acquired."""
         self._check(self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address)))
