@@ -59,6 +59,9 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
     gpus: Count = option(help="GPUs of all engines together.")
     kv_per_gpu: Size = option(help="Memory for KV blocks on each GPU: 64GB.")
     replicas: Count = option(1, "Number of engines; each gets an equal share of the GPUs.")
+    shared_ram: bool = option(
+        False, "Also consider one RAM pool in each host for all engines of the host, instead of one each."
+    )
     load: Factor = option(
         1.0, "Concurrent sessions, as a multiple of the recording's.", metavar="2x", show_default=False
     )
@@ -119,7 +122,7 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
         size = self.required_block_bytes(block_tokens, "sizes need the bytes of a token")
         fleet = Fleet(
             self.gpus, self.kv_per_gpu, size, read_prices(self.prices), self.replicas, self.routing,
-            self.load, self.scale, self.prefill_tokens_per_s,
+            self.load, self.scale, self.prefill_tokens_per_s, shared_ram=self.shared_ram,
         )  # fmt: skip
         if self.machine is None:
             return fleet
@@ -186,8 +189,11 @@ def _vllm_flag(answer: PlanAnswer, fleet: Fleet) -> str:
     row = answer.chosen
     if not row.ram_modules:
         return ""
+    ram: dict[str, Any] = {"cpu_bytes_to_use": _exact_size(row.ram_bytes // fleet.replicas)}
+    if row.shared_ram:
+        ram = {"ram": {"size": _exact_size(row.ram_bytes // fleet.hosts), "shared": "node"}}
     given: dict[str, Any] = {
-        "cpu_bytes_to_use": _exact_size(row.ram_bytes // fleet.replicas),
+        **ram,
         "policy": row.policy,
         "admission": row.admission,
         "store": row.store,

@@ -60,9 +60,9 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
-    The engine with the most block references is timed. Rows with servers are not timed, because one engine
-    alone cannot show the load of a shared tier. A fleet's `scale` multiplies the arrival rate of sessions and
-    leaves the caches at full size, because queues depend on the arrival rate.
+    The engine with the most block references is timed. Rows with servers or shared RAM are not timed, because
+    one engine alone cannot show the load of what engines share. A fleet's `scale` multiplies the arrival rate
+    of sessions and leaves the caches at full size, because queues depend on the arrival rate.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
@@ -120,7 +120,7 @@ class Clock:
 
     def known(self, row: PlanRow) -> TimedOutcome | None:
         """Return the timed replay of a row if this run or an earlier one has made it."""
-        if row.servers:
+        if row.servers or row.shared_ram:
             return None
         cell = Cell(row.purchase, row.setup)
         if cell not in self._known and self._journal is not None:

@@ -33,7 +33,7 @@ class Evidence:
         name: name of the trace.
         assumed: assumptions of the conversion that made the trace; empty if there are none.
         traces: the traces of all replicas that get block references.
-        whole: the trace of all replicas together; None unless they may share servers.
+        whole: the trace of all replicas together; None unless they may share servers or RAM.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
@@ -113,7 +113,7 @@ def gather(
 
     Args:
         one_in: use one session in this many.
-        is_shared: the replicas may share servers.
+        is_shared: the replicas may share servers or RAM.
 
     Raises: errors of `load`, and `ConfigError` for a recording without a full block.
     """

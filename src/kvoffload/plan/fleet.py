@@ -47,6 +47,7 @@ class Fleet:
         prefill_tokens_per_s: prefill speed of a GPU; 0: not given.
         prices: prices and hardware.
         machine: speeds of one engine (all its GPUs) and of one drive; None: no waits are computed.
+        shared_ram: also consider one RAM pool for all engines of a host.
 
     Raises: `ConfigError`.
     """
@@ -61,9 +62,16 @@ class Fleet:
     scale: Positive = 1.0
     prefill_tokens_per_s: NotNegative = field(default=0.0, metadata={"option": "prefill-tokens-per-s"})
     machine: Machine | None = None
+    shared_ram: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "plan")
+        if self.shared_ram and (self.replicas % self.hosts or self.replicas == self.hosts):
+            why = (
+                f"it needs equally many engines in each host, 2 or more: {self.replicas} replicas are on "
+                f"{self.hosts} hosts (gpus_per_host in the price file)"
+            )
+            raise ConfigError("shared-ram", self.shared_ram, why)
         if self.gpus % self.replicas:
             raise ConfigError(
                 "replicas", self.replicas, f"allowed: a divisor of {self.gpus}, the number of GPUs"
@@ -78,6 +86,11 @@ class Fleet:
     def may_share(self) -> bool:
         """True if several replicas can share servers, and servers are for sale."""
         return self.replicas > 1 and self.prices.server.slots > 0
+
+    @property
+    def engines_of_host(self) -> int:
+        """Number of engines that share a RAM pool."""
+        return self.replicas // self.hosts
 
     @property
     def gpus_of_engine(self) -> int:

@@ -89,7 +89,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         over_time: savings in each window of the recording.
         payback: worth of the purchase; null without one, a speed of the GPUs, times or a price of GPU-hours.
         endurance: savings that the rating of SSDs costs; null if no feasible row has a write budget.
-        in_time: timed replays; null without a machine or times, and with servers.
+        in_time: timed replays; null without a machine or times, and with servers or shared RAM.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
         seed, resamples, version: as in rows of a sweep.
@@ -270,7 +270,8 @@ class Plan:
             endurance, unlimited = whole.endurance(rows, choice)
             rows = [*rows, *unlimited]
             in_time = None
-            if (clock := whole.clock) is not None and not choice.chosen.row.servers:
+            row = choice.chosen.row
+            if (clock := whole.clock) is not None and not (row.servers or row.shared_ram):
                 in_time = clock.compared(choice.chosen.row, whole.begin.row)
                 rows, choice = [clock.with_wait(row) for row in rows], choice.of_each(clock.with_wait)
             work.write([measured.row for measured in (*rows, *sampled)])
@@ -279,8 +280,9 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """True if the search includes shared servers, which have no simulated waits."""
-        return self.fleet.may_share and self.target.ttft_p90_s is None
+        """True if the search includes shared servers or RAM, which have no simulated waits."""
+        fleet = self.fleet
+        return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:
         """Scale the fleet down to a sample of sessions, and gather the evidence of the sample."""
@@ -305,16 +307,24 @@ class Plan:
         setups, budget = self._setups, target.budget
         within_rating = functools.partial(setups.within_rating, rated=fleet.prices.ssd.writes_per_day)
         tiers = [TierAxis("drives", drives[1:], setups.with_ssds, within_rating)]
-        if evidence.whole is not None:
+        of_ram, with_servers = setups.of_ram, setups.with_servers
+        if evidence.whole is not None and fleet.shared_ram:
+            of_ram, with_servers = of_ram + _in_pools(of_ram), with_servers + _in_pools(with_servers)
+        if evidence.whole is not None and fleet.may_share:
             servers = fleet.server_steps(evidence.whole.unique_blocks)
-            tiers.append(TierAxis("servers", servers, setups.with_servers))
+            tiers.append(TierAxis("servers", servers, with_servers))
         without_ram = [Purchase(0, 0), *(axis.with_ram(0, count) for axis in tiers for count in axis.counts)]
         edge = list[Purchase]()
         if budget is not None:
             for purchase in without_ram:
                 line = (purchase._replace(modules=n) for n in range(modules[0], modules[-1] + 1))
                 edge += [candidate for candidate in line if fleet.price(candidate) <= budget][-1:]
-        return Space(modules, setups.of_ram, tiers, allowed, edge)
+        return Space(modules, of_ram, tiers, allowed, edge)
+
+
+def _in_pools(setups: Sequence[Setup]) -> list[Setup]:
+    """List the setups with one RAM pool in each host. A victim tier follows one device, so it has no pool."""
+    return [replace(setup, shared_ram=True) for setup in setups if setup.store == ON_COMPUTE]
 
 
 def _answer(findings: Findings, work: Work) -> PlanAnswer:
@@ -448,7 +458,7 @@ class _Search:
         expected = Progress(0, later, 0, later * evidence.block_refs)
 
         def report(now: Progress) -> None:
-            # A cell with servers is one replay; other cells are one replay per replica.
+            # A cell with servers or shared RAM is one replay; other cells are one replay per replica.
             done = now.rows_done * len(cells) // max(1, len(points))
             self._stages.report(replace(now, rows_done=done), len(cells), expected)
 
@@ -493,7 +503,10 @@ def assumptions(findings: Findings) -> list[Assumption]:
     if in_time is not None:
         listed += itertools.starmap(Assumption, timing_assumptions(in_time))
     listed.append(Assumption("prices", f"in {prices.currency}, {prices.date}", prices.source))
-    shares = evidence.whole is not None
+    shares = evidence.whole is not None and fleet.may_share
+    if evidence.whole is not None and fleet.shared_ram:
+        pools = f"{fleet.engines_of_host} engines of a host share one, if the answer says so"
+        listed.append(Assumption("RAM pools", pools, "given; one lock, no wait for it"))
     listed += _of_servers(fleet, are_searched=shares)
     for name, value in flattened(prices).items():
         if name not in ("currency", "source", "date") and (shares or not name.startswith("server.")):

@@ -35,6 +35,7 @@ class Setup:
 
     `ssd_policy` and `ssd_admission` are empty without SSDs, `server_admission` without servers.
     `ssd_write_budget`: drive writes per day to which the SSD tier limits itself; 0: no limit.
+    `shared_ram`: the engines of a host share one RAM pool; without SSDs only.
     """
 
     store: str
@@ -44,6 +45,7 @@ class Setup:
     ssd_admission: str = ""
     server_admission: str = ""
     ssd_write_budget: float = 0.0
+    shared_ram: bool = False
 
     def __str__(self) -> str:
         if not self.store:
@@ -55,7 +57,8 @@ class Setup:
             plural = "" if self.ssd_write_budget == 1 else "s"
             ssd += f", within {self.ssd_write_budget:g} drive write{plural} a day"
         server = "" if self.server_admission in ("", "all") else f"; servers take {self.server_admission}"
-        return f"{ram}, {self.store}{ssd}{server}"
+        pool = ", shared RAM" if self.shared_ram else ""
+        return f"{ram}, {self.store}{pool}{ssd}{server}"
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +71,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         store, policy, admission: setup of RAM; empty for the row without a purchase.
         ssd_policy, ssd_admission, server_admission: setup of SSDs and servers; empty without them.
         ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
+        shared_ram: the engines of a host share one RAM pool of their `ram_blocks` together.
         device_blocks, ram_blocks, ssd_blocks: blocks of each replica, as replayed.
         server_blocks: blocks on all servers.
         saved: share of the prefill that is saved (prefix-hit ratio).
@@ -134,6 +138,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     one_in: int = 1
     exceeds: str = ""
     ssd_write_budget: float = 0.0
+    shared_ram: bool = False
 
     @property
     def purchase(self) -> Purchase:
@@ -142,7 +147,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def setup(self) -> Setup:
         return Setup(self.store, self.policy, self.admission, self.ssd_policy, self.ssd_admission,
-                     self.server_admission, self.ssd_write_budget)  # fmt: skip
+                     self.server_admission, self.ssd_write_budget, self.shared_ram)  # fmt: skip
 
     @property
     def write_budget_bytes(self) -> int:
@@ -171,7 +176,10 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the replays: one for each replica with requests, or, with servers, one of all replicas."""
+        """Create the replays: one of all replicas if they share servers or RAM, else one for each replica.
+
+        Replicas without requests are left out.
+        """
         setup = self.setup
         # Capacity beyond all unique blocks makes no difference.
         if self.purchase.servers:
@@ -181,6 +189,9 @@ class Cell:
                 capacity=str(blocks), policy=SERVER_POLICY, admission=setup.server_admission
             )
             return [self._point(fleet, len(evidence.traces), tier, fleet.replicas)]
+        if setup.shared_ram:
+            assert evidence.whole is not None, "shared RAM needs a shared trace"
+            return [self._point(fleet, len(evidence.traces), None, fleet.replicas)]
         if not self.purchase.drives:
             return [self._point(fleet, number) for number in range(len(evidence.traces))]
         ssd = fleet.blocks(fleet.ssd_bytes(self.purchase))
@@ -214,12 +225,14 @@ class Cell:
             tiers=() if tier is None else (tier,),
             instances=instances,
             routing=fleet.routing if instances > 1 else SESSION,
+            shared_ram=setup.shared_ram,
+            machines=fleet.hosts if setup.shared_ram else 1,
         )
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
         """Add the replicas' hits in each window, from the measurements of `points`."""
-        if self.purchase.servers:
+        if self.purchase.servers or self.setup.shared_ram:
             return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
         return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffload.plan.fleet import NOTHING, Purchase
 from kvoffload.plan.rows import Cell, Measured, Setup
-from kvoffload.plan.targets import Choice, Difference, beside
+from kvoffload.plan.targets import Choice, Difference, beside, other_ram
 
 KEPT = 2
 """Number of setups measured at all coarse purchases, for RAM alone and for each kind of tier behind RAM."""
@@ -125,11 +125,16 @@ def search(
     pairs = sum(len(axis.setups) * len(axis.counts) for axis in space.tiers)
     expected = pairs * (KEPT + 1) // len(space.setups) + KEPT * len(coarse)
     table.measure(space.cells(space.sample, space.setups), expected)
-    kept = _kept(rows, space.setups, difference)
+    # Both kinds are kept, because the answer compares them.
+    apart = [setup for setup in space.setups if not setup.shared_ram]
+    pools = [setup for setup in space.setups if setup.shared_ram]
+    kept = _kept(rows, apart, difference)
+    of_pools = _kept(rows, pools, difference) if pools else []
     in_front = {
         "drives": [*kept, *_extreme_writer(rows, min)],
-        "servers": [*kept[:1], *_extreme_writer(rows, max)],
+        "servers": [*kept[:1], *of_pools[:1], *_extreme_writer(rows, max)],
     }
+    kept += of_pools
     for axis in space.tiers:
         of_ram = {(setup.store, setup.policy, setup.admission) for setup in in_front[axis.axis]}
         tried = [setup for setup in axis.setups if (setup.store, setup.policy, setup.admission) in of_ram]
@@ -154,7 +159,8 @@ def confirm(
     """Measure the result of a search on a sample on all sessions; returns these rows and the choice.
 
     1. Measure the recommended purchase with its two best setups, the purchase that saves most, the best
-       infeasible purchase, and the purchase to compare shared servers with (`beside`).
+       infeasible purchase, the purchase to compare shared servers with (`beside`), and the row to compare
+       shared RAM with (`other_ram`).
     2. Correct all rows of the sample by the error that step 1 shows, and choose again. Measure this choice
        and its neighbours with the best setup of step 1, so that they differ in the purchase alone.
     3. Bisect between the answer and its neighbours.
@@ -172,7 +178,8 @@ def confirm(
         if not measured.row.feasible and measured.row.saved > sampled.most.row.saved
     ]
     best = sorted(infeasible, key=lambda measured: (-measured.row.saved, measured.row.price))[:1]
-    table.measure(_cells_of([*ways[-2:], sampled.most, *best, beside(rows, sampled.chosen)]), 2 * KEPT)
+    compared = [beside(rows, sampled.chosen), other_ram(rows, sampled.chosen)]
+    table.measure(_cells_of([*ways[-2:], sampled.most, *best, *compared]), 2 * KEPT)
     near, used = [sampled.smaller, sampled.larger], list[Setup]()
     if purchase != NOTHING:
         answer = max(

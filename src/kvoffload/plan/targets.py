@@ -174,6 +174,18 @@ def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     return max(about, key=lambda measured: (measured.row.saved, -measured.row.price), default=rivals[0])
 
 
+def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
+    """Find the best feasible row of the same purchase with separate RAM instead of pools, or vice versa."""
+    rivals = [
+        measured
+        for measured in rows
+        if measured.row.feasible
+        and measured.row.purchase == chosen.row.purchase != NOTHING
+        and measured.row.shared_ram != chosen.row.shared_ram
+    ]
+    return max(rivals, key=_rank, default=None)
+
+
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
     """Choose the cheapest purchase that saves the share `needed`.
 

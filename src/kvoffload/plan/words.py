@@ -18,7 +18,7 @@ from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.payback import LIFE_DAYS, NO_MORE, gpus_saved, payback_of, saves_less_in_time
 from kvoffload.plan.rows import Measured, PlanRow, age
-from kvoffload.plan.targets import ABOUT, ENOUGH, Outcome, beside
+from kvoffload.plan.targets import ABOUT, ENOUGH, Outcome, beside, other_ram
 from kvoffload.simulate.report import OVERLOADED, TimedOutcome, TimedTierReport, break_even_sentence
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.table import YARDSTICK
@@ -85,6 +85,7 @@ def _other_purchases(findings: Findings) -> list[str]:
     rival = beside(findings.rows, choice.chosen)
     if rival is not None:
         sentences.append(_sharing(findings, rival))
+    sentences += _pooling(findings)
     if choice.smaller is not None and not _same_purchase(choice.smaller, rival):
         sentences.append(_smaller(findings, choice.smaller))
     sentences += _larger(findings, rival)
@@ -253,8 +254,10 @@ def _use(row: PlanRow, fleet: Fleet) -> str:
     each = f"{_several(row.ram_modules, 'module')} of {fleet.prices.ram.module}"
     each += f", {_several(row.ssd_drives, 'drive')} of {fleet.prices.ssd.drive}" if row.ssd_drives else ""
     shared = ""
+    if row.shared_ram:
+        shared = f", as one pool that its {fleet.engines_of_host} engines share"
     if row.servers:
-        shared = f", and {servers(row)} that all {fleet.replicas} engines share"
+        shared += f", and {servers(row)} that all {fleet.replicas} engines share"
     return f"Use {row.setup}: {_STORES[row.store]}. That is {each} in {where}{shared}."
 
 
@@ -395,6 +398,24 @@ def _sharing(findings: Findings, rival: Measured) -> str:
     return f"{label}: {_offer(rival.row, findings.currency)}, {gain} ({certainty(lead)})."
 
 
+def _pooling(findings: Findings) -> list[str]:
+    """Compare one RAM pool in each host with separate RAM, for the recommended purchase."""
+    chosen, fleet = findings.choice.chosen, findings.fleet
+    rival = other_ram(findings.rows, chosen)
+    if rival is None:
+        return []
+    pool, apart = (chosen, rival) if chosen.row.shared_ram else (rival, chosen)
+    gain = pool.row.saved - apart.row.saved
+    lead = findings.difference(pool, apart) if gain > 0 else findings.difference(apart, pool)
+    number, each = fleet.engines_of_host, size(apart.row.ram_bytes // fleet.replicas)
+    engines = f"{number} engines" if fleet.hosts == 1 else f"the {number} engines of each host"
+    one = f"One pool of {size(pool.row.ram_bytes // fleet.hosts)} for {engines} instead of {number} of {each}"
+    points = f"{abs(100 * gain):.1f} points {'more' if gain > 0 else 'less'} ({certainty(lead)})"
+    if pool is chosen:
+        return [f"{one} saves {points}; separate RAM saves most with {apart.row.setup}."]
+    return [f"{one} would save {points}."]
+
+
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
     """Describe the benefit of more money, unless the sentence about `rival` does."""
     choice, currency = findings.choice, findings.currency
@@ -423,7 +444,7 @@ def _lru(findings: Findings) -> list[str]:
     best: dict[str, Measured] = {}
     for measured in findings.rows:
         row = measured.row
-        is_plain = (row.policy, row.admission) == (YARDSTICK, "all")
+        is_plain = (row.policy, row.admission) == (YARDSTICK, "all") and not row.shared_ram
         if is_plain and row.purchase == chosen.row.purchase and row.ssd_admission in ("", "all"):
             rival = best.setdefault(row.store, measured)
             best[row.store] = max(rival, measured, key=lambda one: one.row.saved)
@@ -502,6 +523,8 @@ def _open_sizes(findings: Findings) -> list[str]:
     evidence, fleet, row = findings.evidence, findings.fleet, findings.row
     sentences = list[str]()
     holds_all = row.ram_blocks + row.ssd_blocks >= evidence.footprint_blocks > 0
+    if evidence.whole is not None and row.shared_ram:
+        holds_all = row.ram_blocks * fleet.engines_of_host >= evidence.whole.unique_blocks
     if evidence.whole is not None and row.servers:
         holds_all = row.server_blocks >= evidence.whole.unique_blocks
     if holds_all:
@@ -537,6 +560,11 @@ def _open_waits(findings: Findings) -> list[str]:
             "Waits with servers are unknown: a timed replay simulates one engine without shared tiers. With "
             "`slots = 0` under [server] in the price file the answer has waits, but no servers."
         )
+    elif findings.row.shared_ram:
+        sentences.append(
+            "Waits with one pool of RAM are unknown: a plan times one engine. `kvoffload simulate` with "
+            f"--instances {fleet.engines_of_host} --shared-ram times the engines of a host."
+        )
     elif in_time is None:
         sentences.append("The recording has no times, so waits are unknown.")
     elif in_time.with_offload.is_overloaded:
@@ -550,4 +578,6 @@ def _open_waits(findings: Findings) -> list[str]:
         )
         if fleet.may_share:
             sentences.append("Servers that engines share are not timed, so they were not searched.")
+        if fleet.shared_ram:
+            sentences.append("RAM pools that engines share are not timed, so they were not searched.")
     return sentences

@@ -1,7 +1,7 @@
-"""Replay through several instances of an engine with separate RAM, which share the last tier behind RAM.
+"""Replay through several managers of RAM, which share the last tier behind RAM.
 
-Each instance is a `Replay` of its part of the trace; requests are served in the order of the whole trace.
-Instances that share one RAM pool are a single `Replay`.
+Each manager is a `Replay` of the requests of its engine or, with shared RAM, of the engines of its machine.
+Requests are served in the order of the whole trace.
 Owns the record of each shared block's writer, and the combined report.
 """
 
@@ -41,8 +41,8 @@ class SharedTier(SimulatedTier):
     """Simulated tier that several managers share. The managers call the tier one at a time.
 
     Attributes:
-        user: number of the calling instance.
-        read_of_others: for each instance, the blocks of other instances that it has read.
+        user: number of the calling manager.
+        read_of_others: for each manager, the blocks of other managers that it has read.
     """
 
     def __init__(self, options: SizedTierOptions, num_instances: int) -> None:
@@ -72,7 +72,7 @@ class SharedReplay:
     Queues and ends of requests are per instance: an instance processes ends before its own next request.
 
     Args:
-        data: a data plane for each instance, if there are no tiers behind RAM; empty: no bytes.
+        data: a data plane for each manager, if there are no tiers behind RAM; empty: no bytes.
 
     Attributes:
         hits_per_request: as in `Replay`.
@@ -80,9 +80,12 @@ class SharedReplay:
 
     def __init__(self, trace: Trace, config: ReplayConfig, data: Sequence[DataPlane] = ()) -> None:
         self._trace, self._config = trace, config
-        num_instances = config.instances
-        self._instance_of = route(trace, num_instances, config.routing)
-        alone = replace(config, instances=1)
+        engine_of = route(trace, config.instances, config.routing)
+        # Each manager serves one engine or, with shared RAM, the engines of a machine.
+        num_managers = config.machines if config.shared_ram else config.instances
+        engines = config.instances // num_managers
+        self._manager_of = engine_of // engines
+        self._of_manager = replace(config, instances=engines, machines=1, shared_ram=engines > 1)
         self._shared: SharedTier | None = None
         if config.tiers:
             last = config.tiers[-1]
@@ -90,12 +93,14 @@ class SharedReplay:
             if (limit := getattr(last, "max_write_blocks_per_day", None)) is not None:
                 why = "a tier that instances share has no write budget; leave the limit out"
                 raise ConfigError("max_write_blocks_per_day", limit, why)
-            self._shared = SharedTier(last, num_instances)
+            self._shared = SharedTier(last, num_managers)
         self._replays, self._refs = list[Replay](), list[int]()
-        planes: Sequence[DataPlane | None] = data or [None] * num_instances
-        for instance, plane in zip(range(num_instances), planes, strict=True):
-            own = trace.of_requests(np.flatnonzero(self._instance_of == instance))
-            self._replays.append(Replay(own, alone, plane, shared=self._shared))
+        planes: Sequence[DataPlane | None] = data or [None] * num_managers
+        for manager, plane in zip(range(num_managers), planes, strict=True):
+            requests = np.flatnonzero(self._manager_of == manager)
+            own = trace.of_requests(requests)
+            of_own = engine_of[requests] % engines if engines > 1 else None
+            self._replays.append(Replay(own, self._of_manager, plane, shared=self._shared, engine_of=of_own))
             self._refs.append(own.block_refs)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
 
@@ -103,37 +108,45 @@ class SharedReplay:
         """Replay every request. `progress` receives the number of requests done, about 200 times."""
         step = max(1, self._trace.requests // 200)
         served = [0] * len(self._replays)
-        for request, instance in enumerate(self._instance_of.tolist()):
-            self._switch_to(instance)
-            self._replays[instance].serve(served[instance])
-            served[instance] += 1
+        for request, manager in enumerate(self._manager_of.tolist()):
+            self._switch_to(manager)
+            self._replays[manager].serve(served[manager])
+            served[manager] += 1
             if (request + 1) % step == 0:
                 progress(request + 1)
         reports = []
-        for instance, replay in enumerate(self._replays):
-            self._switch_to(instance)
+        for manager, replay in enumerate(self._replays):
+            self._switch_to(manager)
             reports.append(replay.finish())
-            self.hits_per_request[self._instance_of == instance] = replay.hits_per_request
+            self.hits_per_request[self._manager_of == manager] = replay.hits_per_request
         progress(self._trace.requests)
         return self._combined(reports)
 
     @property
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
         """Prefix hits per request, for each instance that gets block references."""
-        return [own.hits_per_request for own, refs in zip(self._replays, self._refs, strict=True) if refs]
+        pairs = zip(self._replays, self._refs, strict=True)
+        return [
+            hits for own, refs in pairs if refs for hits in own.hits_of_instances or [own.hits_per_request]
+        ]
 
-    def _switch_to(self, instance: int) -> None:
+    def _switch_to(self, manager: int) -> None:
         if self._shared is not None:
-            self._shared.user = instance
+            self._shared.user = manager
 
     def _combined(self, reports: Sequence[ReplayReport]) -> ReplayReport:
         trace, config, refs = self._trace, self._config, max(1, self._trace.block_refs)
         sums = {name: sum(getattr(report, name) for report in reports) for name in _SUMMED}
         best = infinite(trace).prefix_hit_blocks
-        if config.device_blocks == 0:
+        of_others = 0 if self._shared is None else sum(self._shared.read_of_others)
+        if config.shared_ram:
+            of_others = sum(report.hit_blocks_of_others for report in reports)
+        if config.shared_ram and not config.tiers:
+            best = sum(round(report.optimum_hit_ratio * report.block_refs) for report in reports)
+        elif config.device_blocks == 0:
             # A single cache with the capacity of all instances is an upper bound.
             shared = config.tiers[-1].num_blocks if config.tiers else 0
-            capacity = config.instances * (config.offload_blocks - shared) + shared
+            capacity = len(reports) * (self._of_manager.offload_blocks - shared) + shared
             best = optimum(trace, capacity, 0, config.store).prefix_hit_blocks
         digests = "".join(report.decisions_sha256 for report in reports)
         return msgspec.structs.replace(
@@ -150,7 +163,8 @@ class SharedReplay:
             policy_state={},
             instances=config.instances,
             routing=config.routing,
-            hit_blocks_of_others=0 if self._shared is None else sum(self._shared.read_of_others),
+            shared_ram=config.shared_ram,
+            hit_blocks_of_others=of_others,
             tiers=[
                 self._combined_tier(level, [report.tiers[level] for report in reports])
                 for level in range(len(reports[0].tiers))
@@ -175,5 +189,5 @@ class SharedReplay:
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
     """Create the replay of a configuration, without bytes: one manager, or one for each instance."""
-    one_manager = config.instances == 1 or config.shared_ram
+    one_manager = config.instances == 1 or (config.shared_ram and config.machines == 1)
     return Replay(trace, config) if one_manager else SharedReplay(trace, config)

@@ -71,8 +71,10 @@ class ReplayConfig:
         shared_ram: the instances share one RAM pool of ``instances * capacity_blocks`` slots, under one
             manager, and at most one tier behind it. Devices and admission rules stay separate. With
             ``on-compute`` only, because a victim tier follows one device.
+        machines: with `shared_ram`, the number of machines with a pool each. Instances are divided equally,
+            in the order of their numbers.
 
-    Raises: `ConfigError` for invalid assumptions (the last five fields). The caches are checked when they are
+    Raises: `ConfigError` for invalid assumptions (the last six fields). The caches are checked when they are
     created.
     """
 
@@ -87,10 +89,11 @@ class ReplayConfig:
     instances: Instances = 1
     routing: Routing = SESSION
     shared_ram: bool = False
+    machines: Instances = 1
 
     def __post_init__(self) -> None:
         check_fields(self, "replay")
-        if self.shared_ram:
+        if self.shared_ram or self.machines > 1:
             self._check_shared_ram()
 
     def _check_shared_ram(self) -> None:
@@ -98,6 +101,10 @@ class ReplayConfig:
         with problems:
             if self.instances == 1:
                 raise ConfigError("shared-ram", self.shared_ram, NEEDS_INSTANCES)
+        with problems:
+            if self.instances % self.machines or not self.shared_ram:
+                why = f"with shared-ram allowed: a divisor of {self.instances}, the number of instances"
+                raise ConfigError("machines", self.machines, why)
         with problems:
             if self.store != ON_COMPUTE:
                 raise ConfigError("store", self.store, ONE_DEVICE)
@@ -109,7 +116,7 @@ class ReplayConfig:
     @property
     def pool_blocks(self) -> int:
         """Capacity of the RAM pool of one manager: of one instance, or of all instances with `shared_ram`."""
-        return self.capacity_blocks * (self.instances if self.shared_ram else 1)
+        return self.capacity_blocks * (self.instances // self.machines if self.shared_ram else 1)
 
     @property
     def tier_blocks(self) -> int:
@@ -166,6 +173,7 @@ class Replay:
         data: the data plane; None replays decisions without bytes.
         decisions: file for the decision log, which is hashed in any case.
         shared: tier of several instances, which replaces the last tier of `config`.
+        engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
@@ -179,6 +187,7 @@ class Replay:
         decisions: BinaryIO | None = None,
         *,
         shared: SecondaryTier | None = None,
+        engine_of: npt.NDArray[np.int32] | None = None,
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
@@ -218,7 +227,9 @@ class Replay:
             )
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options)
-        self._engine_of = route(trace, config.instances, config.routing) if config.shared_ram else None
+        self._engine_of = engine_of
+        if config.shared_ram and engine_of is None:
+            self._engine_of = route(trace, config.instances, config.routing)
         self._engines = Engines(
             self.manager, trace, self._keys, config.queue_requests, self._engine_of, config.admission
         )
