@@ -6,7 +6,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import RANDOM, ROUND_ROBIN, ROUTINGS, SESSION, route
 from kvoffload.tiers.spec import parse_tiers
+from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
@@ -139,29 +140,40 @@ def members(trace: Trace, config: ReplayConfig) -> Iterator[list[NodeManager]]:
     st.integers(1, 6),
     st.integers(1, 10),
     st.sampled_from(["lru", "hazard"]),
-    st.integers(0, 3),
 )
 def test_equals_one_manager_and_several_devices_driven_by_hand(
-    requests: Requests, instances: int, capacity: int, device: int, policy: str, queue: int
+    requests: Requests, instances: int, capacity: int, device: int, policy: str
 ) -> None:
     trace = trace_of(requests)
-    config = shared(instances, capacity, policy=policy, device_blocks=device, queue_requests=queue,
-                    routing=ROUND_ROBIN)  # fmt: skip
+    config = shared(instances, capacity, policy=policy, device_blocks=device, routing=ROUND_ROBIN)
     manager = OffloadingManager(slots_needed(trace, config.pool_blocks), **config.manager_options)
     check(trace, config, [manager] * instances)
 
 
+@pytest.mark.parametrize("queue", [0, 1, 7])
 @pytest.mark.parametrize("admission", ["all", "reuse:2", "tinylfu"])
 @pytest.mark.parametrize("policy", ["lru", "hazard"])
-def test_decides_as_the_engines_of_a_pool(trace: Trace, policy: str, admission: str) -> None:
-    """The queues are short: processes divide scarce room for waiting requests in another way."""
-    config = shared(4, policy=policy, admission=admission, device_blocks=80, queue_requests=1,
+def test_decides_as_the_engines_of_a_pool(trace: Trace, policy: str, admission: str, queue: int) -> None:
+    """With 7 waiting requests each engine expects more than its share of the pool."""
+    config = shared(4, policy=policy, admission=admission, device_blocks=80, queue_requests=queue,
                     routing=ROUND_ROBIN)  # fmt: skip
     with members(trace, config) as managers:
         report = check(trace, config, managers)
     assert report.prefix_hit_blocks > report.device_hit_blocks > 0
     assert report.hit_blocks_of_others > 0
     assert (report.blocks_refused > 0) == (admission != "all" or policy == "hazard")
+
+
+@pytest.mark.slow
+@pytest.mark.trace
+@pytest.mark.parametrize("policy", ["lru", "hazard,write_cost=0.5"])
+def test_a_recording_equals_the_engines_of_a_pool(
+    recorded_trace_path: Callable[[str], Path], policy: str
+) -> None:
+    trace = read_trace(recorded_trace_path("conversation_first60"))
+    config = shared(8, 1000, policy=policy, device_blocks=500, queue_requests=4, routing=ROUND_ROBIN)
+    with members(trace, config) as managers:
+        assert check(trace, config, managers).hit_blocks_of_others > 10_000
 
 
 # ---- devices

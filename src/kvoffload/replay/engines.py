@@ -5,10 +5,13 @@ Knows requests and blocks; no devices, slots or bytes.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.admission import create_admission
+from kvoffload.core.expected import Queue, most_expected
 from kvoffload.core.request import RequestContext
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.queue import EngineQueue
@@ -16,18 +19,27 @@ from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.traces.trace import Trace
 
 
-class AdmissionRules:
-    """The admission rules of engines that share a manager; each rule counts only its engine's requests."""
+class EngineParts:
+    """The parts of a shared manager that each engine has of its own, as in a `NodeManager`.
+
+    These are the admission rule, which counts only the engine's requests, and the list of waiting requests,
+    which expect blocks within the engine's share.
+    """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
         ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
         capacity = len(ram.index.keys)
         self._manager = ram
         self._rules = [create_admission(admission, ram.key_bytes, capacity) for _ in range(num_engines)]
+        # All queues expect in one place, which the first waiting request creates.
+        make_once = functools.cache(ram._state.make_queue)
+        share = most_expected(capacity) // num_engines
+        self._queues = [Queue(make_once, ram.store_mode.expect, lambda: share) for _ in range(num_engines)]
 
     def switch_to(self, engine: int) -> None:
-        """Give the manager the rule of this engine."""
+        """Give the manager the parts of this engine, until the next call of this method."""
         self._manager.admission = self._manager.store_mode.admission = self._rules[engine]
+        self._manager._queue = self._queues[engine]
 
 
 class Engines:
@@ -50,7 +62,7 @@ class Engines:
         engine_of: npt.NDArray[np.int32] | None,
         admission: str,
     ) -> None:
-        self._rules: AdmissionRules | None = None
+        self._parts: EngineParts | None = None
         self.hit_blocks_of_others = 0
         self._writers: npt.NDArray[np.int32] | None = None
         if engine_of is None:
@@ -62,7 +74,7 @@ class Engines:
             for engine in range(int(engine_of.max(initial=0)) + 1)
         ]
         self._engine_of = engine_of.tolist()
-        self._rules = AdmissionRules(manager, admission, len(self._queues))
+        self._parts = EngineParts(manager, admission, len(self._queues))
         self._writers = np.full(trace.unique_blocks, -1, np.int32)
 
     def serve(self, request: int) -> RequestContext:
@@ -72,8 +84,8 @@ class Engines:
 
     def switch_to(self, request: int) -> None:
         """Make the next calls of the manager calls of this request's engine."""
-        if self._rules is not None:
-            self._rules.switch_to(self._engine_of[request])
+        if self._parts is not None:
+            self._parts.switch_to(self._engine_of[request])
 
     def stored(self, request: int, codes: npt.NDArray[np.int32]) -> None:
         """Record that the request's engine stored these blocks in RAM."""

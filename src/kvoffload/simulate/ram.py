@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
-from kvoffload.replay.engines import AdmissionRules
+from kvoffload.replay.engines import EngineParts
 from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig, recorded_s, slots_needed
 from kvoffload.simulate.config import Timing
@@ -40,7 +40,7 @@ class Ram:
     def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, events: Events) -> None:
         self._trace, self._events = trace, events
         self._wakes, self.links, self._writes = list[Callable[[], None]](), list[Link](), list[Link]()
-        self._rules: AdmissionRules | None = None
+        self._parts: EngineParts | None = None
         num_slots = slots_needed(trace, config.pool_blocks)
         self._tiered: TieredManager | None = None
         self.manager: AnyManager
@@ -49,7 +49,7 @@ class Ram:
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options)
         if config.shared_ram:
-            self._rules = AdmissionRules(self.manager, config.admission, config.instances)
+            self._parts = EngineParts(self.manager, config.admission, config.instances)
 
     def _with_tiers(self, num_slots: int, config: ReplayConfig, timing: Timing) -> TieredManager:
         return TieredManager(
@@ -119,8 +119,8 @@ class Ram:
 
     def manager_of(self, engine: int) -> AnyManager:
         """Return the manager for a call of this engine."""
-        if self._rules is not None:
-            self._rules.switch_to(engine)
+        if self._parts is not None:
+            self._parts.switch_to(engine)
         return self.manager
 
     def wake(self) -> None:
