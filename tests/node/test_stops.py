@@ -133,6 +133,39 @@ def test_reports_without_the_lock_are_made_later(root: Path, process: Process) -
     manager.withdraw(waiting)
 
 
+def test_a_long_stop_collects_a_bounded_number_of_reports(
+    root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All reports are made in one go: without a bound the other engines would wait for seconds."""
+    monkeypatch.setattr("kvoffload.node.manager.MOST_DEFERRED", 50)
+    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    manager = process.manager
+    waiting, served = manager.begin_request("a", KEYS[:8]), manager.begin_request("b", KEYS[8:16])
+    manager.expect(waiting)
+    manager.expect(served)
+    plan = manager.prepare_store(KEYS[20:24])
+    assert plan is not None
+    contexts = []
+    with stopped_inside(root):
+        for number in range(500):
+            ctx = manager.begin_request("r", KEYS[:8])
+            manager.expect(ctx)
+            manager.touch(KEYS[:8], ctx)
+            manager.finish_request(ctx)
+            manager.reset(drop_in_flight=number % 2 == 0)
+            contexts.append(ctx)
+        manager.withdraw(served)
+        manager.finish_request(waiting)
+        manager.complete_store(plan)
+        assert len(manager._deferred) < 60
+    manager.contains([])
+    assert manager.epoch == 2
+    assert all(ctx.finished for ctx in [*contexts, waiting])
+    assert manager.stats().expected == 0
+    assert manager.stats().free == manager.capacity_blocks
+    audit(manager)
+
+
 def test_reports_are_made_before_the_very_next_call(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,10 @@ class Queue:
             _withdraw(self._expected.memory, ctx.memory)
             self._is_full = self._is_full and not all(map(self._expect_all, self._waiting))
 
+    def has(self, ctx: RequestContext) -> bool:
+        """Return True if the request is waiting."""
+        return ctx in self._waiting
+
     def renew(self) -> None:
         """Expect the keys of all waiting requests again, after the expected keys were cleared."""
         for ctx in self._waiting:

@@ -41,6 +41,8 @@ from kvoffload.structures.placement import Placement
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is
 free again."""
+MOST_DEFERRED = 1000
+"""Reports of uses that wait for the lock. They are made in one go, while the other engines wait."""
 REPORT_S = 1.0
 """A shorter stop is not logged: on a busy machine the system can stop any process for a while."""
 CHECK_S, GRACE_S = 0.5, 1.0
@@ -58,7 +60,8 @@ class NodeManager(OffloadingManager):
     - A block may leave between `lookup` and `prepare_load`, because another process evicts it. `prepare_load`
       and `pin` then raise `GoneError`, and the caller looks the block up again. Pinned blocks do not leave.
     - If the lock is not free in time, because a process is stopped inside a call, `lookup` returns MISS,
-      `prepare_store` None, and calls that report something are repeated before the next call.
+      `prepare_store` None, and calls that report something are repeated before the next call. Of the uses
+      in a long stop the policy learns the first `MOST_DEFERRED`.
     - An engine that ends without `close` holds its pins and slots until another member notices, within
       seconds. An engine that dies inside a call empties the pool, because the state may be inconsistent.
     - `reset` empties the pool for all engines. The events and `stats` are of all engines, the `counters` of
@@ -106,6 +109,7 @@ class NodeManager(OffloadingManager):
         self._patience_s, self.num_timeouts, self._stalled_since = PATIENCE_S, 0, 0.0
         self._is_reported = False
         self._deferred: list[Callable[[], Any]] = []
+        self._deferred_resets: set[bool] = set()
         expected = Expected(most_expected(capacity_blocks), self.key_bytes)
         self._state.exchange("expected", expected)
         self._queue = Queue(lambda: expected, self.store_mode.expect, self._expected_share)
@@ -211,6 +215,7 @@ class NodeManager(OffloadingManager):
                 self._generation = self._numbers.generation
                 self._queue.renew()
         deferred, self._deferred = self._deferred, []
+        self._deferred_resets.clear()
         for call in deferred:
             try:
                 call()
@@ -349,7 +354,10 @@ class NodeManager(OffloadingManager):
             with self._locked(self._patience_s and RESET_PATIENCE_S):
                 self._reset(drop_in_flight)
         except TimeoutError:
-            self._deferred.append(lambda: self._reset(drop_in_flight))
+            # Nothing is stored before the first reset is made, so a second of the same kind changes nothing.
+            if drop_in_flight not in self._deferred_resets:
+                self._deferred_resets.add(drop_in_flight)
+                self._deferred.append(lambda: self._reset(drop_in_flight))
 
     def _reset(self, drop_in_flight: bool) -> None:
         if drop_in_flight:
@@ -449,10 +457,10 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "take_events": lambda self: [],
 }
 """Calls that return something, with their result when the lock is not free in time."""
-_REPEATED = (
-    *("touch", "expect", "withdraw", "finish_request", "complete_load", "complete_store", "unpin", "discard"),
-)
+_REPEATED = ("complete_load", "complete_store", "unpin", "discard")
 """Calls that report something. Without the lock they are made before the next call that gets it."""
+_REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
+"""Calls as `_REPEATED`, which a long stop would collect without end."""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -481,8 +489,35 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
     return later
 
 
+def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return as `_repeated`, for a call whose first or second argument is a request.
+
+    After `MOST_DEFERRED` calls a request only leaves the queue. The policy does not learn of its uses.
+    """
+    name = method.__name__
+
+    def later(self: Any, *arguments: Any, **keywords: Any) -> int:
+        contexts = (one for one in (*arguments, *keywords.values()) if isinstance(one, RequestContext))
+        ctx = next(contexts, None)
+        if len(self._deferred) < MOST_DEFERRED:
+            # A request may have ended since; its end was not deferred.
+            self._deferred.append(
+                lambda: None if ctx is not None and ctx.finished else method(self, *arguments, **keywords)
+            )
+        elif ctx is not None and name in ("finish_request", "withdraw"):
+            ctx.finished = ctx.finished or name == "finish_request"
+            if self._queue.has(ctx):
+                self._deferred.append(lambda: self._queue.leave(ctx))
+        return 0
+
+    return later
+
+
 for _name, _answer in _WITHOUT_LOCK.items():
     setattr(NodeManager, _name, _with_lock(getattr(NodeManager, _name), _answer))
 for _name in _REPEATED:
     _method = getattr(NodeManager, _name)
     setattr(NodeManager, _name, _with_lock(_method, _repeated(_method)))
+for _name in _REPEATED_IF_FEW:
+    _method = getattr(NodeManager, _name)
+    setattr(NodeManager, _name, _with_lock(_method, _repeated_if_few(_method)))
