@@ -433,6 +433,8 @@ class OffloadingManager:
 
     # ---- private
 
+    num_members = 1
+    """Number of engines that use these blocks."""
     _not_ready: ClassVar[type[MisuseError]] = MisuseError
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:

@@ -45,9 +45,9 @@ STATE, SLOTS, FACTS = "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
-_ENGINE, _PID, _JOINED, _DEAD_SINCE = range(4)
+_ENGINE, _PID, _JOINED, _DEAD_SINCE, _HAS_MANAGER = range(5)
 """Words of a record: digest of the engine's id or 0, pid of its first process; its start, and the time when
-its end was first noticed or 0, in seconds (float64)."""
+its end was first noticed or 0, in seconds (float64); 1 if the engine has, or had, a manager."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -77,6 +77,7 @@ class PoolDirectory:
         self._map = mmap.mmap(fd, _NUM_BYTES)
         self._words = np.frombuffer(self._map, np.uint64, _NUM_WORDS)
         self._times = self._words.view(np.float64)
+        self._pid = os.getpid()
 
     @classmethod
     def join(
@@ -162,6 +163,20 @@ class PoolDirectory:
                 found.append(number)
         return found
 
+    def begin_manager(self) -> None:
+        """Record that this process has the engine's manager.
+
+        The caller holds `locked`. Raises: `ConfigError` if a process of this engine has, or had, a manager.
+        """
+        if self._record(self.number)[_HAS_MANAGER]:
+            why = "an engine with this id, or its workers, runs; allowed: a different id for each engine"
+            raise ConfigError("engine_id", self.path.name, why)
+        self._record(self.number)[_HAS_MANAGER] = 1
+
+    def end_manager(self) -> None:
+        """Undo `begin_manager`, because the manager could not start."""
+        self._record(self.number)[_HAS_MANAGER] = 0
+
     def bury(self, number: int) -> None:
         """Free the record of a dead engine, whose blocks and pins have been released."""
         self._record(number)[:] = 0
@@ -173,6 +188,10 @@ class PoolDirectory:
         has failed.
         """
         if self._fd < 0:
+            return
+        if os.getpid() != self._pid:  # a forked process, whose parent is still a member
+            os.close(self._fd)
+            self._fd = -1
             return
         self.note_use()
         is_short_lived = self._times[_KEEP_AT] <= 0 or not (self.path / STATE).exists()
@@ -233,6 +252,8 @@ class PoolStatus:
             self._read()
         except (OSError, ValueError) as error:
             self.problem = str(error)
+            # Without a file handle nothing is known: the pool may be in use.
+            self.is_used |= getattr(error.__context__, "errno", 0) in (errno.EMFILE, errno.ENFILE)
 
     def _read(self) -> None:
         fd = open_own(self.path / MEMBERS, os.O_RDWR)

@@ -27,11 +27,12 @@ from kvoffload.core.plans import (
 )
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import RequestContext
-from kvoffload.core.slots import FREE, WRITING
-from kvoffload.core.state import entering
-from kvoffload.errors import ConfigError, GoneError, UnavailableError
+from kvoffload.core.slots import FREE, WRITING, SlotArray
+from kvoffload.core.state import blank_load, entering
+from kvoffload.errors import ConfigError, GoneError, MisuseError, UnavailableError
 from kvoffload.node import mutex
 from kvoffload.node.directory import STATE, PoolDirectory, locked
+from kvoffload.node.keeper import MAX_MEMBERS
 from kvoffload.node.mutex import ACQUIRED, BUSY, NEWS, OWNER_DIED
 from kvoffload.node.state import COUNTERS, DEPARTED, StateFile
 from kvoffload.structures.index import ABSENT
@@ -49,6 +50,8 @@ CHECK_S, GRACE_S = 0.5, 1.0
 """Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
 a device still copies."""
 _UNKNOWN = -1
+_BEFORE_A_CHANGE = (MisuseError, ValueError, TypeError)
+"""Exceptions for wrong arguments, which a call raises before it changes the state."""
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -105,7 +108,7 @@ class NodeManager(OffloadingManager):
             )
             raise ConfigError("policy", policy.name, why)
         self._directory, self._clock = directory, clock
-        self._is_inside, self._next_check = False, math.inf
+        self._is_inside, self._is_torn, self._next_check = False, False, math.inf
         self._patience_s, self.num_timeouts, self._stalled_since = PATIENCE_S, 0, 0.0
         self._is_reported = False
         self._deferred: list[Callable[[], Any]] = []
@@ -116,15 +119,23 @@ class NodeManager(OffloadingManager):
         parts = [self.index, self.slots, self._state.duplicates, self._state.known, expected, policy.state]
         num_words, path = self.index.keys.shape[1], directory.path / STATE
         with locked(directory.path.parent):
+            directory.begin_manager()
             is_alone = not directory.has_others()
-            self._file = StateFile(path, Placement(parts), capacity_blocks, num_words, is_alone=is_alone)
+            try:
+                self._file = StateFile(path, Placement(parts), capacity_blocks, num_words, is_alone=is_alone)
+            except BaseException:
+                directory.end_manager()
+                raise
         self._mutex, self._numbers = self._file.mutex, self._file.numbers
         self._door, self._news, self._generation = self._mutex.door, -1, self._numbers.generation
         try:
             self._join(enable_events)
-        except TimeoutError as error:
+        except BaseException as error:
             self._file.close()
-            raise UnavailableError("ram", "shared", str(error)) from None
+            directory.end_manager()
+            if isinstance(error, TimeoutError):
+                raise UnavailableError("ram", "shared", str(error)) from None
+            raise
 
     _not_ready = GoneError
 
@@ -155,20 +166,35 @@ class NodeManager(OffloadingManager):
         if result not in (ACQUIRED, NEWS, OWNER_DIED):
             self._stall()
             return False
-        self._is_inside = True
+        self._is_inside = self._is_torn = True
         try:
             if result == OWNER_DIED:
-                self._recover()
-                result = ACQUIRED
+                self._numbers.num_died_inside += 1
+                self._start_over("a process died inside a call")
+                self._mutex.repaired()
             self._catch_up()
             self._look_around()
+            self._is_torn = False
         except BaseException:
-            self._is_inside = False
             # A state that is not repaired stays locked until this process ends; then another member tries.
             if result != OWNER_DIED:
-                mutex.leave(self._door)
+                self._start_over("a call was interrupted")
+                self._is_torn = False
+            self._exit()
             raise
         return True
+
+    def _exit(self) -> None:
+        """Release the lock, unless the state may be inconsistent."""
+        self._is_inside = False
+        if not self._is_torn:
+            mutex.leave(self._door)
+
+    def _interrupted(self) -> None:
+        """Empty the pool after an exception in the middle of a call, before the lock is released."""
+        self._is_torn = True
+        self._start_over("a call was interrupted")
+        self._is_torn = False
 
     @contextmanager
     def _locked(self, patience_s: float) -> Iterator[None]:
@@ -180,9 +206,13 @@ class NodeManager(OffloadingManager):
             raise TimeoutError(f"the pool's lock was not free for {patience_s:g} s: is a process stopped?")
         try:
             yield
+        except _BEFORE_A_CHANGE:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
-            self._is_inside = False
-            mutex.leave(self._door)
+            self._exit()
 
     def _stall(self) -> None:
         self.num_timeouts += 1
@@ -210,6 +240,7 @@ class NodeManager(OffloadingManager):
             self._news = self._numbers.news
             self._mutex.heard()
             self._epoch = self._numbers.epoch
+            self.num_members = max(1, self._directory.num_members)
             self._events = [] if self._file.listening.any() else None
             if self._generation != self._numbers.generation:
                 self._generation = self._numbers.generation
@@ -242,7 +273,7 @@ class NodeManager(OffloadingManager):
 
     def _bury(self, number: int) -> None:
         """Release the pins and slots of a dead engine, and forget the blocks that it was writing."""
-        holds, slots = self._file.holds[number], self.slots
+        holds, slots = self._file.holds_of(number), self.slots
         writing = np.flatnonzero(holds == WRITING).astype(np.int32)
         pinned = np.flatnonzero(holds > 0).astype(np.int32)
         new = writing[~slots.condemned[writing]]
@@ -272,7 +303,7 @@ class NodeManager(OffloadingManager):
 
     def _expected_share(self) -> int:
         """Return the number of keys that the waiting requests of one engine may expect."""
-        return most_expected(self.capacity_blocks) // max(1, self._directory.num_members)
+        return most_expected(self.capacity_blocks) // self.num_members
 
     def _forget_expected(self) -> None:
         """Clear the expected keys; each member adds those of its own waiting requests again."""
@@ -281,32 +312,30 @@ class NodeManager(OffloadingManager):
         expected.counts.fill(0)
         self._numbers.generation += 1
 
-    def _recover(self) -> None:
-        """Empty the pool after a death inside a call, which may have left the state inconsistent.
+    def _start_over(self, reason: str) -> None:
+        """Empty the pool because its state may be inconsistent.
 
-        Slots that a living engine uses stay reserved, as after any reset.
+        Slots that a living engine uses stay reserved, as after any reset. All listeners receive a reset.
         """
-        logger.error(
-            "kvoffload: a process died inside a call of the pool %s: the pool is emptied",
-            self._directory.path.name,
-        )
-        self._numbers.num_died_inside += 1
-        self._epoch = self._numbers.epoch
+        logger.error("kvoffload: %s of the pool %s: the pool is emptied", reason, self._directory.path.name)
+        self._epoch, self._events = self._numbers.epoch, None
         self._empty()
+        self._numbers.num_events += len(self._file.events) + 1
         self._forget_expected()
         self._balance_counters()
-        self._mutex.repaired()
-        self._announce()
+        self._numbers.news += 1
+        self._mutex.forget()
 
     def _empty(self) -> None:
         """Forget every block; slots that an engine pins or writes stay reserved."""
         super().reset(drop_in_flight=False)
-        holds, ref_cnt = self._file.holds, self.slots.ref_cnt
+        ref_cnt = self.slots.ref_cnt
         ref_cnt.fill(FREE)
-        for number in range(len(holds)):
+        for number in range(MAX_MEMBERS):
             if self._directory.is_member(number):
-                pinned, writing = holds[number] > 0, holds[number] == WRITING
-                ref_cnt[pinned] = np.maximum(ref_cnt[pinned], 0) + holds[number][pinned]
+                held = self._file.holds_of(number)
+                pinned, writing = held > 0, held == WRITING
+                ref_cnt[pinned] = np.maximum(ref_cnt[pinned], 0) + held[pinned]
                 ref_cnt[writing] = WRITING
         self.slots.reset(drop_in_flight=False)
         self._numbers.epoch = self._epoch
@@ -401,6 +430,7 @@ class NodeManager(OffloadingManager):
 
     def _leave(self) -> None:
         self._file.listening[self._directory.number] = False
+        self._queue = Queue(lambda: self._state.expected, self.store_mode.expect, self._expected_share)
         self._forget_expected()
         self._announce()
         if not self._holds.any():
@@ -444,6 +474,12 @@ def _no_lock_gone(self: NodeManager, keys: Sequence[bytes], *_: Any) -> LoadPlan
     raise GoneError("the pool's lock was not free in time: look the blocks up again")
 
 
+def _no_lock_none_ready(self: NodeManager, keys: Sequence[bytes]) -> tuple[LoadPlan, SlotArray]:
+    return LoadPlan(RequestContext("", self.key_bytes, self), [], blank_load(0), self.epoch), np.empty(
+        0, np.int32
+    )
+
+
 _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "lookup": lambda self, keys, *_: PrefixLookup(0, LookupResult.MISS),
     "lookup_key": lambda self, key, *_: LookupResult.MISS,
@@ -452,7 +488,7 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "ready_slots_of": lambda self, keys: np.full(len(keys), ABSENT, np.int32),
     "prepare_load": _no_lock_gone,
     "pin": _no_lock_gone,
-    "pin_ready": _no_lock_gone,
+    "pin_ready": _no_lock_none_ready,
     "prepare_store": lambda self, keys, *_, **__: None,
     "take_events": lambda self: [],
 }
@@ -474,9 +510,13 @@ def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Cal
         self._is_inside = True
         try:
             return method(self, *arguments, **keywords)
+        except _BEFORE_A_CHANGE:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
         finally:
-            self._is_inside = False
-            mutex.leave(self._door)
+            self._exit()
 
     return call
 

@@ -25,7 +25,7 @@ from kvoffload.text import size
 
 _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
-_LISTENING_AT = _HEADER_BYTES - MAX_MEMBERS
+_LISTENING_AT, _HAS_HOLDS_AT = _HEADER_BYTES - MAX_MEMBERS, _HEADER_BYTES - 2 * MAX_MEMBERS
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
 """Words of the header, after magic, format, number of bytes, and the four words of the signature."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
@@ -62,7 +62,6 @@ class StateFile:
         listening: ``(MAX_MEMBERS,)`` bool: members that take events.
         labels: digests of hints (`hints.Labels`).
         counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: of each member, and of departed members.
-        holds: ``(MAX_MEMBERS, capacity)`` int32 (`Cache.holds`).
         events: ``(num, 1 + words_per_key)`` uint64: a ring of events; the first word is 1 for a removal.
         created: True if this call created the file; then the structs were copied to it.
 
@@ -116,16 +115,25 @@ class StateFile:
         shape = (num_events, 1 + words_per_key)
         self.events = np.frombuffer(memory, np.uint64, shape[0] * shape[1], events_at).reshape(shape)
         flat = np.frombuffer(memory, np.int32, MAX_MEMBERS * self._holds_stride // 4, self._holds_at)
-        self.holds = flat.reshape(MAX_MEMBERS, -1)[:, :capacity]
+        self._holds = flat.reshape(MAX_MEMBERS, -1)[:, :capacity]
+        self._has_holds = np.frombuffer(memory, np.bool_, MAX_MEMBERS, _HAS_HOLDS_AT)
         self._memory, self._caches_at, self._stride = memory, caches_at, stride
         placement.move(memory[structs_at : structs_at + placement.num_bytes], copy=self.created)
         header[_IS_COMPLETE_AT] = 1
 
+    def holds_of(self, number: int) -> npt.NDArray[np.int32]:
+        """Return the `Cache.holds` of a member; zeros for a member that has not adopted its record.
+
+        The memory of such a record may not exist: even a read could kill the process.
+        """
+        return self._holds[number] if self._has_holds[number] else np.zeros(self._capacity, np.int32)
+
     def adopt(self, cache: Cache, number: int) -> npt.NDArray[np.int32]:
         """Move a manager's `Cache` to the record of this member; return the member's row of `holds`."""
         self._allocate(self._holds_at + number * self._holds_stride, self._holds_stride)
+        self._has_holds[number] = True
         parts = {name: part for name, part in cache.contents().items() if isinstance(part, Struct)}
-        holds: npt.NDArray[np.int32] = self.holds[number]
+        holds: npt.NDArray[np.int32] = self._holds[number]
         holds.fill(0)
         start = self._caches_at + number * self._stride
         cache.move(self._memory[start : start + 8 * Cache.num_words], {**parts, "holds": holds}, copy=True)

@@ -276,7 +276,7 @@ class TieredManager:
         """End a store, see `OffloadingManager.complete_store`, and offer its blocks to the tiers."""
         self.ram_manager.complete_store(plan, success)
         wait = self.waits.get(plan.request)
-        if success and plan.epoch == self.ram_manager.epoch:
+        if success and plan.completed and plan.epoch == self.ram_manager.epoch:
             if wait is not None:
                 self._stack.follow(plan.request, wait)
             self._cascade.offer_to_all(plan.keys, wait)

@@ -23,7 +23,10 @@ class Breakable(Protocol):
 
 
 def contained(
-    answer: Any, *, before: Callable[[Any], None] | None = None
+    answer: Any,
+    *,
+    before: Callable[[Any], None] | None = None,
+    when_broken: Callable[[Any], bool] = lambda adapter: False,
 ) -> Callable[[Method[T]], Method[T]]:
     """Make a method of a `Breakable` that never raises an `Exception`.
 
@@ -31,6 +34,7 @@ def contained(
         answer: result of a call that raises, and of every call to a broken adapter; or a function that
             returns this result for the arguments of the call.
         before: called first with the adapter, even if the adapter is broken.
+        when_broken: returns True if the method is also called while the adapter is broken.
     """
 
     def wrap(method: Method[T]) -> Method[T]:
@@ -38,7 +42,7 @@ def contained(
         def call(self: Breakable, *args: Any, **kwargs: Any) -> T:
             if before is not None:
                 before(self)
-            if not self.broken:
+            if not self.broken or when_broken(self):
                 try:
                     return method(self, *args, **kwargs)
                 except Exception:

@@ -6,6 +6,7 @@ order. Decides nothing. Internal errors never reach the engine.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -87,6 +88,15 @@ def _forget_lookups_ahead(manager: KVOffloadManager) -> None:
 def _contained(answer: Any) -> Callable[[Method[T]], Method[T]]:
     """Contain errors of a method that may change the manager, and drop the lookups ahead."""
     return contained(answer, before=_forget_lookups_ahead)
+
+
+def _shares_blocks(manager: KVOffloadManager) -> bool:
+    return manager._node_pool is not None
+
+
+_ends = contained(None, before=_forget_lookups_ahead, when_broken=_shares_blocks)
+"""Contain errors of a method that ends something. It is also called after an error if engines share the pool,
+because other engines need the pins and slots."""
 
 
 class KVOffloadManager(OffloadingManager):
@@ -247,7 +257,7 @@ class KVOffloadManager(OffloadingManager):
         """Commit the uses of a finished request. Its transfers may end later."""
         self._finish(req_context, self._arrivals.pop(req_context.req_id, _UNKNOWN).hints)
 
-    @_contained(None)
+    @_ends
     def _finish(self, req_context: Any, hints: Hints) -> None:
         request = self._requests.pop(req_context.req_id, None)
         if request is not None:
@@ -386,7 +396,7 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.counts["hit_blocks"] += len(plan)
         return SlotsSpec(plan.slots)
 
-    @_contained(None)
+    @_ends
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Unpin the blocks of a finished load; forget blocks that a worker could not load."""
         for plan in self._loads.take(req_context.req_id, keys):
@@ -473,7 +483,7 @@ class KVOffloadManager(OffloadingManager):
         self.audits.begin(audited.plan, [offered[row] for row in audited.rows.tolist()], request_id)
         return [offered[row] for row in rows[back].tolist()], SlotsSpec(slots[back], audited=is_audited[back])
 
-    @_contained(None)
+    @_ends
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """Make the blocks of a finished store readable; forget blocks that a worker could not store."""
         if self.audits is not None:
@@ -522,7 +532,7 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- steps, resets, reports
 
-    @_contained(None)
+    @_ends
     def on_schedule_end(self, context: Any) -> None:
         """End a step: begin its promotions, and unpin blocks that were verified for requests that now run.
 
@@ -640,6 +650,10 @@ class KVOffloadManager(OffloadingManager):
         """Log and count an internal error: the engine continues without offloading."""
         self.broken, self._lookups.ahead = True, []
         self.metrics.counts["internal_errors"] += 1
+        if self._node_pool is not None:
+            for request in self._requests.values():
+                with contextlib.suppress(Exception):
+                    self._release(request)
         logger.exception(
             "kvoffload: internal error in %s; nothing is offloaded until the cache is reset", method
         )

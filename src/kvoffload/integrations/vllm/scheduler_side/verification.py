@@ -15,7 +15,7 @@ from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import GoneError
 from kvoffload.integrations.vllm.shared.pool import SharedPool
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import Checksums
 
 
@@ -39,22 +39,27 @@ class Checks:
 class Verifier:
     """Returns RETRY until a thread has verified a block, then HIT; a damaged block is MISS and is forgotten.
 
-    Checks pin at most half of the pool; further blocks are MISS. Otherwise requests could wait forever for
-    each other's blocks, or for more blocks than the pool has.
+    Checks of all engines of the pool pin at most half of the pool; further blocks are MISS. Otherwise requests
+    could wait forever for each other's blocks, or for more blocks than the pool has.
 
     Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
     """
 
     def __init__(self, manager: AnyManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
         self._manager, self._pool, self._on_damage = manager, pool, on_damage
+        self._ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
         self._limit, self._held = max(1, manager.capacity_blocks // 2), 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
         """Return the state of a ready block for this request; starts its check if there is none."""
         check = checks.by_key.get(key)
+        if check is not None and self._manager.ready_slots_of([key])[0] != check.plan.slots[0]:
+            # The block has left the cache, and was stored again in another slot.
+            self._release(checks, key, damaged=False)
+            check = None
         if check is None:
-            if self._held >= self._limit:
+            if self._held >= self._limit // self._ram.num_members:
                 return LookupResult.MISS
             try:
                 plan = self._manager.prepare_load([key], ctx)

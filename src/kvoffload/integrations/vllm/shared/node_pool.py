@@ -72,4 +72,8 @@ def _why_not_shared(facts: EngineFacts, vllm_config: Any, *, sees_requests: bool
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     if algorithm not in _LONG_HASHES:
         return f"--prefix-caching-hash-algo is {algorithm}; allowed: {', '.join(_LONG_HASHES)}"
+    if getattr(vllm_config.parallel_config, "worker_extension_cls", ""):
+        return "with worker_extension_cls the weights may change while the engine runs"
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+        return "with enable_sleep_mode the weights may change while the engine runs"
     return Producer.of(facts, vllm_config, sees_requests=sees_requests).not_kept(False)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.node.directory import SHARED_MEMORY, SLOTS, locked, open_own
+from kvoffload.node.keeper import is_named
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums
@@ -154,6 +155,9 @@ class SharedPool:
                     path, (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts), 0
                 )
         fcntl.flock(pool._fd, fcntl.LOCK_EX)  # waits while another process allocates
+        if not is_named(pool._fd, path):  # that process had no memory, and has removed the file
+            pool.close()
+            return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
         try:
             pool._join(member, (0, num_parts), part_bytes)
             if not pool._header[_IS_ALLOCATED]:
