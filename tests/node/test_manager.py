@@ -21,11 +21,17 @@ from hypothesis.stateful import Bundle, initialize, rule, run_state_machine_as_t
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan
 from kvoffload.core.request import RequestContext
+from kvoffload.errors import ConfigError, GoneError, UnavailableError
+from kvoffload.node.directory import PoolDirectory
+from kvoffload.node.manager import NodeManager
+from kvoffload.node.state import StateFile
+from kvoffload.testing.audit import audit
 from kvoffload.testing.machine import NUM_KEYS, Job, ManagerMachine, Request, batches
 from kvoffload.testing.scripts import known_of_requests
 from support.node_members import Members
 from support.small_hazard import SmallHazard
 
+KEYS = [bytes([number]) * 32 for number in (1, 2, 3)]
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
 """Without shrinking, which takes minutes: each example creates files."""
 
@@ -237,3 +243,91 @@ def test_any_number_of_steps() -> None:
         if now - reported > 30 or done >= steps:
             reported = now
             print(f"{done:,} steps, {done / (now - began):.0f}/s", flush=True)
+
+
+def test_an_exception_inside_a_call_empties_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a discard: another member must not meet a torn state."""
+    members = Members(2, 5, policy="lru", enable_events=True)
+    one, two = members.managers
+    ctx = one.begin_request("r", KEYS)
+    plan = one.prepare_store(KEYS, ctx)
+    assert plan is not None
+    one.complete_store(plan)
+    load = two.prepare_load(KEYS[:1])
+
+    def interrupt(slots: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one.slots, "condemn", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        one.discard(KEYS[1:2])
+    assert two.lookup(KEYS).num_ready == 0
+    assert two.stats().condemned == 1, "the slot of a load that runs"
+    assert [event.is_reset for event in two.take_events()][-2:] == [True, False]
+    two.complete_load(load)
+    plan = two.prepare_store(KEYS)
+    assert plan is not None
+    assert len(plan) == 3
+    audit(two)
+    members.close()
+
+
+def test_wrong_arguments_do_not_empty_the_pool() -> None:
+    members = Members(2, 5, policy="lru")
+    one, two = members.managers
+    plan = one.prepare_store(KEYS)
+    assert plan is not None
+    one.complete_store(plan)
+    with pytest.raises(GoneError):
+        one.prepare_load([b"?" * 32])
+    with pytest.raises(ValueError, match="bytes"):
+        two.lookup([b"short"])
+    assert two.lookup(KEYS).num_ready == 3
+    members.close()
+
+
+def test_a_second_engine_with_the_same_id_is_refused() -> None:
+    members = Members(1, 5, policy="lru")
+    [one] = members.managers
+    plan = one.prepare_store(KEYS)
+    assert plan is not None
+    root = members.root
+    twin = PoolDirectory.join({"test": 1}, "engine-0", keep_s=60.0, root=root, has_keeper=False)
+    with pytest.raises(ConfigError, match=r"engine_id.*a different id for each engine"):
+        NodeManager(5, directory=twin, policy="lru")
+    twin.close()
+    one.complete_store(plan)
+    assert one.lookup(KEYS).num_ready == 3
+    members.close()
+
+
+def test_a_member_without_memory_for_its_record_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a read of that record would kill the others, if the file system is full."""
+    members = Members(1, 5, policy="lru")
+    [one] = members.managers
+    directory = PoolDirectory.join({"test": 1}, "poor", keep_s=60.0, root=members.root, has_keeper=False)
+
+    def no_room(self: StateFile, start: int, num_bytes: int) -> None:
+        raise UnavailableError("ram", "shared", "no room")
+
+    monkeypatch.setattr(StateFile, "_allocate", no_room)
+    with pytest.raises(UnavailableError, match="no room"):
+        NodeManager(5, directory=directory, policy="lru")
+    directory.close()
+    file = os.open(members.root / one._directory.path.name / "state", os.O_RDONLY)
+    blocks = os.fstat(file).st_blocks
+    members.look_around()
+    assert one._numbers.num_buried == 1
+    assert os.fstat(file).st_blocks == blocks, "the record was read"
+    os.close(file)
+    members.close()
+
+
+def test_a_member_that_leaves_expects_nothing() -> None:
+    members = Members(2, 8, policy="lru")
+    one, two = members.managers
+    one.expect(one.begin_request("r", KEYS))
+    assert two.stats().expected == 3
+    members.leave(0)
+    assert two.stats().expected == 0
+    members.close()

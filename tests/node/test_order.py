@@ -21,7 +21,8 @@ from kvoffload.testing.audit import audit
 from kvoffload.testing.scripts import ACTIONS, Player, Step
 from support.small_hazard import HazardOfFewKeys, SmallHazard
 
-NUM_PROCESSES, CAPACITY, NUM_EXPECTED = 4, 8, 7
+NUM_PROCESSES, CAPACITY = 4, 8
+NUM_EXPECTED = CAPACITY * 7 // 8 // NUM_PROCESSES
 HINTS = (NO_HINTS, Hints(tenant="me"), Hints(finish_reason="stop"), Hints(finish_reason="tool_calls"))
 
 
@@ -36,8 +37,8 @@ def compiled_policies() -> Iterator[Any]:
 def script(rng: random.Random, num_steps: int) -> Iterator[tuple[int, Step]]:
     """Draw the process of each step, and the step.
 
-    The expected keys fit into their room (7/8 of the cache): beyond it, a process gives room to its own
-    requests first, and one manager to the longest waiting. So only request 3 waits, for few keys.
+    The expected keys fit into the share of a process (of 7/8 of the cache): beyond it, a process gives room
+    to its own requests, and one manager to the longest waiting. So only request 3 waits, for few keys.
     """
     for _ in range(num_steps):
         action, number, first = rng.choice(ACTIONS), rng.randrange(3), rng.randrange(12)

@@ -149,10 +149,24 @@ class Members:
         for manager in self.managers:
             if manager is not newcomer:
                 manager.take_events()
-        hidden.clock_s += 1.0
+        self.look_around()
+        return dead
+
+    @property
+    def root(self) -> Path:
+        return _HIDDEN[id(self)].root
+
+    def look_around(self) -> None:
+        """Let time pass, so that the first member notices deaths."""
+        _HIDDEN[id(self)].clock_s += 1.0
         for _ in range(20):
             self.managers[0].contains([])
-        return dead
+
+    def leave(self, number: int) -> None:
+        """Let a member end in an orderly way."""
+        hidden = _HIDDEN[id(self)]
+        hidden.managers.pop(number).close()
+        hidden.directories.pop(number).close()
 
     def close(self) -> None:
         hidden = _HIDDEN.pop(id(self))

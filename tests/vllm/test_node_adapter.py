@@ -127,3 +127,36 @@ def test_keys_of_another_length_are_refused_once(engine: Callable[..., World]) -
     short = base.make_offload_key(bytes(8), 0)
     assert one.manager.lookup(short, one.request("r", [short])) is MISS
     assert one.manager.broken
+
+
+def test_a_block_that_was_stored_again_is_verified_again(engine: Callable[..., World]) -> None:
+    one, two = engine(), engine()
+    one.serve("first", PATH)
+    ctx = one.request("second", PATH)
+    assert one.hits(ctx, PATH) == 4
+    two.manager.core.discard(PATH)
+    two.serve("third", PATH)
+    slots = one.manager.core.slots_of(PATH)
+    one.pool.part(0)[slots[0], 100] ^= 1
+    assert one.hits(ctx, PATH) == 0, "the new block is damaged"
+    one.manager.on_request_finished(ctx)
+    assert not one.manager.broken
+
+
+def test_an_engine_that_stops_after_an_error_releases_its_pins(engine: Callable[..., World]) -> None:
+    one, two = engine(), engine()
+    two.serve("first", PATH)
+    storing, loading, checking = (one.request(name, keys) for name, keys in (
+        ("store", [key(50)]), ("load", PATH[:1]), ("check", PATH[1:])
+    ))  # fmt: skip
+    one.store(storing, [key(50)])
+    assert one.hits(loading, PATH[:1]) == 1
+    one.manager.prepare_load(PATH[:1], loading)
+    assert one.hits(checking, PATH[1:]) == 3
+    one.manager.stop_after_error("test")
+    assert one.manager.broken
+    one.manager.complete_store({key(50)}, storing)
+    one.manager.complete_load({PATH[0]}, loading)
+    stats = two.manager.core.stats()
+    assert (stats.writing, stats.condemned, stats.ready - stats.evictable) == (0, 0, 0)
+    assert two.serve("again", [*PATH, key(50)]) == (5, [])

@@ -39,8 +39,8 @@ class Checks:
 class Verifier:
     """Returns RETRY until a thread has verified a block, then HIT; a damaged block is MISS and is forgotten.
 
-    Checks of all engines of the pool pin at most half of the pool; further blocks are MISS. Otherwise requests
-    could wait forever for each other's blocks, or for more blocks than the pool has.
+    Checks of all engines of the pool pin at most half of its slots; further blocks are MISS. Otherwise
+    requests could wait forever for each other's blocks, or for more blocks than the pool has.
 
     Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
     """
