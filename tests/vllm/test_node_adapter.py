@@ -19,7 +19,7 @@ PATH = [key(number) for number in range(4)]
 
 @pytest.fixture
 def engine() -> Iterator[Callable[..., World]]:
-    """A function that starts an engine on one pool of 8 blocks."""
+    """A function that starts an engine on one pool of 16 blocks."""
     root = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
     made: list[World] = []
     directories: list[PoolDirectory] = []
@@ -27,7 +27,7 @@ def engine() -> Iterator[Callable[..., World]]:
     def start(**options: Any) -> World:
         directory = PoolDirectory.join({"test": 1}, f"engine-{len(made)}", keep_s=60.0, root=root)
         directories.append(directory)
-        made.append(World(root, 8, directory, **(SHARED | options)))
+        made.append(World(root, 16, directory, **(SHARED | options)))
         return made[-1]
 
     yield start
@@ -80,11 +80,11 @@ def test_a_reset_keeps_the_slots_of_transfers_that_still_run(engine: Callable[..
     assert one.hits(loading, [key(7)]) == 1
     pinned = one.manager.prepare_load([key(7)], loading).block_ids.tolist()
     one.manager.reset_cache()
-    plenty = [key(100 + number) for number in range(8)]
+    plenty = [key(100 + number) for number in range(16)]
     busy = {*writing, *pinned}
     stored = two.store(two.request("second", plenty), plenty)
     assert busy.isdisjoint(stored.store_spec.block_ids.tolist())
-    assert len(stored.keys_to_store) == 8 - len(busy)
+    assert len(stored.keys_to_store) == 16 - len(busy)
     assert one.manager.core.stats().condemned == len(busy)
     two.manager.complete_store(set(stored.keys_to_store), two.request("second", plenty))
     # A transfer that began after the reset has ended, so the others have ended before.
