@@ -143,7 +143,7 @@ class Instruments:
         self.inside = self._since = 0
         self._enter, self._leave, self._wait = mutex.enter, mutex.leave, mutex.Mutex.wait
         mutex.enter, mutex.leave = self.enter, self.leave
-        mutex.Mutex.wait = self.wait  # type: ignore[method-assign]
+        mutex.Mutex.wait = self.wait  # type: ignore[method-assign, assignment]
         self._mutex = manager._mutex
 
     def enter(self, door: Any) -> int:
@@ -316,7 +316,7 @@ def timed(sides: dict[str, Callable[[], None]], rounds: int) -> dict[str, tuple[
             side()
             if number:
                 spent[name].append((time.perf_counter() - begin, time.process_time() - cpu))
-    return {name: tuple(np.median(times, axis=0)) for name, times in spent.items()}  # type: ignore[misc]
+    return {name: tuple(np.median(times, axis=0)) for name, times in spent.items()}
 
 
 def loads(rounds: int) -> None:

@@ -167,7 +167,9 @@ def why(trace: Trace, machine: Machine, options: argparse.Namespace) -> None:
             events, pool = Events(), DevicePool(blocks)
             engine = Engine(trace, timing, events, pool, AtOnce(trace, timing.at_once))
             offload = kind(trace, config, timing, events, pool, engine.wake)
-            engine.run(offload, lambda ended: None)
+            engine.begin(offload, lambda ended: None)
+            events.run()
+            engine.check_ended()
             steps[name] = (engine.device_hits + offload.hits()) / trace.block_refs
         print(f"{policy}: " + ", ".join(f"{name} {ratio:.3f}" for name, ratio in steps.items()))
 

@@ -101,7 +101,8 @@ class _Uses:
 
     def per_block(self, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Add the weights of the uses of each block."""
-        return np.bincount(self.blocks, weights, self.unique_blocks)
+        sums: npt.NDArray[np.float64] = np.bincount(self.blocks, weights, self.unique_blocks)  # type: ignore[assignment]
+        return sums
 
 
 def _uses(trace: Trace, device_blocks: int, store: str) -> _Uses:
