@@ -11,7 +11,8 @@ list of parts that have passed, failed or not run.
              `HostCopies`, which need no GPU.
     engine   a tiny model, first without offloading, then with `on-compute` and with `on-device-eviction`:
              each answer is compared as far as it is certain. bfloat16 on a GPU, float32 on the CPU. A
-             quarter of the requests is audited: stored blocks must equal computed ones up to rounding. With
+             quarter of the requests is audited: stored blocks must equal computed ones up to rounding. Two
+             engines in turn use one shared pool. With
              --zeroing the engine zeroes new blocks, as for recurrent state.
 """
 
@@ -44,6 +45,10 @@ BF16_MARGIN = 0.3
 AUDIT = {"share": 0.25, "on_difference": "count"}
 """A quarter of the requests with hits is computed again, and compared with the stored blocks: a copy that did
 not wait for the computation shows there even if no answer is wrong."""
+
+SHARED = {"size": "64MiB", "shared": "node", "keep": "1min"}
+"""A pool that outlives its first engine: the second engine registers the same memory, and loads the blocks of
+the first."""
 
 ENOUGH_REQUESTS = 100
 """With fewer requests it is chance whether one of them is audited."""
@@ -248,6 +253,12 @@ def check_engine(chosen: argparse.Namespace) -> Iterator[Part]:
                 engine = conftest.Engine(model, options, connector=True, **settings)
             yield judged(f"{name}, {store}", engine, prompts, answers, chosen, bool(control.wrong))
             engine.close()
+        if chosen.tp == 1 and not chosen.zeroing and chosen.graphs == "off":
+            for number in ("first", "second"):
+                engine = conftest.Engine(model, {"ram": SHARED, "audit": AUDIT}, connector=True, **settings)
+                named = f"{name}, {number} engine of a shared pool"
+                yield judged(named, engine, prompts, answers, chosen, bool(control.wrong))
+                engine.close()
 
 
 def judged(
