@@ -27,11 +27,22 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
 
     def call(
-        engine: str, *, vllm: str = "0.32.0", algorithm: str = "sha256", why: str = "", **options: Any
+        engine: str,
+        *,
+        vllm: str = "0.32.0",
+        algorithm: str = "sha256",
+        why: str = "",
+        extension: str = "",
+        sleeps: bool = False,
+        **options: Any,
     ) -> PoolDirectory | None:
         producer.not_kept = lambda named: why
         facts: Any = SimpleNamespace(engine_id=engine, identity={"vllm": vllm}, blocks_per_chunk=1)
-        config = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm))
+        config = SimpleNamespace(
+            cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
+            parallel_config=SimpleNamespace(worker_extension_cls=extension),
+            model_config=SimpleNamespace(enable_sleep_mode=sleeps),
+        )
         given = {"ram": "1GiB,shared=node,keep=60"} | options
         pool = node_pool.join_node_pool(
             parse_options(given), facts, config, sees_requests=True, root=tmp_path
@@ -74,7 +85,9 @@ def test_a_difference_is_named(join: Join, caplog: pytest.LogCaptureFixture) -> 
     [
         ({"vllm": "0.25.0"}, "set PYTHONHASHSEED to a number"),
         ({"algorithm": "xxhash"}, "--prefix-caching-hash-algo is xxhash; allowed: sha256, sha256_cbor"),
-        ({"why": "the weights may change"}, "the weights may change"),
+        ({"extension": "mine.Extension"}, "with worker_extension_cls the weights may change"),
+        ({"sleeps": True}, "with enable_sleep_mode the weights may change"),
+        ({"why": "the scales differ"}, "the scales differ"),
     ],
 )
 def test_an_engine_that_cannot_share_says_why(
