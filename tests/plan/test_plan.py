@@ -220,7 +220,7 @@ def test_ssds_are_bought_where_they_last(loop: str) -> None:
 )  # fmt: skip
 def test_what_wears_out_or_is_too_slow_is_shown_and_not_recommended(loop: str, ssd: Ssd, why: str) -> None:
     answer = planned(loop, fleet(prices(ssd=ssd)), saved=0.4)
-    assert answer.chosen.purchase == (Purchase(1, 1) if "rated" in why else Purchase(20, 0))
+    assert answer.chosen.purchase == Purchase(20, 0)
     with_ssds = [row for row in answer.rows if row.ssd_drives and not row.ssd_write_budget]
     assert with_ssds
     assert any(why in row.why_not for row in with_ssds)

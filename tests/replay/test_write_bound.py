@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.core.plans import STORES
 from kvoffload.errors import ConfigError
 from kvoffload.replay.device import run_device
-from kvoffload.replay.optimum import STORES, infinite, optimum
+from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.write_bound import bound_within_writes, oracle_within_writes
 from kvoffload.tiers.kinds.simulated import SimulatedOptions

@@ -89,27 +89,33 @@ def test_tiers_that_share_a_budget_report_equal_parts() -> None:
     st.floats(1, 400 * HOUR_S),
     st.lists(st.tuples(st.floats(0, 1), st.integers(0, 300)), max_size=40),
 )
-def test_a_recording_gets_the_part_of_its_length(
+def test_a_recording_never_has_more_than_the_mean_rate_has_paid(
     max_per_day: float, duration_s: float, steps: list[tuple[float, int]]
 ) -> None:
-    """However long the recording and whenever writes are wanted, the mean rate keeps the budget."""
     clock = Clock()
     clock.now = 0.0
-    budget = budget_of_recording(max_per_day, duration_s, clock)
+    budget = budget_of_recording(max_per_day, clock)
     written = 0
     for share, wanted in sorted(steps):
         clock.now = share * duration_s
         num_blocks = min(wanted, budget.left_bytes)
         budget.spend(num_blocks)
         written += num_blocks
-    assert written <= max_per_day * duration_s / DAY_S
+        assert written <= max_per_day * clock.now / DAY_S
 
 
 def test_a_recording_of_minutes_may_not_use_the_budget_of_a_day() -> None:
     clock = Clock()
-    assert budget_of_recording(2400, HOUR_S, clock).left_bytes == 100
-    assert budget_of_recording(2400, 24 * HOUR_S, clock).left_bytes == 2400
-    assert budget_of_recording(2400, 72 * HOUR_S, clock).left_bytes == 2400
+    budget = budget_of_recording(2400, clock)
+    left = []
+    for _ in range(3):
+        left.append(budget.left_bytes)
+        clock.now += HOUR_S
+    assert left == [0, 100, 200]
+    budget.spend(150)
+    assert budget.left_bytes == 150
+    clock.now += 48 * HOUR_S
+    assert budget.left_bytes == 2400, "never more than the budget of a day"
 
 
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
@@ -138,6 +144,22 @@ def test_a_simulated_tier_keeps_a_budget_as_a_disk_does(tmp_path: Path, admissio
     assert left.written == right.written == 9
     assert (left.dropped, left.refused) == (right.dropped, right.refused)
     disk.tier.close()
+
+
+def test_a_disk_with_worth_spends_its_budget_evenly(tmp_path: Path) -> None:
+    """Each hour pays one block of 24 a day, whatever is offered."""
+    clock = Clock()
+    budget = WriteBudget(24 * PAGE_BYTES, clock)
+    driver = Driver(Disk(tmp_path, 40, admission="worth,warm_up=0", write_budget=budget).tier)
+    num_written = []
+    for hour in range(6):
+        record = driver.tier.begin_request("r")
+        driver.tier.finish_request(record, keys_of([100 * hour]))
+        num_written.append(len(driver.write([100 * hour])))
+        clock.now += HOUR_S
+    assert num_written[0] == 0, "nothing has been earned"
+    assert 1 <= sum(num_written) <= 5
+    driver.tier.close()
 
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])

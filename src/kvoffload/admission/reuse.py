@@ -56,10 +56,10 @@ class ReuseAdmission(Admission):
         return cls(key_bytes, cls.store_threshold, cls.max_tracker_size)
 
     def count(self, keys: Keys) -> None:
-        _count(self._tracker.memory, self._counts, keys.words)
+        count_keys(self._tracker.memory, self._counts, keys.words)
 
     def refresh(self, keys: Keys) -> None:
-        _refresh(self._tracker.memory, keys.words)
+        refresh_keys(self._tracker.memory, keys.words)
 
     def admit(self, keys: Keys) -> BoolArray:
         allowed = np.empty(len(keys), np.bool_)
@@ -79,7 +79,7 @@ class ReuseAdmission(Admission):
 
 
 @kernel
-def _count(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix) -> None:
+def count_keys(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix) -> None:
     index, links = tracker.index, tracker.lists.links
     tracked, spare = links.shape[0] - 2, links.shape[0] - 1
     # If a request is longer than the tracker, only its head is remembered.
@@ -102,7 +102,7 @@ def _count(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix) -> None:
 
 
 @kernel
-def _refresh(tracker: KeyLists, batch: ReadU64Matrix) -> None:
+def refresh_keys(tracker: KeyLists, batch: ReadU64Matrix) -> None:
     links = tracker.lists.links
     for row in range(batch.shape[0] - 1, -1, -1):
         position = find(tracker.index, batch, row, hash_row(batch, row))

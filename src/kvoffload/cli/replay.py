@@ -47,7 +47,9 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
 
     trace: str = argument("chat")
     policy: PolicyName = option("lru", "Eviction policy: a name, or module:Class.", setting="policy")
-    admission: AdmissionName = option("all", "Admission rule: all, reuse:N or tinylfu.", setting="admission")
+    admission: AdmissionName = option(
+        "all", "Admission rule: all, reuse:N, tinylfu or worth.", setting="admission"
+    )
     capacity: str = option(
         "5%", "Capacity of RAM: 5000 (blocks), 5% (of the unique blocks), 4GiB.", setting="ram"
     )

@@ -46,6 +46,12 @@ class Admission(ABC):
         `keys` are in prefix order. Each block is counted once a request.
         """
 
+    def missed(self, keys: Keys) -> None:  # noqa: B027  (most rules count all uses alike)
+        """Record that a request asks for these blocks and the cache in front lacks them.
+
+        Called before `count`, and possibly more than once. Only of tiers behind RAM.
+        """
+
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
         """Reorder the remembered keys of a finished request whose path was counted in several calls.
 
@@ -63,6 +69,18 @@ class Admission(ABC):
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
+
+    def settle(  # noqa: B027  (most rules know no budget)
+        self, offered: Keys, num_written: int, num_earned: float, budget_blocks: float
+    ) -> None:
+        """Record the result of an offer to a tier with a write budget; not called without a budget.
+
+        Args:
+            offered: the offered blocks that were absent.
+            num_written: number of blocks of this offer that are written.
+            num_earned: blocks that the budget pays for the time since the last call, at its mean rate.
+            budget_blocks: blocks that the budget pays for a whole day, or for the recording of a replay.
+        """
 
     @abstractmethod
     def reset(self) -> None:

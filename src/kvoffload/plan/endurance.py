@@ -51,14 +51,24 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Return the row with a write budget to report: the chosen row, or the feasible row that saves most.
+    """Return the row with a write budget to report; None if no feasible row has a write budget.
 
-    None if no feasible row has a write budget.
+    The chosen row; else the best row of the purchase that would save most if SSDs did not wear out; else
+    the row that saves most.
     """
     if chosen.row.ssd_write_budget:
         return chosen
     feasible = [measured for measured in rows if measured.row.ssd_write_budget and measured.row.feasible]
-    return max(feasible, key=lambda measured: (measured.row.saved, -measured.row.price), default=None)
+    purchases = {measured.row.purchase for measured in feasible}
+    worn = [measured for measured in rows if measured.row.is_worn and measured.row.purchase in purchases]
+    if worn:
+        best = max(worn, key=_quality).row.purchase
+        feasible = [measured for measured in feasible if measured.row.purchase == best]
+    return max(feasible, key=_quality, default=None)
+
+
+def _quality(measured: Measured) -> tuple[float, float]:
+    return measured.row.saved, -measured.row.price
 
 
 def unlimited_cell(row: PlanRow) -> Cell:

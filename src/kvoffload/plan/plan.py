@@ -150,7 +150,7 @@ class Setups:
     ssd_policies: tuple[str, ...] = ("lru",)
     ssd_admissions: tuple[str, ...] = ("all", "reuse:2")
     server_admissions: tuple[str, ...] = ("all", "reuse:2")
-    ssd_budget_admissions: tuple[str, ...] = ("reuse:2", "reuse:3")
+    ssd_budget_admissions: tuple[str, ...] = ("reuse:2", "worth")
 
     def __post_init__(self) -> None:
         for policies, admissions in (

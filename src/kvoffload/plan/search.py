@@ -248,7 +248,33 @@ def _bisected(
     begin: Measured,
     most_rounds: int = _ROUNDS,
 ) -> tuple[list[Measured], Choice]:
-    """Bisect between the answer and its neighbours, with the setups `kept`; None: with the answer's setup."""
+    """Bisect between the answer and its neighbours, with the setups `kept`; None: with the answer's setup.
+
+    If the answer has a tier behind RAM, bisect RAM alone, too: sizes between the coarse ones may be cheaper.
+    """
+
+    def without_tier(rows: Sequence[Measured]) -> Choice:
+        return choose([measured for measured in rows if not _has_tier(measured)])
+
+    answer = _bisected_by(choose, space, table, kept, begin, most_rounds)
+    if _has_tier(answer.chosen) and kept is not None:
+        _bisected_by(without_tier, space, table, kept, begin, most_rounds)
+        answer = choose([begin, *table.rows.values()])
+    return [begin, *table.rows.values()], answer
+
+
+def _has_tier(measured: Measured) -> bool:
+    return bool(measured.row.ssd_drives or measured.row.servers)
+
+
+def _bisected_by(
+    choose: Choose,
+    space: Space,
+    table: _Table,
+    kept: Sequence[Setup] | None,
+    begin: Measured,
+    most_rounds: int,
+) -> Choice:
     answer = choose([begin, *table.rows.values()])
     for rounds_left in reversed(range(most_rounds)):
         setups = [answer.chosen.row.setup] if kept is None else kept
@@ -257,7 +283,7 @@ def _bisected(
             break
         table.measure(near, rounds_left * KEPT)
         answer = choose([begin, *table.rows.values()])
-    return [begin, *table.rows.values()], answer
+    return answer
 
 
 def _ends_and_middle(values: Sequence[int]) -> list[int]:

@@ -91,8 +91,8 @@ def _other_purchases(findings: Findings) -> list[str]:
     sentences += _larger(findings, rival)
     sentences += _lru(findings)
     sentences += _more_ssds(row, findings.rows)
-    sentences += _within_rating(findings)
     sentences += _best_infeasible(findings)
+    sentences += _within_rating(findings)
     if not findings.target.is_given and choice.chosen is not choice.most:
         sentences.append(f"No target was given: {percent(ENOUGH, 0)} of the largest possible gain is enough.")
     return sentences
@@ -297,9 +297,9 @@ def _cost_of_endurance(endurance: Endurance) -> str:
 
 
 def _within_rating(findings: Findings) -> list[str]:
-    """Describe the best purchase with a write budget, if it saves more than the recommended one."""
+    """Describe a purchase with a write budget, unless it is recommended or the budget costs nothing."""
     endurance = findings.endurance
-    if endurance is None or endurance.row.saved < findings.row.saved + NO_MORE:
+    if endurance is None or endurance.row == findings.row or endurance.cost < NO_MORE:
         return []
     row = endurance.row
     budget = f"a write budget of {size(row.write_budget_bytes, 1000)} a day"

@@ -11,7 +11,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.replay.engines import EngineParts
 from kvoffload.replay.keys import KEY_BYTES
-from kvoffload.replay.replay import ReplayConfig, recorded_s, slots_needed
+from kvoffload.replay.replay import ReplayConfig, slots_needed
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.events import Events, Link
 from kvoffload.simulate.report import TimedTierReport
@@ -104,9 +104,7 @@ class Ram:
             max_blocks = max_bytes / timing.block_bytes
         if max_blocks is None:
             return None
-        return budget_of_recording(
-            max_blocks, recorded_s(self._trace) / timing.load, lambda: self._events.now
-        )
+        return budget_of_recording(max_blocks, lambda: self._events.now)
 
     def join(self, wake: Callable[[], None]) -> int:
         """Add an engine; returns its number.

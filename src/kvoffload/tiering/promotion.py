@@ -56,6 +56,8 @@ class Promotion:
         Args:
             max_blocks: limit of reserved blocks while no other read runs; None for the usual limit.
         """
+        for lane in self._stack.lanes:
+            lane.tier.missed(keys)
         chosen = self._choose(keys, ctx, wait)
         if chosen is None:
             return
@@ -67,6 +69,8 @@ class Promotion:
     def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
         """Queue a single key for promotion or a probe; returns MISS if no tier can have the block."""
         keys = self._stack.ram.pack([key])
+        for lane in self._stack.lanes:
+            lane.tier.missed(keys)
         is_below = self._stack.below(keys, wait)[1].any()
         if not is_below and not self._awaits_probe_of(keys, wait):
             return LookupResult.MISS

@@ -74,6 +74,13 @@ class SecondaryTier(ABC):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
 
+    def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
+        """Record that a request asked for these blocks and RAM lacked them, whether or not the tier has them.
+
+        Called at a lookup, before the blocks are counted, and possibly again at a further lookup of the
+        request.
+        """
+
     @abstractmethod
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         """Begin to read blocks into ``pool[rows[i]]``; returns the number of the job.

@@ -113,6 +113,10 @@ class DividedTier(SecondaryTier, Generic[Member]):
             present[rows] = tier.contains(_take(keys, rows), self._record(request, number, tier))
         return present
 
+    def missed(self, keys: Keys) -> None:
+        for _, tier, rows in self._shares(keys):
+            tier.missed(_take(keys, rows))
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
         for number, tier, at in self._shares(keys):

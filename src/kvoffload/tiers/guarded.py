@@ -108,6 +108,9 @@ class GuardedTier(SharedTier, GroupedTier):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         return self._mask("contains", self.inner.contains, keys, request)
 
+    def missed(self, keys: Keys) -> None:
+        self._call_unless_paused("missed", None, self.inner.missed, keys)
+
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
         if self._shared is None:
             return np.zeros(len(keys), np.bool_)

@@ -1,7 +1,8 @@
-"""Admission of blocks that are offered to a tier without a request.
+"""Offers of blocks to a tier: payment from a write budget, and admission of blocks without a request.
 
-RAM offers such blocks when the device drops them, or when they have waited for a busy tier. The offer is no
-reference: the blocks were counted when their request finished. The blocks may belong to several requests.
+RAM offers blocks without a request when the device drops them, or when they have waited for a busy tier. The
+offer is no reference: the blocks were counted when their request finished. The blocks may belong to several
+requests.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.structures.keys import Keys
+from kvoffload.tiers.write_budget import WriteBudget
 
 Rows = npt.NDArray[np.intp]
 
@@ -29,6 +31,37 @@ def admitted_rows(manager: OffloadingManager, keys: Keys, request: RequestContex
     missing = np.flatnonzero(manager.slots_of(keys) < 0)
     admitted = missing[rule.admit(keys.take(missing))] if len(missing) else missing
     return admitted, len(missing) - len(admitted)
+
+
+class Purse:
+    """A tier's part of a write budget: reports offers to the tier's admission rule (`Admission.settle`).
+
+    Args:
+        manager: the tier's manager.
+        unit_bytes: bytes of a written block, in the unit of the budget.
+    """
+
+    def __init__(self, budget: WriteBudget, manager: OffloadingManager, unit_bytes: int) -> None:
+        self._budget, self._rule, self._unit_bytes = budget, manager.admission, unit_bytes
+        self._settled_s = budget.now_s()
+        # The rule must know of the budget before the first offer.
+        self.pay(Keys.pack([], manager.key_bytes), 0)
+
+    @property
+    def room(self) -> int:
+        """Blocks that may be written now."""
+        return self._budget.left_bytes // self._unit_bytes
+
+    def pay(self, offered: Keys, num_written: int) -> None:
+        """Count the written blocks of an offer. `offered`: the blocks of the offer that were absent."""
+        if num_written:
+            self._budget.spend(num_written * self._unit_bytes)
+        if self._rule is not None:
+            now = self._budget.now_s()
+            # A clock that was set back earns nothing.
+            earned = self._budget.earned_bytes_each(max(0.0, now - self._settled_s)) / self._unit_bytes
+            self._settled_s = now
+            self._rule.settle(offered, num_written, earned, self._budget.bytes_each / self._unit_bytes)
 
 
 def prepare_offer(manager: OffloadingManager, keys: Keys, request: RequestContext | None) -> StorePlan | None:

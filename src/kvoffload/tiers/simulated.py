@@ -17,7 +17,7 @@ from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
-from kvoffload.tiers.offer import admitted_rows, prepare_offer
+from kvoffload.tiers.offer import Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
@@ -50,7 +50,10 @@ class SimulatedTier(SecondaryTier):
         self._manager = OffloadingManager(
             capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
         )
-        self._write_budget = write_budget
+        self._purse: Purse | None = None
+        if write_budget is not None:
+            write_budget.add_tier(1, {})
+            self._purse = Purse(write_budget, self._manager, 1)
         self._ended: list[JobResult] = []
         self._next_job = 0
         self._read = self._refused = self._over_budget = 0
@@ -67,6 +70,10 @@ class SimulatedTier(SecondaryTier):
         assert request is None or isinstance(request, RequestContext)
         return self._manager.contains(keys, request)
 
+    def missed(self, keys: Keys) -> None:
+        if self._manager.admission is not None:
+            self._manager.admission.missed(keys)
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         ok = self._manager.contains(keys)
         self._read += int(np.count_nonzero(ok))
@@ -79,21 +86,24 @@ class SimulatedTier(SecondaryTier):
         accepted = np.zeros(len(keys), np.bool_)
         at, num_refused = admitted_rows(self._manager, keys, request)
         self._refused += num_refused
-        if self._write_budget is not None:
+        purse = self._purse
+        if purse is None:
+            plan = prepare_offer(self._manager, keys.take(at), request)
+        else:
             # As in a disk tier, which counts bytes.
+            absent = keys.take(self._manager.slots_of(keys) < 0)
             missing = np.flatnonzero(self._manager.slots_of(keys.take(at)) < 0)
-            room = self._write_budget.left_bytes
+            room = purse.room
             if len(missing) > room:
                 self._over_budget += len(missing) - room
                 at = at[: missing[room]]
-            if min(len(missing), room) == 0:
-                return NO_JOB, accepted
-        plan = prepare_offer(self._manager, keys.take(at), request)
+            plan = None
+            if min(len(missing), room):
+                plan = prepare_offer(self._manager, keys.take(at), request)
+            purse.pay(absent, 0 if plan is None else len(plan.keys))
         if plan is None or len(plan.keys) == 0:
             return NO_JOB, accepted
         accepted[at[plan.rows]] = True
-        if self._write_budget is not None:
-            self._write_budget.spend(len(plan))
         return self._write(plan), accepted
 
     @property

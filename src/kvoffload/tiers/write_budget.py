@@ -5,7 +5,6 @@ Counts bytes by the hour. Does not know keys or tiers.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -27,16 +26,21 @@ class WriteBudget:
     Args:
         max_bytes_per_day: 0 for tiers that are only read.
         clock: seconds since 1970. The default ignores later changes of the system's clock.
+        is_even: True to allow at any time only the bytes that the mean rate has paid since the construction,
+            less the writes since then: for replays (`budget_of_recording`).
 
     Thread: the scheduler's. Raises: `ConfigError` for a negative budget.
     """
 
-    def __init__(self, max_bytes_per_day: int, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, max_bytes_per_day: float, clock: Callable[[], float] | None = None, *, is_even: bool = False
+    ) -> None:
         if max_bytes_per_day < 0:
             raise ConfigError("max_write_bytes_per_day", max_bytes_per_day, "allowed: 0 or more")
         self._max_bytes, self._clock = max_bytes_per_day, clock or _steady_clock()
         self._bytes_by_hour = Counter[int]()
         self._num_tiers = 0
+        self._spent, self._began_s = 0, self._clock() if is_even else None
 
     def add_tier(self, stored_bytes: int, written_before: Mapping[int, int]) -> None:
         """Count a tier's earlier writes: blocks of `stored_bytes`, by hour since 1970."""
@@ -46,6 +50,7 @@ class WriteBudget:
 
     def spend(self, num_bytes: int) -> None:
         """Count a write."""
+        self._spent += num_bytes
         self._bytes_by_hour[self._hour()] += num_bytes
 
     @property
@@ -57,29 +62,45 @@ class WriteBudget:
             if hour > now:
                 # The clock was set back: these writes may be less than a day old.
                 self._bytes_by_hour[now] += num_bytes
-        return max(0, self._max_bytes - self._bytes_by_hour.total())
+        left = self._max_bytes - self._bytes_by_hour.total()
+        if self._began_s is not None:
+            left = min(left, self._max_bytes * (self._clock() - self._began_s) / DAY_S - self._spent)
+        return max(0, int(left))
 
     @property
     def left_bytes_each(self) -> int:
         """An equal share of `left_bytes` for each tier, so that the counters of the tiers add up."""
         return self.left_bytes // max(1, self._num_tiers)
 
+    @property
+    def bytes_each(self) -> float:
+        """An equal share of the whole budget for each tier."""
+        return self._max_bytes / max(1, self._num_tiers)
+
+    def earned_bytes_each(self, seconds: float) -> float:
+        """Return the bytes of an equal share that the budget pays for `seconds`, at its mean rate."""
+        return self.bytes_each * seconds / DAY_S
+
+    def now_s(self) -> float:
+        """Return the time of the budget's clock."""
+        return self._clock()
+
     def _hour(self) -> int:
         return int(self._clock()) // HOUR_S
 
 
-def budget_of_recording(max_per_day: float, duration_s: float, clock: Callable[[], float]) -> WriteBudget:
-    """Create the budget of a replay of `duration_s` seconds: at most ``max_per_day * duration_s / DAY_S``.
+def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
+    """Create the budget of a replay, which is spent evenly over the time of the recording.
 
-    A budget of a whole day would never bind in a recording of minutes. The budget of a longer recording is
-    divided into equal periods of at most the 25 hours for which a `WriteBudget` remembers a write.
+    A day's budget would never bind in a recording of minutes. A part of the budget for the length of the
+    recording, available at once, would be spent on the first blocks of the recording, which are the blocks
+    that all sessions share. A tier that has run for days has those blocks.
 
     Args:
         max_per_day: in any unit that `WriteBudget.spend` then gets, such as blocks.
         clock: seconds of the recording.
     """
-    periods = max(1, math.ceil(duration_s / (_HOURS * HOUR_S)))
-    return WriteBudget(int(max_per_day * min(1.0, duration_s / periods / DAY_S)), clock)
+    return WriteBudget(max_per_day, clock, is_even=True)
 
 
 def _steady_clock() -> Callable[[], float]:

@@ -53,7 +53,7 @@ from kvoffload.tiers.disk.slab import (
     Outcomes,
     Positions,
 )
-from kvoffload.tiers.offer import admitted_rows, prepare_offer
+from kvoffload.tiers.offer import Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
@@ -197,9 +197,10 @@ class DiskTier(SecondaryTier):
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
             self.identity, self.written_before = self._slab.identity.slab_id, contents.written
             self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
-            self._write_budget = write_budget
+            self._write_budget, self._purse = write_budget, None
             if write_budget is not None:
                 write_budget.add_tier(self.stored_bytes, self.written_before)
+                self._purse = Purse(write_budget, self._manager, self.stored_bytes)
             self._counts = TierStats(restored=self._manager.stats().ready)
             self._write_backoff, self._may_write_at_s = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S), 0.0
             self._usable_end = self._last_reserved = self._slab.layout.num_slots
@@ -252,6 +253,10 @@ class DiskTier(SecondaryTier):
         present: Mask = self._manager.ready_slots_of(keys) >= 0
         return present
 
+    def missed(self, keys: Keys) -> None:
+        if self._manager.admission is not None:
+            self._manager.admission.missed(keys)
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = self._checked(keys, pool, rows)
         at = np.flatnonzero(self._manager.ready_slots_of(keys) >= 0)
@@ -274,19 +279,22 @@ class DiskTier(SecondaryTier):
         context = record.context if record is not None else None
         at, num_refused = admitted_rows(self._manager, keys, context)
         self._counts.refused += num_refused
+        purse, offered = self._purse, keys
         if len(at) < len(keys):
             keys = keys.take(at)
         missing = np.flatnonzero(self._manager.slots_of(keys) < 0)
         room = max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else 0
-        if self._write_budget is not None:
-            room = min(room, self._write_budget.left_bytes // self.stored_bytes)
+        if purse is not None:
+            room = min(room, purse.room)
+            offered = offered.take(self._manager.slots_of(offered) < 0)
         if len(missing) > room:
             self._counts.dropped += len(missing) - room
             keys = keys[: missing[room]]
-        if min(len(missing), room) == 0:
-            return NO_JOB, accepted
-        plan = prepare_offer(self._manager, keys, context)
-        if plan is None or len(plan.slots) == 0:
+        plan = prepare_offer(self._manager, keys, context) if min(len(missing), room) else None
+        count = 0 if plan is None else len(plan.slots)
+        if purse is not None:
+            purse.pay(offered, count)
+        if plan is None or count == 0:
             return NO_JOB, accepted
         if len(plan.evicted):
             # New blocks get the places that were emptied first: their removals are probably durable.
@@ -298,10 +306,7 @@ class DiskTier(SecondaryTier):
             record.written.append(self._placement.generation[plan.slots])
         rows_of_plan = at[plan.rows]
         accepted[rows_of_plan] = True
-        count = len(plan.slots)
         self._num_queued += count
-        if self._write_budget is not None:
-            self._write_budget.spend(count * self.stored_bytes)
         job = self._submit(plan, np.zeros(count, np.bool_), np.arange(count), pool, checked[rows_of_plan])
         return job, accepted
 

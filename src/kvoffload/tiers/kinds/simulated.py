@@ -18,7 +18,7 @@ class SimulatedOptions(SizedTierOptions):
 
     Attributes:
         max_write_blocks_per_day: as a disk's ``max_write_bytes_per_day``, in blocks of the trace; None for no
-            limit. A recording gets the part of its length (`budget_of_recording`).
+            limit. Spent evenly over the recording (`budget_of_recording`).
     """
 
     name = "simulated"
@@ -48,4 +48,4 @@ class SimulatedOptions(SizedTierOptions):
         if clock is None or not recorded_s:
             why = "the recording has no times; leave the limit out"
             raise ConfigError("max_write_blocks_per_day", self.max_write_blocks_per_day, why)
-        return budget_of_recording(self.max_write_blocks_per_day, recorded_s, clock)
+        return budget_of_recording(self.max_write_blocks_per_day, clock)

@@ -1,0 +1,215 @@
+"""Admission by expected uses: a write budget is spent on the blocks with the most uses to come."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.admission.reuse import DEFAULT_TRACKER_SIZE, count_keys, refresh_keys
+from kvoffload.core.admission import Admission
+from kvoffload.structures.index import ABSENT, find, hash_row
+from kvoffload.structures.jit import BoolArray, I32Array, ReadU64Matrix, kernel
+from kvoffload.structures.keylists import KeyLists
+from kvoffload.structures.keys import Keys
+
+MOST_COUNTED = 16
+"""Requests for a block that are told apart. More requests count as this number."""
+_PRICED_EVERY = 2_000
+"""References between two calculations of the price."""
+_MEMORY, _PACE_MEMORY = 0.998, 0.98
+"""Factors by which older references fade at each calculation: from the expected uses to 1/e within a million
+references, and from the pace of offers and earnings within a hundred thousand."""
+WARM_UP = 5_000
+"""References that are only counted. With fewer, the first prices are too low and the budget is wasted."""
+_DOUBT = 2.0
+"""Blocks without a further use that are added to each number of requests."""
+_RESERVE = 0.1
+"""Share of the recent earnings that only blocks above the price may spend."""
+
+
+class WorthAdmission(Admission):
+    """Admits the blocks with the most expected uses that the tier's write budget can pay.
+
+    The rule learns how many uses are still to come for a block that 1, 2, 3, ... requests have used. Only
+    uses that the cache in front lacks count, because the tier can serve no others. The rule sets a *price*:
+    the number of expected uses that a block needs. The price is the highest at which the recently offered
+    blocks would have taken all recent earnings of the budget. Blocks above the price enter; blocks at the
+    price enter while a reserve is left. So the budget is spent evenly, on the best blocks, without a
+    threshold to choose.
+
+    A block with more requests is worth at least as much as a block with fewer, because it may be the parent
+    of that block. So the parent of an admitted block is admitted.
+
+    Without a write budget every block is admitted. With one, no block is admitted during `warm_up`.
+
+    Attributes:
+        warm_up: references that are only counted at the start.
+
+    Differs from ``reuse:N``: N follows from the traffic and the budget. Cost: as ``reuse``, and two further
+    probes of its table for each block. Memory: 40 bytes plus the key for each slot of the tier, at least for
+    64,000 keys.
+
+    Source: ours. A price at which spending matches a rate is the dual variable of the budget: Talluri and
+    van Ryzin, "An Analysis of Bid-Price Controls for Network Revenue Management", Management Science 44(11),
+    1998.
+    """
+
+    warm_up: Annotated[int, msgspec.Meta(ge=0)] = WARM_UP
+
+    name = "worth"
+    good_for = "a disk with a write budget: the best blocks that the budget can pay, without a threshold"
+
+    def __init__(self, key_bytes: int, num_tracked: int, warm_up: int = WARM_UP) -> None:
+        self.key_bytes, self.warm_up = key_bytes, warm_up
+        self._tracker = KeyLists(num_tracked, key_bytes, 1)
+        self._counts = np.zeros(num_tracked, np.int32)
+        self._offered_at = np.zeros(num_tracked, np.int32)
+        self._references = self._price_at = 0
+        self._balance = self._earned = 0.0
+        self._missed_at = np.zeros(num_tracked, np.int32)
+        self._begin()
+
+    @classmethod
+    def for_cache(cls, key_bytes: int, capacity_blocks: int) -> WorthAdmission:
+        return cls(key_bytes, max(DEFAULT_TRACKER_SIZE, capacity_blocks), cls.warm_up)
+
+    def count(self, keys: Keys) -> None:
+        count_keys(self._tracker.memory, self._counts, keys.words)
+        seen, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
+        _look_up_missed(self._tracker.memory, self._counts, self._missed_at, keys.words, seen, missed)
+        counts = np.minimum(seen, MOST_COUNTED)
+        self._num_seen += np.bincount(counts, minlength=MOST_COUNTED + 1)
+        self._num_missed += np.bincount(counts[missed], minlength=MOST_COUNTED + 1)
+        is_beyond = seen > MOST_COUNTED
+        self._num_beyond += int(np.count_nonzero(is_beyond))
+        self._num_missed_beyond += int(np.count_nonzero(is_beyond & missed))
+        self._references += len(keys)
+        if self._references >= self._price_at:
+            self._price_at = self._references + _PRICED_EVERY
+            self._set_price()
+
+    def missed(self, keys: Keys) -> None:
+        _mark(self._tracker.memory, self._counts, self._missed_at, keys.words)
+
+    def refresh(self, keys: Keys) -> None:
+        refresh_keys(self._tracker.memory, keys.words)
+
+    def admit(self, keys: Keys) -> BoolArray:
+        if not self._has_budget:
+            return np.ones(len(keys), np.bool_)
+        if self._references < self.warm_up or self._balance <= 0:
+            return np.zeros(len(keys), np.bool_)
+        least = self._full_price if self._balance < _RESERVE * self._earned else self._least
+        allowed: BoolArray = self._counts_of(keys) >= least
+        return allowed
+
+    def settle(self, offered: Keys, num_written: int, num_earned: float, budget_blocks: float) -> None:
+        self._has_budget = True
+        self._earned += num_earned
+        self._balance = min(self._balance + num_earned, budget_blocks) - num_written
+        counts = np.zeros(len(offered), np.int32)
+        _count_offers(self._tracker.memory, self._counts, self._offered_at, offered.words, counts)
+        self._num_offered += np.bincount(np.minimum(counts, MOST_COUNTED), minlength=MOST_COUNTED + 1)
+
+    def reset(self) -> None:
+        self._tracker.clear()
+        self._offered_at[:] = self._missed_at[:] = 0
+        self._begin()
+
+    @property
+    def expected_uses(self) -> npt.NDArray[np.float64]:
+        """Uses to come of a block that 0, 1, 2, ... requests have used; shape ``(MOST_COUNTED + 1,)``."""
+        return self._expected.copy()
+
+    def _begin(self) -> None:
+        shape = MOST_COUNTED + 1
+        self._num_seen, self._num_offered = np.zeros(shape), np.zeros(shape)
+        self._expected = np.zeros(shape)
+        self._num_missed = np.zeros(shape)
+        self._num_beyond = self._num_missed_beyond = 0.0
+        self._balance = self._earned = 0.0
+        self._references = self._price_at = 0
+        self._has_budget = False
+        self._least = self._full_price = 1
+        """Requests that a block needs while there is a reserve, and without one."""
+
+    def _set_price(self) -> None:
+        """Update the expected uses and the price, and let old references fade."""
+        blocks = self._num_seen + _DOUBT
+        # The last class also has the blocks that enter it again.
+        missed_beyond = self._num_missed_beyond
+        expected = self._expected
+        goes_on = min(0.999, self._num_beyond / blocks[-1])
+        expected[-1] = missed_beyond / blocks[-1] / (1.0 - goes_on)
+        for count in range(MOST_COUNTED - 1, 0, -1):
+            again, missed = self._num_seen[count + 1], self._num_missed[count + 1]
+            if count + 1 == MOST_COUNTED:
+                again, missed = again - self._num_beyond, missed - missed_beyond
+            expected[count] = (missed + min(again, blocks[count]) * expected[count + 1]) / blocks[count]
+        np.maximum.accumulate(expected, out=expected)
+        # Blocks that at least this many requests have used.
+        at_least = np.cumsum(self._num_offered[::-1])[::-1]
+        paid = np.flatnonzero(at_least <= self._earned + max(0.0, self._balance))
+        self._full_price = max(1, int(paid[0])) if len(paid) else MOST_COUNTED
+        # Blocks at the price: the next fewer requests, and all with equal expected uses.
+        price = expected[max(1, self._full_price - 1)]
+        self._least = max(1, int(np.searchsorted(expected, price)))
+        self._num_seen *= _MEMORY
+        self._num_missed *= _MEMORY
+        self._num_beyond *= _MEMORY
+        self._num_missed_beyond *= _MEMORY
+        self._num_offered *= _PACE_MEMORY
+        self._earned *= _PACE_MEMORY
+
+    def _counts_of(self, keys: Keys) -> I32Array:
+        counts = np.zeros(len(keys), np.int32)
+        _look_up(self._tracker.memory, self._counts, keys.words, counts)
+        return counts
+
+
+@kernel
+def _look_up(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix, found: I32Array) -> None:
+    for row in range(batch.shape[0]):
+        position = find(tracker.index, batch, row, hash_row(batch, row))
+        if position != ABSENT:
+            found[row] = counts[position]
+
+
+@kernel
+def _count_offers(
+    tracker: KeyLists, counts: I32Array, offered_at: I32Array, batch: ReadU64Matrix, found: I32Array
+) -> None:
+    for row in range(batch.shape[0]):
+        position = find(tracker.index, batch, row, hash_row(batch, row))
+        # A block that is offered twice after one reference counts once.
+        if position != ABSENT and offered_at[position] != counts[position]:
+            offered_at[position] = counts[position]
+            found[row] = counts[position]
+
+
+@kernel
+def _mark(tracker: KeyLists, counts: I32Array, marks: I32Array, batch: ReadU64Matrix) -> None:
+    for row in range(batch.shape[0]):
+        position = find(tracker.index, batch, row, hash_row(batch, row))
+        if position != ABSENT:
+            marks[position] = counts[position]
+
+
+@kernel
+def _look_up_missed(
+    tracker: KeyLists,
+    counts: I32Array,
+    missed_at: I32Array,
+    batch: ReadU64Matrix,
+    found: I32Array,
+    missed: BoolArray,
+) -> None:
+    for row in range(batch.shape[0]):
+        position = find(tracker.index, batch, row, hash_row(batch, row))
+        if position != ABSENT:
+            found[row] = counts[position]
+            # The mark is from before this use.
+            missed[row] = counts[position] > 1 and missed_at[position] == counts[position] - 1
