@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.model.kv_bytes import block_bytes, bytes_per_token
+from kvoffload.model.kv_bytes import block_bytes, bytes_per_token, sliding_layers
 
 LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
             "torch_dtype": "bfloat16"}  # fmt: skip
@@ -157,3 +157,19 @@ def test_bytes_of_a_block() -> None:
         block_bytes("qwen/qwen3-8b", "1KiB", 16)
     with pytest.raises(ConfigError, match="at least one byte"):
         block_bytes(None, "0", 16)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (LLAMA_8B, (0, 0)),
+        ({**LLAMA_8B, "layer_types": ["sliding_attention", "full_attention"] * 18}, (18, 36)),
+        ({"text_config": {"num_hidden_layers": 62, "sliding_window_pattern": 6}}, (52, 62)),
+    ],
+)
+def test_layers_with_a_sliding_window(
+    tmp_path: Path, config: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert sliding_layers(str(tmp_path)) == expected
+    assert sliding_layers("meta-llama/Llama-3.1-8B") == (0, 0)

@@ -773,6 +773,38 @@ def test_sizes_need_the_bytes_of_a_token(loop: str) -> None:
     assert "sizes need the bytes of a token: give --model" in done.stderr
 
 
+def test_the_gpu_cache_in_tokens(loop: str, tmp_path: Path) -> None:
+    """5 MiB of 2 KiB a token are 2,560 tokens."""
+    in_bytes = command(loop, tmp_path, "--format", "json")
+    at = in_bytes.index("--kv-per-gpu")
+    in_tokens = (*in_bytes[:at], "--gpu-tokens", "2560", *in_bytes[at + 2 :])
+    found = [json.loads(kvoffload(*arguments).stdout) for arguments in (in_bytes, in_tokens)]
+    assert found[0]["rows"] == found[1]["rows"]
+    assert "1, 5 blocks in each engine" in str(found[1]["assumptions"])
+    both = kvoffload(*in_bytes, "--gpu-tokens", "2560")
+    neither = kvoffload(*in_bytes[:at], *in_bytes[at + 2 :])
+    for done in (both, neither):
+        assert done.returncode == 2
+        assert "give one of --kv-per-gpu 64GB and --gpu-tokens 1234567" in done.stderr
+    few = kvoffload(*in_tokens[:at], "--gpu-tokens", "15", *in_tokens[at + 2 :])
+    assert "gpu-tokens: 15 is invalid; it is less than a block of 512 tokens" in few.stderr
+
+
+def test_sliding_windows_are_warned_of(loop: str, tmp_path: Path) -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 2, "hidden_size": 256, "torch_dtype": "bfloat16",
+              "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = command(loop, tmp_path)
+    at = given.index("--bytes-per-token")
+    arguments = (*given[:at], "--model", str(tmp_path / "config.json"), *given[at + 2 :])
+    done = kvoffload(*arguments)
+    assert done.returncode == 0
+    assert done.stderr.count("2 of 4 layers have a sliding window") == 1
+    at = arguments.index("--kv-per-gpu")
+    done = kvoffload(*arguments[:at], "--gpu-tokens", "2560", *arguments[at + 2 :])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_the_answer_has_every_column(loop: str) -> None:
     answer = planned(loop, budget=100)
     assert json.loads(answer.to_json())["rows"][0].keys() == set(PlanRow.__struct_fields__)

@@ -53,6 +53,7 @@ CONFIG = "kvoffload.settings.read"
 _FEWEST_TOKEN_BYTES = 1024
 """Fewer bytes of a token are implausible: 16-bit keys and values of a 0.5B model have 12 KiB."""
 _WARNED = "kvoffload.cli.options.small_tokens"
+_WARNED_OF_WINDOWS = "kvoffload.cli.options.sliding_windows"
 
 PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]
@@ -256,6 +257,19 @@ class ModelOptions:
             why = f"{reason}: give --model config.json, or --bytes-per-token 128KiB"
             raise ConfigError("model", None, why)
         return size
+
+
+def warn_of_windows(model: str) -> None:
+    """Warn, once a command, that a GPU holds more tokens of a model with sliding windows than computed."""
+    context = click.get_current_context(silent=True)
+    count, num_layers = kv_bytes.sliding_layers(model)
+    if count and context is not None and not context.meta.get(_WARNED_OF_WINDOWS):
+        context.meta[_WARNED_OF_WINDOWS] = True
+        click.echo(
+            f"kvoffload: model: {count} of {num_layers} layers have a sliding window, so the GPUs hold more "
+            "tokens than --kv-per-gpu gives, and RAM saves less: give --gpu-tokens from vLLM's log instead",
+            err=True,
+        )
 
 
 def _warn_of_small_tokens(num_bytes: int) -> None:

@@ -23,6 +23,7 @@ from kvoffload.cli.options import (
     option,
     options_of,
     typed_command,
+    warn_of_windows,
 )
 from kvoffload.cli.output import tiers_silenced
 from kvoffload.cli.plan_tables import tables
@@ -57,7 +58,12 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
     trace: str = argument()
     gpus: Count = option(help="GPUs of all engines together.")
-    kv_per_gpu: Size = option(help="Memory for KV blocks on each GPU: 64GB.")
+    kv_per_gpu: Size | None = option(None, "Memory for KV blocks on each GPU: 64GB.")
+    gpu_tokens: Count | None = option(
+        None,
+        "Instead of --kv-per-gpu: tokens in the KV cache of one engine, as vLLM logs them (GPU KV cache "
+        "size). Needed for models with sliding windows, of which a GPU holds more tokens.",
+    )
     replicas: Count = option(1, "Number of engines; each gets an equal share of the GPUs.")
     shared_ram: bool = option(
         False, "Also consider one RAM pool in each host for all engines of the host, instead of one each."
@@ -120,9 +126,18 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
         """Create the fleet: engines, traffic, prices. Raises `ConfigError`."""
         block_tokens = block_tokens_of(self.trace, self.block_tokens)
         size = self.required_block_bytes(block_tokens, "sizes need the bytes of a token")
+        if (self.kv_per_gpu is None) == (self.gpu_tokens is None):
+            why = "give one of --kv-per-gpu 64GB and --gpu-tokens 1234567 (vLLM's log: GPU KV cache size)"
+            raise ConfigError("kv-per-gpu", self.kv_per_gpu, why)
+        if self.gpu_tokens is not None and self.gpu_tokens < block_tokens:
+            why = f"it is less than a block of {block_tokens} tokens"
+            raise ConfigError("gpu-tokens", self.gpu_tokens, why)
+        if self.gpu_tokens is None and self.model is not None:
+            warn_of_windows(self.model)
         fleet = Fleet(
-            self.gpus, self.kv_per_gpu, size, read_prices(self.prices), self.replicas, self.routing,
+            self.gpus, self.kv_per_gpu or 0, size, read_prices(self.prices), self.replicas, self.routing,
             self.load, self.scale, self.prefill_tokens_per_s, shared_ram=self.shared_ram,
+            gpu_blocks=(self.gpu_tokens or 0) // block_tokens,
         )  # fmt: skip
         if self.machine is None:
             return fleet

@@ -58,18 +58,12 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
     """
     if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise ConfigError("kv-cache-dtype", kv_cache_dtype, f"allowed: {', '.join(KV_CACHE_DTYPES)}")
-    place = Path(model)
-    if place.is_dir():
-        place = place / "config.json"
-    if not place.is_file():
-        name = model.lower().removesuffix("-instruct")
-        if name in _KNOWN:
-            layers, heads, head_size = _KNOWN[name]
-            return 2 * layers * heads * head_size * (KV_CACHE_DTYPES[kv_cache_dtype] or 2)
-        cached = _in_hub_cache(model)
-        if cached is None:
-            raise ConfigError("model", model, _ALLOWED + ", ".join(_KNOWN) + nearest(name, _KNOWN))
-        place = cached
+    place, name = _config_file(model), model.lower().removesuffix("-instruct")
+    if place is None and name in _KNOWN:
+        layers, heads, head_size = _KNOWN[name]
+        return 2 * layers * heads * head_size * (KV_CACHE_DTYPES[kv_cache_dtype] or 2)
+    if place is None:
+        raise ConfigError("model", model, _ALLOWED + ", ".join(_KNOWN) + nearest(name, _KNOWN))
     try:
         config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
     except OSError as error:
@@ -77,6 +71,35 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError("model", model, f"{place} is not a model configuration ({error})") from None
     return _of_config(model, config, KV_CACHE_DTYPES[kv_cache_dtype])
+
+
+def sliding_layers(model: str) -> tuple[int, int]:
+    """Return the number of layers with a sliding window, and of all layers; (0, 0) without a file.
+
+    vLLM frees the blocks of such layers outside the window, so a GPU holds more tokens of the model.
+    """
+    if (place := _config_file(model)) is None:
+        return 0, 0
+    config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    kinds = text.get("layer_types")
+    if isinstance(kinds, list):
+        return sum("sliding" in str(kind) for kind in kinds), len(kinds)
+    pattern, layers = text.get("sliding_window_pattern"), text.get("num_hidden_layers")
+    if isinstance(pattern, int) and isinstance(layers, int) and pattern > 1:
+        return layers - layers // pattern, layers
+    return 0, 0
+
+
+def _config_file(model: str) -> Path | None:
+    """Return the configuration of a model, or None for a model of the built-in table or an unknown one."""
+    place = Path(model)
+    if place.is_dir():
+        place = place / "config.json"
+    if place.is_file():
+        return place
+    return None if model.lower().removesuffix("-instruct") in _KNOWN else _in_hub_cache(model)
 
 
 def block_bytes(

@@ -48,6 +48,7 @@ class Fleet:
         prices: prices and hardware.
         machine: speeds of one engine (all its GPUs) and of one drive; None: no waits are computed.
         shared_ram: also consider one RAM pool for all engines of a host.
+        gpu_blocks: blocks on the GPUs of an engine, as its log counts them; 0: `kv_bytes_per_gpu` decides.
 
     Raises: `ConfigError`.
     """
@@ -63,6 +64,7 @@ class Fleet:
     prefill_tokens_per_s: NotNegative = field(default=0.0, metadata={"option": "prefill-tokens-per-s"})
     machine: Machine | None = None
     shared_ram: bool = False
+    gpu_blocks: int = 0
 
     def __post_init__(self) -> None:
         check_fields(self, "plan")
@@ -107,6 +109,8 @@ class Fleet:
     @property
     def device_blocks(self) -> int:
         """Blocks on the GPUs of a replica, divided by the scale."""
+        if self.gpu_blocks:
+            return int(self.gpu_blocks / self.scale)
         return self.blocks(self.gpus * self.kv_bytes_per_gpu)
 
     @property

@@ -474,10 +474,12 @@ def assumptions(findings: Findings) -> list[Assumption]:
     """List the assumptions of the answer that do not follow from the recording."""
     fleet, evidence, in_time = findings.fleet, findings.evidence, findings.in_time
     block, prices, one_in = exact_size(fleet.block_bytes), fleet.prices, findings.one_in
-    each = exact_size(fleet.kv_bytes_per_gpu)
+    room = f"{fleet.gpus} with {exact_size(fleet.kv_bytes_per_gpu)} for blocks each"
+    if fleet.gpu_blocks:
+        room = f"{fleet.gpus}, {fleet.gpu_blocks:,} blocks in each engine"
     listed = [
         Assumption("block", block, "bytes of a token (--model) times the recording's tokens per block"),
-        Assumption("GPUs", f"{fleet.gpus} with {each} for blocks each", "given"),
+        Assumption("GPUs", room, "given"),
         Assumption("engines", f"{fleet.replicas}, requests by {fleet.routing}",
                    "given; each has its own GPUs, RAM and SSDs"),
         Assumption("GPU cache", "lru", "vLLM's own; requests end when they are served"),
