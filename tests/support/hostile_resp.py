@@ -699,8 +699,11 @@ def _opened(servers: list[FakeServer], is_cluster: bool) -> Any:
 
 
 def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Callable[[], None],
-         end: Callable[[], None]) -> Outcome:  # fmt: skip
-    """Blocks are written and read, attacked for some steps, and read again."""
+         end: Callable[[], None], must_attack: bool = False) -> Outcome:  # fmt: skip
+    """Blocks are written and read, attacked for some steps, and read again.
+
+    With `must_attack` there are more steps, if on a busy machine no attack has taken place yet.
+    """
     outcome = Outcome(name)
     gc.collect()
     gc.disable()  # a collection of what the fake server leaves behind is no cost of the tier
@@ -723,6 +726,9 @@ def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Cal
                 driver.random_step()
             if time.monotonic() > until:
                 break
+        while must_attack and not servers[0].num_attacks and time.monotonic() < until:
+            driver.try_again_now()
+            driver.step("read", FEW)
         end()
         driver.wait_for(1)
         tiers = [driver.tier, *getattr(driver.tier, "_nodes", {}).values()]
@@ -751,7 +757,7 @@ def attack_replies(name: str, seed: int, steps: int = 40) -> Outcome:
             server.values.pop(epoch, None)
 
     try:
-        return _run(name, [server], seed, steps, begin, end)
+        return _run(name, [server], seed, steps, begin, end, must_attack=rate == 1.0)
     finally:
         server.stop()
 
