@@ -141,8 +141,8 @@ class Instruments:
     def __init__(self, manager: NodeManager) -> None:
         self.waits: list[int] = []
         self.inside = self._since = 0
-        self._enter, self._leave, self._wait = mutex.enter, mutex.leave, mutex.Mutex.wait
-        mutex.enter, mutex.leave = self.enter, self.leave
+        self._enter, self._leave, self._wait = mutex.try_lock, mutex.unlock, mutex.Mutex.wait
+        mutex.try_lock, mutex.unlock = self.enter, self.leave
         mutex.Mutex.wait = self.wait  # type: ignore[method-assign, assignment]
         self._mutex = manager._mutex
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +14,7 @@ from kvoffload.testing.audit import audit
 from support.node_process import KEYS, Child, Process, contents
 from support.node_ptrace import Traced, owner_of
 
-
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
-    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
-    logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("fast_burials")
 
 
 class Deaths:

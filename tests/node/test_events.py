@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +16,7 @@ CAPACITY = 16
 KEYS = [number.to_bytes(4, "little") * 8 for number in range(1, 60)]
 
 
-@pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
-    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
-    logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)
+pytestmark = pytest.mark.usefixtures("fast_burials")
 
 
 class Member:

@@ -331,3 +331,60 @@ def test_a_member_that_leaves_expects_nothing() -> None:
     members.leave(0)
     assert two.stats().expected == 0
     members.close()
+
+
+def test_an_exception_after_a_repair_releases_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has died inside a call, and Ctrl-C arrives when the next one has repaired the state."""
+    members = Members(2, 5, policy="lru")
+    one, two = members.managers
+    if os.fork() == 0:
+        one._mutex.acquire(1.0)
+        os._exit(0)
+    os.wait()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one, "_look_around", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            one.lookup(KEYS)
+    plan = two.prepare_store(KEYS)
+    assert plan is not None
+    two.complete_store(plan)
+    assert one.lookup(KEYS).num_ready == 3
+    assert one.num_timeouts == two.num_timeouts == 0
+    members.close()
+
+
+def test_a_late_call_that_fails_in_the_middle_empties_the_pool() -> None:
+    members = Members(2, 5, policy="lru")
+    one, two = members.managers
+    plan = one.prepare_store(KEYS)
+    assert plan is not None
+    one.complete_store(plan)
+
+    def torn() -> None:
+        one.index.clear()
+        raise RuntimeError("in the middle of a call")
+
+    one._deferred.append(torn)
+    one._mutex.forget()
+    assert one.lookup(KEYS).num_ready == 0
+    audit(two)
+    plan = two.prepare_store(KEYS)
+    assert plan is not None
+    assert len(plan) == 3
+    members.close()
+
+
+def test_a_second_close_does_not_take_the_record_of_a_newcomer() -> None:
+    members = Members(2, 5, policy="lru")
+    one = members.managers[0]
+    one.close()
+    newcomer = PoolDirectory.join({"test": 1}, "newcomer", keep_s=60.0, root=members.root, has_keeper=False)
+    assert newcomer.number == 0
+    one.close()
+    assert newcomer.is_member(0)
+    newcomer.close()
+    members.close()

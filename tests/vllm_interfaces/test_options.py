@@ -54,7 +54,9 @@ def test_ram_that_engines_share() -> None:
         assert (options.ram, options.ram_bytes, options.verification) == (shared, 2**30, "always")
     assert parse_options({"ram": "1GiB,shared=node,keep=0"}).ram.keep_s == 0.0
     assert "ram.shared: 'host' is invalid; allowed: node" in message(ram="1GiB,shared=host")
-    assert "ram.keep: 'ever' is invalid; allowed: seconds" in message(ram="1GiB,shared=node,keep=ever")
+    assert "ram.keep: 'ever' is invalid; allowed: 0, or a time such as" in message(
+        ram="1GiB,shared=node,keep=ever"
+    )
     assert "because other processes write the blocks" in message(ram="1GiB,shared=node", verify="tiers")
     assert "follows one device" in message(ram="1GiB,shared=node", store="on-device-eviction")
 

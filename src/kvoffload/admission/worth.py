@@ -40,8 +40,8 @@ class WorthAdmission(Admission):
     price enter while a reserve is left. So the budget is spent evenly, on the best blocks, without a
     threshold to choose.
 
-    A block with more requests is worth at least as much as a block with fewer, because it may be the parent
-    of that block. So the parent of an admitted block is admitted.
+    More requests never make a block worth less: a parent has at least as many requests as its child. So the
+    parent of an admitted block is admitted.
 
     Without a write budget every block is admitted. With one, no block is admitted during `warm_up`.
 
@@ -78,12 +78,11 @@ class WorthAdmission(Admission):
 
     def count(self, keys: Keys) -> None:
         count_keys(self._tracker.memory, self._counts, keys.words)
-        seen, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
-        _look_up_missed(self._tracker.memory, self._counts, self._missed_at, keys.words, seen, missed)
-        counts = np.minimum(seen, MOST_COUNTED)
+        num_requests, missed = self._look_up(keys)
+        counts = np.minimum(num_requests, MOST_COUNTED)
         self._num_seen += np.bincount(counts, minlength=MOST_COUNTED + 1)
         self._num_missed += np.bincount(counts[missed], minlength=MOST_COUNTED + 1)
-        is_beyond = seen > MOST_COUNTED
+        is_beyond = num_requests > MOST_COUNTED
         self._num_beyond += int(np.count_nonzero(is_beyond))
         self._num_missed_beyond += int(np.count_nonzero(is_beyond & missed))
         self._references += len(keys)
@@ -103,7 +102,7 @@ class WorthAdmission(Admission):
         if self._references < self.warm_up or self._balance <= 0:
             return np.zeros(len(keys), np.bool_)
         least = self._full_price if self._balance < _RESERVE * self._earned else self._least
-        allowed: BoolArray = self._counts_of(keys) >= least
+        allowed: BoolArray = self._look_up(keys)[0] >= least
         return allowed
 
     def settle(self, offered: Keys, num_written: int, num_earned: float, budget_blocks: float) -> None:
@@ -164,18 +163,11 @@ class WorthAdmission(Admission):
         self._num_offered *= _PACE_MEMORY
         self._earned *= _PACE_MEMORY
 
-    def _counts_of(self, keys: Keys) -> I32Array:
-        counts = np.zeros(len(keys), np.int32)
-        _look_up(self._tracker.memory, self._counts, keys.words, counts)
-        return counts
-
-
-@kernel
-def _look_up(tracker: KeyLists, counts: I32Array, batch: ReadU64Matrix, found: I32Array) -> None:
-    for row in range(batch.shape[0]):
-        position = find(tracker.index, batch, row, hash_row(batch, row))
-        if position != ABSENT:
-            found[row] = counts[position]
+    def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
+        """Return the requests for each block, and whether the caches in front lacked the block."""
+        counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
+        _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)
+        return counts, missed
 
 
 @kernel
@@ -199,7 +191,7 @@ def _mark(tracker: KeyLists, counts: I32Array, marks: I32Array, batch: ReadU64Ma
 
 
 @kernel
-def _look_up_missed(
+def _look_up(
     tracker: KeyLists,
     counts: I32Array,
     missed_at: I32Array,

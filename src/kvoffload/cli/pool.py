@@ -13,7 +13,7 @@ from rich.console import Console
 from kvoffload.cli.options import FormatOptions, argument, option, options_of
 from kvoffload.cli.output import properties, terminal_table
 from kvoffload.errors import ConfigError
-from kvoffload.node.directory import SHARED_MEMORY, STATE, PoolStatus, pools
+from kvoffload.node.directory import SHARED_MEMORY, STATE, PoolStatus, find, pools
 from kvoffload.node.directory import remove as remove_pool
 from kvoffload.node.state import read_counts
 from kvoffload.pages.page import Table
@@ -29,14 +29,14 @@ class ListOptions(FormatOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class NameOptions(ListOptions):
-    """One pool."""
+    """Name of a pool, and form of its report."""
 
     name: str = argument()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """One pool, to be removed."""
+    """Name of the pool to remove."""
 
     name: str = argument()
     yes: bool = option(False, "Do not ask.")
@@ -55,14 +55,15 @@ def pool() -> None:
 @options_of(ListOptions)
 def ls(options: ListOptions) -> None:
     """List the pools: memory, blocks, engines, time since the last use."""
-    reports = [_report(found) for found in _pools(options.root)]
+    reports = [_report(status) for status in pools(_checked(options.root))]
     if options.is_json:
         click.echo(json.dumps(reports, indent=2))
     elif reports:
-        headings = ("name", "memory#", "blocks#", "engines#", "idle#", "removed after", "problem")
-        count = len(headings) - (not any(report["problem"] for report in reports))
-        rows = [_row(report)[:count] for report in reports]
-        Console().print(terminal_table(Table("", headings[:count], rows)))
+        headings = ("name", "memory#", "blocks#", "engines#", "idle#", "removed after")
+        Console().print(terminal_table(Table("", headings, [_row(report) for report in reports])))
+        for report in reports:
+            if report["problem"]:
+                click.echo(report["problem"])
     else:
         click.echo(f"there is no pool in {options.root}")
 
@@ -71,7 +72,7 @@ def ls(options: ListOptions) -> None:
 @options_of(NameOptions)
 def inspect(options: NameOptions) -> None:
     """Show the pool NAME: memory, blocks, counts, engines, and the facts that its engines share."""
-    report = _report(_find(options.name, options.root))
+    report = _report(find(options.name, _checked(options.root)))
     if options.is_json:
         click.echo(json.dumps(report, indent=2))
     else:
@@ -82,40 +83,33 @@ def inspect(options: NameOptions) -> None:
 @options_of(RemoveOptions)
 def rm(options: RemoveOptions) -> None:
     """Remove the pool NAME, with every block in it. No process may use the pool."""
-    found = _find(options.name, options.root)
+    status = find(options.name, _checked(options.root))
     if not options.yes:
-        click.confirm(f"Remove the pool {found.name} of {size(found.num_bytes)}?", abort=True)
-    click.echo(f"pool {found.name} of {size(remove_pool(found.name, options.root))}: removed")
+        click.confirm(f"Remove the pool {status.name} of {size(status.num_bytes)}?", abort=True)
+    click.echo(f"pool {status.name} of {size(remove_pool(status.name, options.root))}: removed")
 
 
-def _pools(root: Path) -> list[PoolStatus]:
+def _checked(root: Path) -> Path:
     if not root.is_dir():
         raise ConfigError("root", str(root), "it is not a directory")
-    return pools(root)
+    return root
 
 
-def _find(name: str, root: Path) -> PoolStatus:
-    known = {found.name: found for found in _pools(root)}
-    if name not in known:
-        raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
-    return known[name]
-
-
-def _report(found: PoolStatus) -> dict[str, Any]:
-    counts = read_counts(found.path / STATE)
+def _report(status: PoolStatus) -> dict[str, Any]:
+    counts = read_counts(status.path / STATE)
     return {
-        "name": found.name,
-        "path": str(found.path),
-        "bytes": found.num_bytes,
+        "name": status.name,
+        "path": str(status.path),
+        "bytes": status.num_bytes,
         "blocks": counts.pop("blocks", None),
         "capacity_blocks": counts.pop("capacity", None),
-        "pids": found.pids,
-        "is_used": found.is_used,
-        "idle_s": found.idle_s,
-        "keep_s": found.keep_s,
+        "pids": status.pids,
+        "is_used": status.is_used,
+        "idle_s": status.idle_s,
+        "keep_s": status.keep_s,
         "counts": counts,
-        "facts": found.facts,
-        "problem": found.problem,
+        "facts": status.facts,
+        "problem": status.problem,
     }
 
 
@@ -135,7 +129,6 @@ def _row(report: dict[str, Any]) -> tuple[str, ...]:
         engines,
         idle,
         duration(report["keep_s"]),
-        report["problem"],
     )
 
 

@@ -110,8 +110,8 @@ def _instances(report: ReplayReport) -> str:
         ram = f"one pool of RAM, {report.instances} times the given size"
     text = f"{report.instances} engines have {ram}; requests go by {report.routing}"
     if report.shared_ram or len(report.tiers) > 1:
-        others = percent(report.hit_blocks_of_others / max(1, report.block_refs))
-        text += f"; {others} of all references hit what another engine had written"
+        share_of_others = percent(report.hit_blocks_of_others / max(1, report.block_refs))
+        text += f"; {share_of_others} of all references hit what another engine had written"
     return f"{text}."
 
 

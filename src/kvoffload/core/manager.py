@@ -7,7 +7,7 @@ and reports results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -76,6 +76,7 @@ class OffloadingManager:
         slots: the state of each slot.
         policy, admission: the objects, for reports and audits.
         store_mode: calls policies in Python; chosen by `store`.
+        queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
 
     Raises:
@@ -123,7 +124,7 @@ class OffloadingManager:
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
-        self._labels, self._queue = Labels(), Queue(self._state.make_queue, self.store_mode.expect)
+        self._labels, self.queue = Labels(), self.new_queue()
         self._epoch = self._void_before = 0
         compile_all()
 
@@ -154,11 +155,18 @@ class OffloadingManager:
         Until the request is served (`withdraw`) or finishes, other blocks are evicted before its blocks,
         resident or not. Room is limited; the longest waiting requests get it (`Queue`). Cost: as a lookup.
         """
-        self._queue.join(self._context(ctx))
+        self.queue.join(self._context(ctx))
+
+    def new_queue(self, share: Callable[[], int] | None = None) -> Queue:
+        """Create another list of waiting requests, which expect blocks in the same room.
+
+        For engines that use one manager. `share`: as for `Queue`.
+        """
+        return Queue(self._state.make_queue, self.store_mode.expect, share)
 
     def withdraw(self, ctx: RequestContext) -> None:
         """Unregister a request that no longer waits. Cost: a lookup of the keys that take its room."""
-        self._queue.leave(ctx)
+        self.queue.leave(ctx)
 
     def finish_request(
         self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
@@ -187,7 +195,7 @@ class OffloadingManager:
         if self.admission is not None and ctx.num_observations > 1:
             # The path was counted in several calls, so its tail is more recent than its head.
             self.admission.refresh(ctx.keys())
-        self._queue.leave(ctx)
+        self.queue.leave(ctx)
         ctx.finished = True
 
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:

@@ -70,10 +70,11 @@ class Cache(Struct):
     discarded: int
 
     def make_queue(self) -> Expected:
-        """Replace the empty `expected` by one with room for the keys of waiting requests."""
-        room = Expected(most_expected(self.slots.capacity), self.index.key_bytes)
-        self.exchange("expected", room)
-        return room
+        """Give `expected` room for the keys of waiting requests, once; return it."""
+        if self.expected.keys.lists.num_positions == 0:
+            self.exchange("expected", Expected(most_expected(self.slots.capacity), self.index.key_bytes))
+        expected: Expected = self.expected
+        return expected
 
 
 class Entering(Struct):

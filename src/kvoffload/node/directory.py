@@ -62,7 +62,7 @@ def pool_name(facts: Mapping[str, Any]) -> str:
 
 
 class PoolDirectory:
-    """One engine's membership in a pool, for one of the engine's processes.
+    """The membership of an engine in a pool, for one of the engine's processes.
 
     Attributes:
         path: the directory.
@@ -152,7 +152,7 @@ class PoolDirectory:
 
         Cost: a system call for each engine.
         """
-        now, found = time.time(), []
+        now, dead = time.time(), []
         for number in range(MAX_MEMBERS):
             record = self._record(number)
             if not record[_ENGINE] or self.is_alive(number):
@@ -160,8 +160,8 @@ class PoolDirectory:
             times = record.view(np.float64)
             times[_DEAD_SINCE] = min(times[_DEAD_SINCE] or now, now)
             if now - times[_DEAD_SINCE] >= for_s:
-                found.append(number)
-        return found
+                dead.append(number)
+        return dead
 
     def begin_manager(self) -> None:
         """Record that this process has the engine's manager.
@@ -279,13 +279,21 @@ class PoolStatus:
 
 def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
     """Return the pools of this user."""
-    found = []
+    statuses = []
     for path in sorted(root.glob(f"{PREFIX}{os.geteuid()}-*")):
         status = path.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
             with contextlib.suppress(FileNotFoundError):
-                found.append(PoolStatus(path))
-    return found
+                statuses.append(PoolStatus(path))
+    return statuses
+
+
+def find(name: str, root: Path = SHARED_MEMORY) -> PoolStatus:
+    """Return the pool with this name. Raises: `ConfigError` that names the pools."""
+    known = {pool.name: pool for pool in pools(root)}
+    if name not in known:
+        raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
+    return known[name]
 
 
 def remove_expired(root: Path) -> list[str]:
@@ -305,10 +313,7 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
     Raises: `ConfigError` for an unknown name; `UnavailableError` while a process uses the pool.
     """
     with locked(root):
-        known = {pool.name: pool for pool in pools(root)}
-        if name not in known:
-            raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
-        pool = known[name]
+        pool = find(name, root)
         if pool.is_used:
             raise UnavailableError("name", name, f"processes use the pool: {', '.join(map(str, pool.pids))}")
         shutil.rmtree(pool.path)

@@ -37,8 +37,8 @@ def lock(fd: int, byte: int, *, kind: int = fcntl.F_RDLCK) -> None:
 def is_locked(fd: int, byte: int, count: int = 1) -> bool:
     """Return True if another open file has locked one of these bytes."""
     wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, byte, count, 0)
-    found = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
-    return bool(found[0] != fcntl.F_UNLCK)
+    conflict = struct.unpack(_FLOCK, fcntl.fcntl(fd, fcntl.F_OFD_GETLK, wanted))
+    return bool(conflict[0] != fcntl.F_UNLCK)
 
 
 def is_named(fd: int, path: str | Path) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.core import kernels
-from kvoffload.core.expected import Expected, Queue, most_expected
+from kvoffload.core.expected import Expected, most_expected
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import (
@@ -108,14 +108,15 @@ class NodeManager(OffloadingManager):
             )
             raise ConfigError("policy", policy.name, why)
         self._directory, self._clock = directory, clock
-        self._is_inside, self._is_torn, self._next_check = False, False, math.inf
+        self._is_inside = self._is_torn = self._is_closed = False
+        self._next_check = math.inf
         self._patience_s, self.num_timeouts, self._stalled_since = PATIENCE_S, 0, 0.0
         self._is_reported = False
         self._deferred: list[Callable[[], Any]] = []
         self._deferred_resets: set[bool] = set()
         expected = Expected(most_expected(capacity_blocks), self.key_bytes)
         self._state.exchange("expected", expected)
-        self._queue = Queue(lambda: expected, self.store_mode.expect, self._expected_share)
+        self.queue = self.new_queue(self._expected_share)
         parts = [self.index, self.slots, self._state.duplicates, self._state.known, expected, policy.state]
         num_words, path = self.index.keys.shape[1], directory.path / STATE
         with locked(directory.path.parent):
@@ -159,8 +160,8 @@ class NodeManager(OffloadingManager):
 
     # ---- the lock
 
-    def _enter(self, result: int, patience_s: float) -> bool:
-        """Continue after `enter`, if there is more to do; False if the lock is not free in time."""
+    def _acquired(self, result: int, patience_s: float) -> bool:
+        """Continue after `try_lock`, if there is more to do; False if the lock is not free in time."""
         if result == BUSY:
             result = self._mutex.wait(patience_s)
         if result not in (ACQUIRED, NEWS, OWNER_DIED):
@@ -172,14 +173,14 @@ class NodeManager(OffloadingManager):
                 self._numbers.num_died_inside += 1
                 self._start_over("a process died inside a call")
                 self._mutex.repaired()
+                result = ACQUIRED
             self._catch_up()
             self._look_around()
             self._is_torn = False
         except BaseException:
             # A state that is not repaired stays locked until this process ends; then another member tries.
             if result != OWNER_DIED:
-                self._start_over("a call was interrupted")
-                self._is_torn = False
+                self._interrupted()
             self._exit()
             raise
         return True
@@ -188,10 +189,14 @@ class NodeManager(OffloadingManager):
         """Release the lock, unless the state may be inconsistent."""
         self._is_inside = False
         if not self._is_torn:
-            mutex.leave(self._door)
+            mutex.unlock(self._door)
+
+    def _failed(self, error: BaseException) -> None:
+        """Empty the pool before the lock is released, if an exception may have torn the state."""
+        if not isinstance(error, _BEFORE_A_CHANGE):
+            self._interrupted()
 
     def _interrupted(self) -> None:
-        """Empty the pool after an exception in the middle of a call, before the lock is released."""
         self._is_torn = True
         self._start_over("a call was interrupted")
         self._is_torn = False
@@ -202,14 +207,12 @@ class NodeManager(OffloadingManager):
         if self._is_inside:
             yield
             return
-        if not self._enter(mutex.enter(self._door), patience_s):
+        if not self._acquired(mutex.try_lock(self._door), patience_s):
             raise TimeoutError(f"the pool's lock was not free for {patience_s:g} s: is a process stopped?")
         try:
             yield
-        except _BEFORE_A_CHANGE:
-            raise
-        except BaseException:
-            self._interrupted()
+        except BaseException as error:
+            self._failed(error)
             raise
         finally:
             self._exit()
@@ -244,15 +247,16 @@ class NodeManager(OffloadingManager):
             self._events = [] if self._file.listening.any() else None
             if self._generation != self._numbers.generation:
                 self._generation = self._numbers.generation
-                self._queue.renew()
+                self.queue.renew()
         deferred, self._deferred = self._deferred, []
         self._deferred_resets.clear()
         for call in deferred:
             try:
                 call()
-            except Exception:
+            except Exception as error:
                 # The caller has gone on; the calls after this one must not be lost.
                 logger.exception("kvoffload: a call that waited for the pool's lock has failed")
+                self._failed(error)
 
     def _announce(self) -> None:
         """Make all members, and this one, catch up."""
@@ -306,7 +310,7 @@ class NodeManager(OffloadingManager):
         return most_expected(self.capacity_blocks) // self.num_members
 
     def _forget_expected(self) -> None:
-        """Clear the expected keys; each member adds those of its own waiting requests again."""
+        """Clear the expected keys; each member adds the keys of its waiting requests again."""
         expected = self._state.expected
         expected.keys.clear()
         expected.counts.fill(0)
@@ -410,8 +414,7 @@ class NodeManager(OffloadingManager):
         """Return the events of all engines since the last call, in order.
 
         If this engine has missed events, or has joined a pool with blocks, the list begins with a reset,
-        followed by the current contents.
-        Empty without the lock.
+        followed by the current contents. Empty without the lock.
         """
         return self._read_events() if self._listens else []
 
@@ -419,8 +422,11 @@ class NodeManager(OffloadingManager):
         """Leave the pool. Call it when no transfer is in flight; otherwise the slots of the transfers stay
         reserved until the processes of this engine have ended.
 
-        Without the lock, the other members notice the end of this engine as they notice a kill.
+        Without the lock, the other members notice the end of this engine as they notice a kill. Idempotent.
         """
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             with self._locked(self._patience_s and RESET_PATIENCE_S):
                 self._leave()
@@ -430,7 +436,7 @@ class NodeManager(OffloadingManager):
 
     def _leave(self) -> None:
         self._file.listening[self._directory.number] = False
-        self._queue = Queue(lambda: self._state.expected, self.store_mode.expect, self._expected_share)
+        self.queue = self.new_queue(self._expected_share)
         self._forget_expected()
         self._announce()
         if not self._holds.any():
@@ -460,13 +466,13 @@ class NodeManager(OffloadingManager):
         changes = np.flatnonzero(np.diff(rows[:, 0].astype(np.int64))) + 1
         return [
             OffloadingEvent(
-                Keys(np.ascontiguousarray(part[:, 1:]), self.key_bytes),
+                Keys(np.ascontiguousarray(equal[:, 1:]), self.key_bytes),
                 self.block_size,
                 self.medium,
-                removed=bool(part[0, 0]),
+                removed=bool(equal[0, 0]),
             )
-            for part in np.split(rows, changes)
-            if len(part)
+            for equal in np.split(rows, changes)
+            if len(equal)
         ]
 
 
@@ -475,9 +481,8 @@ def _no_lock_gone(self: NodeManager, keys: Sequence[bytes], *_: Any) -> LoadPlan
 
 
 def _no_lock_none_ready(self: NodeManager, keys: Sequence[bytes]) -> tuple[LoadPlan, SlotArray]:
-    return LoadPlan(RequestContext("", self.key_bytes, self), [], blank_load(0), self.epoch), np.empty(
-        0, np.int32
-    )
+    plan = LoadPlan(RequestContext("", self.key_bytes, self), [], blank_load(0), self.epoch)
+    return plan, np.empty(0, np.int32)
 
 
 _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
@@ -504,16 +509,14 @@ def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Cal
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if self._is_inside:
             return method(self, *arguments, **keywords)
-        result = mutex.enter(self._door)
-        if result and not self._enter(result, self._patience_s):
+        result = mutex.try_lock(self._door)
+        if result and not self._acquired(result, self._patience_s):
             return otherwise(self, *arguments, **keywords)
         self._is_inside = True
         try:
             return method(self, *arguments, **keywords)
-        except _BEFORE_A_CHANGE:
-            raise
-        except BaseException:
-            self._interrupted()
+        except BaseException as error:
+            self._failed(error)
             raise
         finally:
             self._exit()
@@ -537,8 +540,8 @@ def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
     name = method.__name__
 
     def later(self: Any, *arguments: Any, **keywords: Any) -> int:
-        contexts = (one for one in (*arguments, *keywords.values()) if isinstance(one, RequestContext))
-        ctx = next(contexts, None)
+        values = (*arguments, *keywords.values())
+        ctx = next((value for value in values if isinstance(value, RequestContext)), None)
         if len(self._deferred) < MOST_DEFERRED:
             # A request may have ended since; its end was not deferred.
             self._deferred.append(
@@ -546,8 +549,8 @@ def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
             )
         elif ctx is not None and name in ("finish_request", "withdraw"):
             ctx.finished = ctx.finished or name == "finish_request"
-            if self._queue.has(ctx):
-                self._deferred.append(lambda: self._queue.leave(ctx))
+            if self.queue.has(ctx):
+                self._deferred.append(lambda: self.queue.leave(ctx))
         return 0
 
     return later

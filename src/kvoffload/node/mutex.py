@@ -32,7 +32,7 @@ class Door(Struct):
         mutex, try_lock, unlock: addresses in this process: the mutex, and two functions of the C library.
         news: one number in shared memory, which grows when members must read other numbers.
         seen: the last value of `news` that this process has handled.
-        num_calls: calls of `enter` since `NEWS` was returned.
+        num_calls: calls of `try_lock` since `NEWS` was returned.
     """
 
     news: I64Array
@@ -56,7 +56,7 @@ class Mutex:
         create: True to initialize the mutex; False if another process has initialized it.
 
     Attributes:
-        door: the argument of `enter` and `leave`, which are faster than `acquire` and `release`.
+        door: the argument of `try_lock` and `unlock`, which are faster than `acquire` and `release`.
 
     Thread: `acquire` and `release` in the same thread. Cost: 0.06 us each without contention.
     """
@@ -86,11 +86,11 @@ class Mutex:
 
         After `OWNER_DIED` the caller repairs the state and calls `repaired`.
         """
-        result: int = enter(self.door)
+        result: int = try_lock(self.door)
         return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
 
     def wait(self, timeout_s: float) -> int:
-        """Return as `acquire`, after `enter` has returned `BUSY`."""
+        """Return as `acquire`, after `try_lock` has returned `BUSY`."""
         if timeout_s <= 0:
             return BUSY
         until = time.clock_gettime(time.CLOCK_REALTIME) + timeout_s
@@ -100,7 +100,7 @@ class Mutex:
 
     def release(self) -> None:
         """Release the lock, which this thread holds."""
-        leave(self.door)
+        unlock(self.door)
 
     def heard(self) -> None:
         """Record that the news are handled."""
@@ -126,7 +126,7 @@ def check_platform() -> None:
 
 
 @kernel
-def enter(door: Door) -> int:
+def try_lock(door: Door) -> int:
     """Lock without waiting; return `ACQUIRED`, `OWNER_DIED`, `BUSY`, or `NEWS`.
 
     `NEWS`: acquired, and there are news, or this is every 16th call.
@@ -145,7 +145,7 @@ def enter(door: Door) -> int:
 
 
 @kernel
-def leave(door: Door) -> int:
+def unlock(door: Door) -> int:
     """Unlock."""
     result: int = call_c(door.unlock, door.mutex)
     return result

@@ -42,7 +42,7 @@ class Numbers(Struct):
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: events that were ever written to the ring.
-        num_buried: engines that ended without leaving. num_died_inside: those that died inside a call.
+        num_buried: engines that ended without leaving. num_died_inside: engines that died inside a call.
     """
 
     news: int
@@ -67,7 +67,7 @@ class StateFile:
 
     A file that is incomplete, damaged, or of another version, size or geometry is replaced if `is_alone`.
 
-    Raises: `UnavailableError` without room, and for such a file that other members use.
+    Raises: `UnavailableError` without room, and if other members use a file that should be replaced.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StateFile:
     def holds_of(self, number: int) -> npt.NDArray[np.int32]:
         """Return the `Cache.holds` of a member; zeros for a member that has not adopted its record.
 
-        The memory of such a record may not exist: even a read could kill the process.
+        The memory of a record that was not adopted may not exist: even a read could kill the process.
         """
         return self._holds[number] if self._has_holds[number] else np.zeros(self._capacity, np.int32)
 
@@ -132,11 +132,11 @@ class StateFile:
         """Move a manager's `Cache` to the record of this member; return the member's row of `holds`."""
         self._allocate(self._holds_at + number * self._holds_stride, self._holds_stride)
         self._has_holds[number] = True
-        parts = {name: part for name, part in cache.contents().items() if isinstance(part, Struct)}
+        structs = {name: field for name, field in cache.contents().items() if isinstance(field, Struct)}
         holds: npt.NDArray[np.int32] = self._holds[number]
         holds.fill(0)
         start = self._caches_at + number * self._stride
-        cache.move(self._memory[start : start + 8 * Cache.num_words], {**parts, "holds": holds}, copy=True)
+        cache.move(self._memory[start : start + 8 * Cache.num_words], {**structs, "holds": holds}, copy=True)
         self.counters[number] = 0
         return holds
 

@@ -120,8 +120,12 @@ def endurance_of(
     if limited is None:
         return None, []
     row, cell = limited.row, unlimited_cell(limited.row)
-    known = [one for one in rows if one.row.purchase == row.purchase and not one.row.ssd_write_budget]
-    new = [] if any(one.row.setup == cell.setup for one in known) else [measure(cell)]
+    known = [
+        measured
+        for measured in rows
+        if measured.row.purchase == row.purchase and not measured.row.ssd_write_budget
+    ]
+    new = [] if any(measured.row.setup == cell.setup for measured in known) else [measure(cell)]
     best = max([*known, *new], key=lambda measured: measured.row.saved).row
     assert best.drive_writes_a_day is not None, "rows with a write budget have times"
     limits = _limits_of(row, fleet, evidence)

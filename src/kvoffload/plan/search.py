@@ -158,9 +158,9 @@ def confirm(
 ) -> tuple[list[Measured], Choice]:
     """Measure the result of a search on a sample on all sessions; returns these rows and the choice.
 
-    1. Measure the recommended purchase with its two best setups, the purchase that saves most, the best
-       infeasible purchase, the purchase to compare shared servers with (`beside`), and the row to compare
-       shared RAM with (`other_ram`).
+    1. Measure the recommended purchase with its two best setups, the purchase that saves most, and the best
+       infeasible purchase. Also measure the rows to compare shared servers (`beside`) and shared RAM
+       (`other_ram`) with.
     2. Correct all rows of the sample by the error that step 1 shows, and choose again. Measure this choice
        and its neighbours with the best setup of step 1, so that they differ in the purchase alone.
     3. Bisect between the answer and its neighbours.

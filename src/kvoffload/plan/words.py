@@ -409,11 +409,13 @@ def _pooling(findings: Findings) -> list[str]:
     lead = findings.difference(pool, apart) if gain > 0 else findings.difference(apart, pool)
     number, each = fleet.engines_of_host, size(apart.row.ram_bytes // fleet.replicas)
     engines = f"{number} engines" if fleet.hosts == 1 else f"the {number} engines of each host"
-    one = f"One pool of {size(pool.row.ram_bytes // fleet.hosts)} for {engines} instead of {number} of {each}"
+    change = (
+        f"One pool of {size(pool.row.ram_bytes // fleet.hosts)} for {engines} instead of {number} of {each}"
+    )
     points = f"{abs(100 * gain):.1f} points {'more' if gain > 0 else 'less'} ({certainty(lead)})"
     if pool is chosen:
-        return [f"{one} saves {points}; separate RAM saves most with {apart.row.setup}."]
-    return [f"{one} would save {points}."]
+        return [f"{change} saves {points}; separate RAM saves most with {apart.row.setup}."]
+    return [f"{change} would save {points}."]
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:

@@ -5,13 +5,11 @@ Knows requests and blocks; no devices, slots or bytes.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.admission import create_admission
-from kvoffload.core.expected import Queue, most_expected
+from kvoffload.core.expected import most_expected
 from kvoffload.core.request import RequestContext
 from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.queue import EngineQueue
@@ -20,10 +18,10 @@ from kvoffload.traces.trace import Trace
 
 
 class EngineParts:
-    """The parts of a shared manager that each engine has of its own, as in a `NodeManager`.
+    """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
 
-    These are the admission rule, which counts only the engine's requests, and the list of waiting requests,
-    which expect blocks within the engine's share.
+    A rule counts only its engine's requests. A queue holds its engine's waiting requests, which expect blocks
+    within the engine's share.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -31,15 +29,13 @@ class EngineParts:
         capacity = len(ram.index.keys)
         self._manager = ram
         self._rules = [create_admission(admission, ram.key_bytes, capacity) for _ in range(num_engines)]
-        # All queues expect in one place, which the first waiting request creates.
-        make_once = functools.cache(ram._state.make_queue)
         share = most_expected(capacity) // num_engines
-        self._queues = [Queue(make_once, ram.store_mode.expect, lambda: share) for _ in range(num_engines)]
+        self._queues = [ram.new_queue(lambda: share) for _ in range(num_engines)]
 
     def switch_to(self, engine: int) -> None:
         """Give the manager the parts of this engine, until the next call of this method."""
         self._manager.admission = self._manager.store_mode.admission = self._rules[engine]
-        self._manager._queue = self._queues[engine]
+        self._manager.queue = self._queues[engine]
 
 
 class Engines:

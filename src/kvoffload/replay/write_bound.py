@@ -37,11 +37,11 @@ def bound_within_writes(
       device serves, and first uses, do not count.
     - A Lagrangian relaxation. A hit is either an interval for which RAM holds a block, from the block's last
       offer to its use, or a use of a block that was written to the tier. RAM holds at most `capacity_blocks`
-      at any time, and each written block takes one of the writes. For a price `p` of a slot of RAM for the
-      time between two requests, and a price of a write, the best choice is made for each block by itself: pay
-      for its intervals that are worth it, or pay for its write and get all its uses. By weak duality these
-      net gains, plus the prices of all slots and writes, bound the hits for every `p` and every price of a
-      write. For each `p` the best price of a write is known, and a search finds a good `p`.
+      at any time, and each written block takes one of the writes. Let `p` be the price of a slot of RAM for
+      the time between two requests, and let a write have a price, too. Then each block has a best choice of
+      its own: pay for its intervals that are worth it, or pay for its write and get all its uses. By weak
+      duality these net gains, plus the prices of all slots and writes, bound the hits for every `p` and every
+      price of a write. For each `p` the best price of a write is known, and a search finds a good `p`.
 
     The first and third bound let the tier keep every written block forever, from its first offer on.
 

@@ -117,13 +117,18 @@ class _RamParser:
         if isinstance(value, RamOptions):
             return value
         if isinstance(value, str) and "," in value:
-            first, *others = value.split(",")
-            value = {"size": first, **dict(other.partition("=")[::2] for other in others)}
+            given_size, *settings = value.split(",")
+            value = {"size": given_size, **dict(setting.partition("=")[::2] for setting in settings)}
         if not isinstance(value, Mapping) or not value:
             return RamOptions(convert(field, value, Size))
         given = {**value}
         if (keep := given.get("keep")) not in (None, 0, "0"):
-            given["keep"] = convert(f"{field}.keep", keep, Duration)
+            try:
+                given["keep"] = convert(f"{field}.keep", keep, Duration)
+            except ConfigError:
+                raise ConfigError(
+                    f"{field}.keep", keep, "allowed: 0, or a time such as 60, 10min, 1h"
+                ) from None
         return within(field, RamOptions, given)
 
 
