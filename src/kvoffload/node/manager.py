@@ -80,7 +80,7 @@ class NodeManager(OffloadingManager):
     Attributes:
         num_timeouts: calls that did not get the lock in time.
 
-    Thread: one in each process. Cost: about 0.4 us a call more than an `OffloadingManager`.
+    Thread: one in each process. Cost: about 0.5 us a call more than an `OffloadingManager`.
 
     Raises:
         ConfigError: for policies that are not compiled, and for a victim tier, which follows one device.
@@ -519,7 +519,10 @@ def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Cal
             self._failed(error)
             raise
         finally:
-            self._exit()
+            # `_exit`, inlined: a tenth of the cost of the lock.
+            self._is_inside = False
+            if not self._is_torn:
+                mutex.unlock(self._door)
 
     return call
 
