@@ -1,0 +1,37 @@
+"""Names of the reasons for which a block of a prompt was missing, of live metrics and of `explain`.
+
+Knows names and meanings; no managers, engines or traces.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+NEVER_SEEN: Final = "never_seen"
+NOT_ADMITTED: Final = "not_admitted"
+REFUSED: Final = "refused"
+EVICTED: Final = "evicted"
+DAMAGED: Final = "damaged"
+NO_ROOM: Final = "no_room"
+TIER_GAVE_UP: Final = "tier_gave_up"
+BEHIND_A_GAP: Final = "behind_a_gap"
+IN_FLIGHT: Final = "in_flight"
+FAILED_STORE: Final = "failed_store"
+RESET: Final = "reset"
+UNKNOWN: Final = "unknown"
+
+REASONS: Final = {
+    NEVER_SEEN: "no earlier request had this block",
+    NOT_ADMITTED: "an earlier request had this block, and the admission rule did not admit it",
+    REFUSED: "the eviction policy refused this block when it was offered",
+    EVICTED: "the block was stored, and was evicted before this use",
+    DAMAGED: "the block was stored, and its bytes failed the checksum",
+    NO_ROOM: "the block was offered while no slot could be freed for it",
+    TIER_GAVE_UP: "a tier had the block and did not deliver it: deadline, not worth it, full or circuit open",
+    BEHIND_A_GAP: "the block is stored, and an earlier block of the prompt is missing",
+    IN_FLIGHT: "the block was still being stored or promoted",
+    FAILED_STORE: "the copy of the block to the cache failed",
+    RESET: "the block was stored, and the cache was reset before this use",
+    UNKNOWN: "the record of this block was dropped, so its history is unknown",
+}
+"""One line for each reason. A missing block has exactly one reason."""
