@@ -469,6 +469,23 @@ def test_full_shared_memory_is_reported_and_kills_no_process(tmp_path: Path) -> 
     assert "left: ['other']" in done.stdout
 
 
+@pytest.mark.parametrize("moment", ["ftruncate", "pwrite"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_kill_during_the_creation_leaves_no_unusable_file(
+    attach: Callable[..., SharedPool], tmp_path: Path, moment: str, is_shared: bool
+) -> None:
+    node_pool = tmp_path / "pool" if is_shared else None
+    if node_pool is not None:
+        node_pool.mkdir()
+    if (child := os.fork()) == 0:
+        setattr(os, moment, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
+        attach(1, node_pool=node_pool)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    attach(1, node_pool=node_pool).close()
+    assert not list(tmp_path.glob("**/*.new"))
+
+
 def test_no_pool_remains_in_shared_memory() -> None:
     assert SHARED_MEMORY.is_dir()
     names = [file.name for file in SHARED_MEMORY.glob("kvoffload-*") if "-test-" not in file.name]

@@ -64,6 +64,8 @@ class Mutex:
     def __init__(self, memory: memoryview, news: I64Array, *, create: bool) -> None:
         check_platform()
         self._libc: Any = ctypes.CDLL(None)
+        # Without it (glibc before 2.30, musl) a step of the system's clock changes the length of a wait.
+        self._has_clock = hasattr(self._libc, "pthread_mutex_clocklock")
         self._memory = memory
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         if create:
@@ -93,9 +95,14 @@ class Mutex:
         """Return as `acquire`, after `try_lock` has returned `BUSY`."""
         if timeout_s <= 0:
             return BUSY
-        until = time.clock_gettime(time.CLOCK_REALTIME) + timeout_s
-        spec = _Timespec(int(until), int(until % 1 * 1e9))
-        result: int = self._libc.pthread_mutex_timedlock(ctypes.c_void_p(self._address), ctypes.byref(spec))
+        clock = time.CLOCK_MONOTONIC if self._has_clock else time.CLOCK_REALTIME
+        until = time.clock_gettime(clock) + timeout_s
+        spec = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
+        mutex, result = ctypes.c_void_p(self._address), 0
+        if self._has_clock:
+            result = self._libc.pthread_mutex_clocklock(mutex, clock, spec)
+        else:
+            result = self._libc.pthread_mutex_timedlock(mutex, spec)
         return BUSY if result == errno.ETIMEDOUT else result
 
     def release(self) -> None:

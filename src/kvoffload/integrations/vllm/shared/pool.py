@@ -171,14 +171,17 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
+        """Create the file. It gets its name when it is complete, because a process may be killed before."""
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        new = path.with_name(f".{_PREFIX}{os.geteuid()}.new")
+        fd = open_own(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         fcntl.flock(fd, fcntl.LOCK_SH)
         os.ftruncate(fd, num_bytes)
         header = np.array([_MAGIC, num_slots, part_bytes, num_parts, num_members], np.uint64)
         os.pwrite(fd, header.tobytes(), 0)
+        os.rename(new, path)
         return cls(path, fd)
 
     def _take(self, member: int, is_maker: bool) -> None:
