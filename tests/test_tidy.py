@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "transfer": {"structures", "errors"},
     "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
+    "metrics": {"tiering", "tiers", "core", "errors"},
     "traces": {"core", "settings", "structures", "text", "errors"},
     "replay": {
         *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"),
@@ -46,19 +47,20 @@ MAY_IMPORT = {
         *("sweep", "simulate", "replay", "traces", "tiers", "core", "settings", "text", "errors"),
         "_version",
     },
-    "canary": {"errors"},
+    "canary": {"metrics", "errors"},
     "pages": {"plan", "sweep", "settings", "text", "errors", "_version"},
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "integrations": {
-        *("tiering", "tiers", "traces", "transfer", "node", "model", "admission", "core", "structures"),
-        *("settings", "errors", "text", "_version"),
+        *("metrics", "tiering", "tiers", "traces", "transfer", "node", "model", "admission", "core"),
+        *("structures", "settings", "errors", "text", "_version"),
     },
     "cli": {
         *(
             "node",
             "integrations",
+            "metrics",
             "calibration",
             "canary",
             "model",

@@ -14,8 +14,10 @@ from vllm.v1.kv_offload import base
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
-from kvoffload.integrations.vllm.scheduler_side.metrics import COUNTERS, REASONS, definitions
+from kvoffload.integrations.vllm.scheduler_side import audits
+from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
 from kvoffload.integrations.vllm.shared.logs import join_vllm
+from kvoffload.metrics.families import AUDIT_RESULTS, COUNTERS, REASONS
 from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.vllm_needs import FILTERS, NAMED_TIERS, SOURCES, needs
@@ -50,6 +52,10 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     assert then["kv_offload_cpu_cache_usage_perc",] == then["kv_offload_cpu_cache_write_usage_perc",] == 0.5
     assert ("kvoffload_evicted_blocks",) not in then, "nothing has changed"
     rig.close()
+
+
+def test_each_result_of_an_audit_has_a_meaning() -> None:
+    assert set(audits.RESULTS.values()) == set(AUDIT_RESULTS)
 
 
 def test_queries_and_alerts_name_metrics_that_exist() -> None:

@@ -28,13 +28,6 @@ RESULTS = {
     DIFFERENT: "different",
     0: "not_compared",
 }
-MEANINGS = {
-    "equal": "all bytes are equal",
-    "close": "the difference is as small as that of rounding",
-    "unjudged": "bytes differ, and the type of the values is unknown",
-    "different": "the stored block is wrong, or the computed one",
-    "not_compared": "the comparison failed or came too late",
-}
 _MOST_DUE = 65536
 
 

@@ -14,15 +14,6 @@ PARAMETER = "kvoffload"
 
 RETAIN, DEMOTE, PREFETCH, END_SESSION = "retain", "demote", "prefetch", "end_session"
 UNKNOWN, INVALID = "unknown", "invalid"
-KV_HINTS = {
-    RETAIN: "priority and time to live of the request's blocks",
-    DEMOTE: "priority below all requests without a hint",
-    PREFETCH: "no effect: the lookup of the request reads its blocks ahead",
-    END_SESSION: "the conversation is over",
-    UNKNOWN: "not known to this version, ignored",
-    INVALID: "wrong payload, ignored",
-}
-"""Actions of vLLM's ``kv_hints`` as they are counted, with their effect."""
 _SPELLINGS = {
     **{name: name for name in (RETAIN, DEMOTE, PREFETCH, END_SESSION)},
     "pin": RETAIN,
@@ -81,7 +72,7 @@ def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
     counts (``kv.retain`` is ``retain``); later actions replace earlier ones.
 
     Returns:
-        the hints, and the name of each action in `KV_HINTS`, for the metrics.
+        the hints, and the name of each action as in `metrics.families.KV_HINTS`.
     """
     hints, names = NO_HINTS, list[str]()
     for action in getattr(envelope, "actions", None) or ():

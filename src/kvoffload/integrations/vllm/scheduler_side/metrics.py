@@ -1,13 +1,13 @@
 """Our metrics in vLLM's ``/metrics``.
 
-Owns names and descriptions of the metrics, and the counts since the last report. vLLM's own metrics
+Owns the counts since the last report; `kvoffload.metrics.families` has names and meanings. vLLM's own metrics
 (``vllm:kv_offload_load_bytes`` and so on) count bytes and seconds of transfers, from our worker's results.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -15,26 +15,29 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from kvoffload.core.plans import ManagerStats
 from kvoffload.core.policy import EvictionPolicy
-from kvoffload.integrations.vllm.scheduler_side.audits import MEANINGS as AUDIT_RESULTS
-from kvoffload.integrations.vllm.scheduler_side.hints import KV_HINTS
+from kvoffload.metrics.families import (
+    AUDIT_DIFFERENCE,
+    AUDIT_RESULTS,
+    AUDITED_BLOCKS,
+    AUDITED_REQUESTS,
+    COUNTERS,
+    FAMILIES,
+    KV_HINT_ACTIONS,
+    KV_HINTS,
+    NOT_OFFERED,
+    NOT_PROMOTED,
+    NOT_PROMOTED_REASONS,
+    POLICY,
+    REFUSED,
+    TIER,
+    TIER_COUNTERS,
+    TIER_FAMILIES,
+    TIER_GAUGES,
+    Family,
+)
+from kvoffload.metrics.families import VLLM_PREFIX as PREFIX
 from kvoffload.tiering.lane import TieringCounts
 
-PREFIX = "vllm:kvoffload_"
-"""When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
-
-COUNTERS = {
-    "lookup_blocks": "Blocks of each request's first lookup; repeated lookups while it waits do not count.",
-    "hit_blocks": "Blocks found and loaded.",
-    "stored_blocks": "Blocks stored.",
-    "evicted_blocks": "Blocks evicted to make room.",
-    "discarded_blocks": "Blocks forgotten because they were damaged or the cache was reset.",
-    "verification_failures": "Blocks whose checksum did not match: treated as misses.",
-    "failed_load_blocks": "Blocks that a worker could not load: computed again.",
-    "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
-    "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
-    "unrecorded_requests": "With record: requests missing from the recording.",
-    "internal_errors": "Errors inside kvoffload: offloading pauses until the cache is reset.",
-}
 NATIVE_GAUGES = {
     "cpu_cache_usage_perc": "Share of the blocks in RAM that transfers in flight use.",
     "cpu_cache_write_usage_perc": "Share of the blocks in RAM that are being stored.",
@@ -44,118 +47,32 @@ NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
 """Metrics of vLLM's own manager, kept so that its dashboards continue to work."""
 NATIVE_PREFIX = "vllm:kv_offload_"
 
-REFUSED = "refused_blocks"
-REASONS = {
-    "admission": "refused by the admission rule or the policy",
-    "no_room": "all other blocks were in use",
-}
-GAUGES = {
-    "capacity_blocks": "Capacity of RAM in blocks.",
-    "ready_blocks": "Blocks that can be loaded.",
-    "pinned_blocks": "Blocks being loaded or verified.",
-    "writing_blocks": "Blocks being stored.",
-}
-KV_HINT_ACTIONS = "kv_hint_actions"
-AUDITED_REQUESTS, AUDITED_BLOCKS, AUDIT_DIFFERENCE = "audited_requests", "audited_blocks", "audit_difference"
-POLICY = "policy_state"
-NOT_PROMOTED = "not_promoted_blocks"
-NOT_OFFERED = "not_offered_blocks"
-NOT_PROMOTED_REASONS = {
-    "no_room": "RAM had no room",
-    "not_worth": "reading was expected to take longer than computing",
-    "lost": "the read failed or the checksum did not match",
-    "stale": "the block had left a shared tier",
-}
-TIER_COUNTERS = {
-    "hits": "Blocks that requests loaded from this tier.",
-    "written": "Blocks written.",
-    "read": "Blocks read whose checksum matched.",
-    "evicted": "Blocks evicted to make room.",
-    "refused": "Blocks refused by the tier's admission rule or policy.",
-    "dropped": "Blocks not written because the tier was too busy or its write budget was used up.",
-    "failed": "Blocks that the medium failed to write or read.",
-    "mismatches": "Blocks whose checksum did not match: treated as misses.",
-    "probes": "Blocks probed for in a shared tier.",
-    "probe_hits": "Probed blocks that were present.",
-    "stale": "Blocks that had left a shared tier although the presence cache listed them.",
-    "timeouts": "Blocks of reads, writes and probes that exceeded their deadline.",
-    "errors": "Calls of the tier that raised an exception.",
-    "skipped": "Blocks not written because another machine had written them.",
-    "bytes_written": "Bytes of blocks written.",
-    "bytes_read": "Bytes of blocks read.",
-    "outages": "Times that the circuit breaker of a shared tier's node has opened.",
-    "outage_s": "Seconds for which circuit breakers were open.",
-    "puts": "Write requests to a bucket.",
-    "gets": "Read and probe requests to a bucket.",
-    "cost": "Cost of the bucket's requests and received bytes, at the configured prices.",
-}
-TIER_GAUGES = {
-    "capacity": "Capacity in blocks.",
-    "ready": "Blocks that can be read.",
-    "free": "Free slots, in blocks.",
-    "in_flight": "Blocks being written or read.",
-    "circuit_open": "Nodes of a shared tier whose circuit breaker is open.",
-    "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
-}
-"""Metrics of each tier behind RAM, with the prefix ``tier_``."""
-
 METRICS_INTERVAL_S = 0.1
 """Least time between two reports while requests run."""
 
 
 def definitions() -> dict[str, Any]:
     """Return the definitions of our metrics in vLLM's form."""
-    made: dict[str, Any] = {
-        PREFIX + name: OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()
-    }
-    made |= {PREFIX + name: OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()}
-    for name, text, label, meanings in (
-        (REFUSED, "Blocks offered and not stored, by reason", "reason", REASONS),
-        (KV_HINT_ACTIONS, "Actions in the kv_hints of requests", "action", KV_HINTS),
-        (
-            AUDITED_BLOCKS,
-            "With audit: blocks compared with computed ones, by result",
-            "result",
-            AUDIT_RESULTS,
-        ),
-        (
-            NOT_PROMOTED,
-            "Blocks found in a tier and not loaded from it, by reason",
-            "reason",
-            NOT_PROMOTED_REASONS,
-        ),
-    ):
-        explained = "; ".join(f"{value}: {meaning}" for value, meaning in meanings.items())
-        made[PREFIX + name] = OffloadingCounterMetadata(
-            documentation=f"{text} ({explained}).", labelnames=(label,)
-        )
-    made[PREFIX + AUDITED_REQUESTS] = OffloadingCounterMetadata(
-        documentation="With audit: requests that were computed although RAM held their blocks."
-    )
-    made[PREFIX + AUDIT_DIFFERENCE] = OffloadingGaugeMetadata(
-        documentation="With audit: largest difference that counted as rounding, relative to the values."
-    )
-    made[PREFIX + NOT_OFFERED] = OffloadingCounterMetadata(
-        documentation="Blocks evicted from RAM before a tier could take them: the tier writes too slowly."
-    )
+    made = _in_vllms_form(FAMILIES)
     for name, text in NATIVE_GAUGES.items():
         made[NATIVE_PREFIX + name] = OffloadingGaugeMetadata(documentation=text)
     made[NATIVE_SKIPPED] = OffloadingCounterMetadata(
         documentation=f"The same as {PREFIX}{REFUSED} with reason admission."
     )
-    made[PREFIX + POLICY] = OffloadingGaugeMetadata(
-        documentation="State of the eviction policy.", labelnames=("policy", "name")
-    )
-    return made | tier_definitions()
+    return made
 
 
 def tier_definitions() -> dict[str, Any]:
     """Return the definitions of the metrics of tiers in vLLM's form."""
-    counters, gauges = TIER_COUNTERS.items(), TIER_GAUGES.items()
+    return _in_vllms_form(TIER_FAMILIES)
+
+
+def _in_vllms_form(families: Iterable[Family]) -> dict[str, Any]:
     return {
-        f"{PREFIX}tier_{name}": metadata(documentation=text, labelnames=("tier",))
-        for metadata, texts in ((OffloadingCounterMetadata, counters), (OffloadingGaugeMetadata, gauges))
-        for name, text in texts
+        PREFIX + family.name: (OffloadingCounterMetadata if family.is_counter else OffloadingGaugeMetadata)(
+            documentation=family.documentation, labelnames=family.labels
+        )
+        for family in families
     }
 
 
@@ -190,10 +107,10 @@ class TierMetrics:
                 increase = counts[name] - self._before[tier, name]
                 self._before[tier, name] = counts[name]
                 if is_first or increase:
-                    taken.increase_counter(f"{PREFIX}tier_{name}", increase, (tier,))
+                    taken.increase_counter(f"{PREFIX}{TIER}{name}", increase, (tier,))
             for name in TIER_GAUGES:
                 if counts[name] is not None:
-                    self._gauges.show(taken, f"{PREFIX}tier_{name}", counts[name], (tier,))
+                    self._gauges.show(taken, f"{PREFIX}{TIER}{name}", counts[name], (tier,))
 
 
 class Metrics:

@@ -1,0 +1,173 @@
+"""Names, types and meanings of all metrics, without their prefix.
+
+vLLM's plug-in reports them with the prefix `VLLM_PREFIX`, the collector for other engines with
+`LIBRARY_PREFIX`. Knows no manager and no Prometheus client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+VLLM_PREFIX: Final = "vllm:kvoffload_"
+"""When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
+LIBRARY_PREFIX: Final = "kvoffload_"
+
+COUNTERS = {
+    "lookup_blocks": "Blocks of each request's first lookup; repeated lookups while it waits do not count.",
+    "hit_blocks": "Blocks found and loaded.",
+    "stored_blocks": "Blocks stored.",
+    "evicted_blocks": "Blocks evicted to make room.",
+    "discarded_blocks": "Blocks forgotten because they were damaged or the cache was reset.",
+    "verification_failures": "Blocks whose checksum did not match: treated as misses.",
+    "failed_load_blocks": "Blocks that a worker could not load: computed again.",
+    "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
+    "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
+    "unrecorded_requests": "With record: requests missing from the recording.",
+    "internal_errors": "Errors inside kvoffload: offloading pauses until the cache is reset.",
+}
+"""Counters without labels."""
+REFUSED = "refused_blocks"
+REASONS = {
+    "admission": "refused by the admission rule or the policy",
+    "no_room": "all other blocks were in use",
+}
+GAUGES = {
+    "capacity_blocks": "Capacity of RAM in blocks.",
+    "ready_blocks": "Blocks that can be loaded.",
+    "pinned_blocks": "Blocks being loaded or verified.",
+    "writing_blocks": "Blocks being stored.",
+}
+"""Gauges without labels."""
+KV_HINT_ACTIONS = "kv_hint_actions"
+KV_HINTS = {
+    "retain": "priority and time to live of the request's blocks",
+    "demote": "priority below all requests without a hint",
+    "prefetch": "no effect: the lookup of the request reads its blocks ahead",
+    "end_session": "the conversation is over",
+    "unknown": "not known to this version, ignored",
+    "invalid": "wrong payload, ignored",
+}
+AUDITED_REQUESTS, AUDITED_BLOCKS, AUDIT_DIFFERENCE = "audited_requests", "audited_blocks", "audit_difference"
+AUDIT_RESULTS = {
+    "equal": "all bytes are equal",
+    "close": "the difference is as small as that of rounding",
+    "unjudged": "bytes differ, and the type of the values is unknown",
+    "different": "the stored block is wrong, or the computed one",
+    "not_compared": "the comparison failed or came too late",
+}
+POLICY = "policy_state"
+NOT_PROMOTED = "not_promoted_blocks"
+NOT_OFFERED = "not_offered_blocks"
+NOT_PROMOTED_REASONS = {
+    "no_room": "RAM had no room",
+    "not_worth": "reading was expected to take longer than computing",
+    "lost": "the read failed or the checksum did not match",
+    "stale": "the block had left a shared tier",
+}
+TIER = "tier_"
+TIER_COUNTERS = {
+    "hits": "Blocks that requests loaded from this tier.",
+    "written": "Blocks written.",
+    "read": "Blocks read whose checksum matched.",
+    "evicted": "Blocks evicted to make room.",
+    "refused": "Blocks refused by the tier's admission rule or policy.",
+    "dropped": "Blocks not written because the tier was too busy or its write budget was used up.",
+    "failed": "Blocks that the medium failed to write or read.",
+    "mismatches": "Blocks whose checksum did not match: treated as misses.",
+    "probes": "Blocks probed for in a shared tier.",
+    "probe_hits": "Probed blocks that were present.",
+    "stale": "Blocks that had left a shared tier although the presence cache listed them.",
+    "timeouts": "Blocks of reads, writes and probes that exceeded their deadline.",
+    "errors": "Calls of the tier that raised an exception.",
+    "skipped": "Blocks not written because another machine had written them.",
+    "bytes_written": "Bytes of blocks written.",
+    "bytes_read": "Bytes of blocks read.",
+    "outages": "Times that the circuit breaker of a shared tier's node has opened.",
+    "outage_s": "Seconds for which circuit breakers were open.",
+    "puts": "Write requests to a bucket.",
+    "gets": "Read and probe requests to a bucket.",
+    "cost": "Cost of the bucket's requests and received bytes, at the configured prices.",
+}
+TIER_GAUGES = {
+    "capacity": "Capacity in blocks.",
+    "ready": "Blocks that can be read.",
+    "free": "Free slots, in blocks.",
+    "in_flight": "Blocks being written or read.",
+    "circuit_open": "Nodes of a shared tier whose circuit breaker is open.",
+    "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
+}
+"""Metrics of each tier behind RAM, with `TIER` in front of their names and the label ``tier``."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A metric: its name without prefix, what it counts, and its own labels.
+
+    Attributes:
+        is_counter: False for a gauge. Prometheus appends ``_total`` to the names of counters.
+        values: the values of the only label, with their meanings; empty if any value may occur.
+    """
+
+    name: str
+    is_counter: bool
+    meaning: str
+    labels: tuple[str, ...] = ()
+    values: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def documentation(self) -> str:
+        """The help text in ``/metrics``: the meaning, and the meaning of each value of the label."""
+        if not self.values:
+            return self.meaning
+        explained = "; ".join(f"{value}: {meaning}" for value, meaning in self.values.items())
+        return f"{self.meaning.removesuffix('.')} ({explained})."
+
+    def series_name(self, prefix: str) -> str:
+        """Return the name of the series in PromQL."""
+        return f"{prefix}{self.name}{'_total' if self.is_counter else ''}"
+
+
+def _families() -> Iterator[Family]:
+    for name, text in COUNTERS.items():
+        yield Family(name, True, text)
+    for name, text in GAUGES.items():
+        yield Family(name, False, text)
+    yield Family(REFUSED, True, "Blocks offered and not stored, by reason.", ("reason",), REASONS)
+    yield Family(KV_HINT_ACTIONS, True, "Actions in the kv_hints of requests.", ("action",), KV_HINTS)
+    yield Family(
+        AUDITED_BLOCKS,
+        True,
+        "With audit: blocks compared with computed ones, by result.",
+        ("result",),
+        AUDIT_RESULTS,
+    )
+    yield Family(
+        NOT_PROMOTED,
+        True,
+        "Blocks found in a tier and not loaded from it, by reason.",
+        ("reason",),
+        NOT_PROMOTED_REASONS,
+    )
+    yield Family(
+        AUDITED_REQUESTS, True, "With audit: requests that were computed although RAM held their blocks."
+    )
+    yield Family(
+        AUDIT_DIFFERENCE,
+        False,
+        "With audit: largest difference that counted as rounding, relative to the values.",
+    )
+    yield Family(
+        NOT_OFFERED,
+        True,
+        "Blocks evicted from RAM before a tier could take them: the tier writes too slowly.",
+    )
+    yield Family(POLICY, False, "State of the eviction policy.", ("policy", "name"))
+
+
+TIER_FAMILIES = [
+    *(Family(TIER + name, True, text, ("tier",)) for name, text in TIER_COUNTERS.items()),
+    *(Family(TIER + name, False, text, ("tier",)) for name, text in TIER_GAUGES.items()),
+]
+FAMILIES = [*_families(), *TIER_FAMILIES]
