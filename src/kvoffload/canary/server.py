@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 import time
 import urllib.error
@@ -15,10 +14,8 @@ from typing import Any
 from kvoffload.canary.answers import Answer
 from kvoffload.canary.prompts import Prompt
 from kvoffload.errors import CanaryError
+from kvoffload.metrics.scrape import Sample, samples, sums
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
-_METRIC = re.compile(rf"([a-z_:][\w:]*)(?:\{{(.*)\}})? ({_NUMBER})(?: \d+)?", re.IGNORECASE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _NUM_LOGPROBS = 5
 _MOST_TEXT = 300
 
@@ -149,17 +146,14 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Return the Prometheus metrics, summed over labels; empty if the server has none."""
-        sums: dict[str, float] = {}
-        for name, _, value in self._metric_lines():
-            sums[name] = sums.get(name, 0.0) + value
-        return sums
+        return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
         """Return the tokens of a block and of the device's whole KV cache, as vLLM reports them."""
-        for name, labels, _ in self._metric_lines():
-            if name == "vllm:cache_config_info":
-                values = dict(_LABEL.findall(labels))
-                block, blocks = values.get("block_size", ""), values.get("num_gpu_blocks", "")
+        for sample in self._samples():
+            if sample.name == "vllm:cache_config_info":
+                labels = sample.labels
+                block, blocks = labels.get("block_size", ""), labels.get("num_gpu_blocks", "")
                 if block.isdigit():
                     return int(block), int(block) * int(blocks) if blocks.isdigit() else None
         return None, None
@@ -196,15 +190,14 @@ class Server:
         self.max_model_tokens = longest if isinstance(longest, int) else None
         return name
 
-    def _metric_lines(self) -> list[tuple[str, str, float]]:
+    def _samples(self) -> list[Sample]:
         try:
-            text = self._get("/metrics").decode(errors="replace")
+            scraped = self._get("/metrics").decode(errors="replace")
         except CanaryError as error:
             if error.status is None:
                 raise
             return []
-        matches = map(_METRIC.fullmatch, text.splitlines())
-        return [(match[1], match[2] or "", float(match[3])) for match in matches if match]
+        return samples(scraped)
 
     def _json(self, path: str, body: object = None) -> Any:
         content = self._get(path, body)
