@@ -14,6 +14,7 @@ VLLM_PREFIX: Final = "vllm:kvoffload_"
 """When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
 LIBRARY_PREFIX: Final = "kvoffload_"
 
+UNRECORDED = "unrecorded_requests"
 COUNTERS = {
     "lookup_blocks": "Blocks of each request's first lookup; repeated lookups while it waits do not count.",
     "hit_blocks": "Blocks found and loaded.",
@@ -24,7 +25,7 @@ COUNTERS = {
     "failed_load_blocks": "Blocks that a worker could not load: computed again.",
     "failed_store_blocks": "Blocks that a worker could not store: forgotten.",
     "lost_blocks": "With store on-device-eviction: blocks that the GPU dropped before they were offered.",
-    "unrecorded_requests": "With record: requests missing from the recording.",
+    UNRECORDED: "With record: requests missing from the recording.",
     "internal_errors": "Errors inside kvoffload: offloading pauses until the cache is reset.",
 }
 """Counters without labels."""
@@ -108,6 +109,7 @@ class Family:
     Attributes:
         is_counter: False for a gauge. Prometheus appends ``_total`` to the names of counters.
         values: the values of the only label, with their meanings; empty if any value may occur.
+        is_of_vllm: True if only the plug-in for vLLM has the metric.
     """
 
     name: str
@@ -115,6 +117,7 @@ class Family:
     meaning: str
     labels: tuple[str, ...] = ()
     values: Mapping[str, str] = field(default_factory=dict)
+    is_of_vllm: bool = False
 
     @property
     def documentation(self) -> str:
@@ -131,18 +134,10 @@ class Family:
 
 def _families() -> Iterator[Family]:
     for name, text in COUNTERS.items():
-        yield Family(name, True, text)
+        yield Family(name, True, text, is_of_vllm=name == UNRECORDED)
     for name, text in GAUGES.items():
         yield Family(name, False, text)
     yield Family(REFUSED, True, "Blocks offered and not stored, by reason.", ("reason",), REASONS)
-    yield Family(KV_HINT_ACTIONS, True, "Actions in the kv_hints of requests.", ("action",), KV_HINTS)
-    yield Family(
-        AUDITED_BLOCKS,
-        True,
-        "With audit: blocks compared with computed ones, by result.",
-        ("result",),
-        AUDIT_RESULTS,
-    )
     yield Family(
         NOT_PROMOTED,
         True,
@@ -151,19 +146,29 @@ def _families() -> Iterator[Family]:
         NOT_PROMOTED_REASONS,
     )
     yield Family(
-        AUDITED_REQUESTS, True, "With audit: requests that were computed although RAM held their blocks."
-    )
-    yield Family(
-        AUDIT_DIFFERENCE,
-        False,
-        "With audit: largest difference that counted as rounding, relative to the values.",
-    )
-    yield Family(
         NOT_OFFERED,
         True,
         "Blocks evicted from RAM before a tier could take them: the tier writes too slowly.",
     )
     yield Family(POLICY, False, "State of the eviction policy.", ("policy", "name"))
+    yield from _families_of_vllm()
+
+
+def _families_of_vllm() -> Iterator[Family]:
+    for name, text, label, values in (
+        (KV_HINT_ACTIONS, "Actions in the kv_hints of requests.", "action", KV_HINTS),
+        (
+            AUDITED_BLOCKS,
+            "With audit: blocks compared with computed ones, by result.",
+            "result",
+            AUDIT_RESULTS,
+        ),
+    ):  # fmt: skip
+        yield Family(name, True, text, (label,), values, is_of_vllm=True)
+    text = "With audit: requests that were computed although RAM held their blocks."
+    yield Family(AUDITED_REQUESTS, True, text, is_of_vllm=True)
+    text = "With audit: largest difference that counted as rounding, relative to the values."
+    yield Family(AUDIT_DIFFERENCE, False, text, is_of_vllm=True)
 
 
 TIER_FAMILIES = [

@@ -1,0 +1,293 @@
+"""Alarms on the metrics, and their form as a rule file for Prometheus.
+
+The only place of expressions, causes and remedies: ``docs/operations.md`` repeats them, and a test compares
+both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX
+
+RUNBOOK: Final = "docs/operations.md"
+_PREFIX = "PREFIX_"
+"""Placeholder in expressions for the prefix of the metrics."""
+_SCOPE = "job, namespace, model_name, manager"
+"""Labels that survive a restart: instances and engines are added up. A missing label is empty."""
+_ENGINE = f"instance, engine, {_SCOPE}"
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """An alarm: a condition in PromQL, its cause and its remedy.
+
+    Attributes:
+        template: PromQL, with a placeholder for the prefix of the metrics.
+        hold: time for which the expression must be true, as ``10m``; empty to fire at once.
+        summary: one line, with the value and labels as Prometheus templates.
+    """
+
+    name: str
+    template: str
+    hold: str
+    severity: Literal["critical", "warning", "info"]
+    summary: str
+    cause: str
+    remedy: str
+
+    def expression(self, prefix: str) -> str:
+        """Return the expression in PromQL, for metrics with this prefix."""
+        return self.template.replace(_PREFIX, prefix)
+
+    @property
+    def runbook(self) -> str:
+        """The section of the documentation."""
+        return f"{RUNBOOK}#{self.name.lower()}"
+
+    @property
+    def metrics(self) -> set[str]:
+        """Names of our metrics in the expression, without the prefix."""
+        return set(re.findall(rf"{_PREFIX}(\w+)", self.template))
+
+
+def alarms(prefix: str) -> list[Alarm]:
+    """Return the alarms for metrics with this prefix; the library has no alarms for features of vLLM."""
+    known = {
+        family.series_name("") for family in FAMILIES if prefix != LIBRARY_PREFIX or not family.is_of_vllm
+    }
+    return [alarm for alarm in ALARMS if alarm.metrics <= known]
+
+
+def rule_file(prefix: str) -> str:
+    """Return the alarms as YAML for ``rule_files`` of Prometheus."""
+    return "\n".join(["groups:", "  - name: kvoffload", "    rules:", *_rules(prefix)]) + "\n"
+
+
+def _rules(prefix: str) -> Iterator[str]:
+    for alarm in alarms(prefix):
+        yield f"      - alert: {alarm.name}"
+        yield "        expr: |"
+        yield from (f"          {line}" for line in alarm.expression(prefix).splitlines())
+        if alarm.hold:
+            yield f"        for: {alarm.hold}"
+        yield "        labels:"
+        yield f"          severity: {alarm.severity}"
+        yield "        annotations:"
+        texts = {"summary": alarm.summary, "description": f"{alarm.cause} {alarm.remedy}",
+                 "runbook": alarm.runbook}  # fmt: skip
+        # A JSON string is a YAML string.
+        yield from (f"          {key}: {json.dumps(text, ensure_ascii=False)}" for key, text in texts.items())
+
+
+# ---- the alarms
+
+
+def _ratio(period: str, offset: str = "") -> str:
+    at = f"[{period}]{offset and f' offset {offset}'}"
+    return (
+        f"sum by ({_SCOPE}) (increase(PREFIX_hit_blocks_total{at})) "
+        f"/ sum by ({_SCOPE}) (increase(PREFIX_lookup_blocks_total{at}))"
+    )
+
+
+def _lookups(period: str, offset: str = "") -> str:
+    at = f"[{period}]{offset and f' offset {offset}'}"
+    return f"sum by ({_SCOPE}) (increase(PREFIX_lookup_blocks_total{at}))"
+
+
+_HALVED = f"""({_ratio("1h")} < 0.5 * ({_ratio("1h", "1d")}))
+unless ({_ratio("1h")} >= 0.5 * ({_ratio("1h", "7d")}))
+and {_lookups("1h")} > 1000
+and {_lookups("1h", "1d")} > 1000
+and {_ratio("1h", "1d")} > 0.05"""
+
+_NOTHING_STORED = f"""sum by ({_ENGINE}) (increase(PREFIX_lookup_blocks_total[30m]))
+  - sum by ({_ENGINE}) (increase(PREFIX_hit_blocks_total[30m])) > 1000
+and sum by ({_ENGINE}) (increase(PREFIX_stored_blocks_total[30m])) == 0"""
+
+_STALLED = """min_over_time(PREFIX_tier_in_flight[10m]) > 0
+and increase(PREFIX_tier_written_total[10m]) + increase(PREFIX_tier_read_total[10m])
+  + increase(PREFIX_tier_failed_total[10m]) + increase(PREFIX_tier_mismatches_total[10m]) == 0"""
+
+_BUDGET_SPENT = """PREFIX_tier_write_budget_bytes
+  <= 0.01 * max_over_time(PREFIX_tier_write_budget_bytes[1d])
+and increase(PREFIX_tier_dropped_total[30m]) > 0"""
+
+ALARMS: Final = (
+    Alarm(
+        name="KVOffloadWrongAnswers",
+        template='kvoffload_canary_result{result="different"} == 1',
+        hold="",
+        severity="critical",
+        summary="The canary's last run at {{ $labels.instance }} got wrong answers from the caches",
+        cause="Answers from the caches differ by more than the engine's own noise.",
+        remedy="Take the engine out of service, or restart it without kvoffload. Run `kvoffload canary URL` "
+        "by hand: it shows whether the answers of the device's cache or of the tiers are wrong. Report it "
+        "with its output.",
+    ),
+    Alarm(
+        name="KVOffloadWrongBlocks",
+        template='increase(PREFIX_audited_blocks_total{result="different"}[1h]) > 0',
+        hold="",
+        severity="critical",
+        summary="An audit found {{ $value | humanize }} wrong blocks at {{ $labels.instance }}",
+        cause="A stored block differs from the block that the engine computed: the copy, the layout or the "
+        "engine is wrong.",
+        remedy="Take the engine out of service. Its log names the block, the KV group and the tensor. Report "
+        "it with the log.",
+    ),
+    Alarm(
+        name="KVOffloadCanaryFails",
+        template='min_over_time(kvoffload_canary_result{result="failed"}[1h]) == 1\n'
+        "or time() - kvoffload_canary_last_run_timestamp_seconds > 86400",
+        hold="15m",
+        severity="warning",
+        summary="The canary at {{ $labels.instance }} has had no result for an hour",
+        cause="The server does not answer the canary, or `kvoffload canary --watch` has ended.",
+        remedy="Read the canary's log. Until it runs again nothing notices wrong answers.",
+    ),
+    Alarm(
+        name="KVOffloadInternalError",
+        template="increase(PREFIX_internal_errors_total[1h]) > 0",
+        hold="",
+        severity="critical",
+        summary="A bug of kvoffload at {{ $labels.instance }}: nothing is offloaded until a reset",
+        cause="An exception inside kvoffload. The engine continues, and computes every block.",
+        remedy="Save the log, which has the traceback, and report it. Then reset the cache "
+        "(POST /reset_prefix_cache?reset_external=true) or restart the engine.",
+    ),
+    Alarm(
+        name="KVOffloadDamagedMemory",
+        template="increase(PREFIX_verification_failures_total[1h]) > 0",
+        hold="",
+        severity="warning",
+        summary="{{ $value | humanize }} blocks in RAM at {{ $labels.instance }} failed their checksum",
+        cause="Bytes in RAM changed after they were stored. The blocks were computed again, so answers are "
+        "right.",
+        remedy="Look for memory errors of the machine (`dmesg`, `edac-util`, the BMC's log) and test the "
+        "memory. If it is sound, another process writes to the pool in /dev/shm.",
+    ),
+    Alarm(
+        name="KVOffloadDamagedTier",
+        template="increase(PREFIX_tier_mismatches_total[1h]) > 0",
+        hold="",
+        severity="warning",
+        summary="{{ $value | humanize }} blocks of {{ $labels.tier }} failed their checksum",
+        cause="A disk or server returned other bytes than were written. The blocks were computed again, so "
+        "answers are right.",
+        remedy="For a disk run `kvoffload disk verify PATH` and read its health (`smartctl -a`); replace it "
+        "if the count grows. For a server check its memory.",
+    ),
+    Alarm(
+        name="KVOffloadFailedLoads",
+        template="increase(PREFIX_failed_load_blocks_total[30m]) > 0",
+        hold="",
+        severity="warning",
+        summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be loaded",
+        cause="A copy from RAM to the device failed. The blocks were computed again if "
+        "`kv_load_failure_policy` is `recompute`.",
+        remedy="Read the worker's log for the device's error. With vLLM's default policy these requests "
+        "ended with an error: use the flag that `kvoffload vllm-config` prints.",
+    ),
+    Alarm(
+        name="KVOffloadFailedStores",
+        template="increase(PREFIX_failed_store_blocks_total[30m])\n"
+        "  > 0.1 * (increase(PREFIX_failed_store_blocks_total[30m])\n"
+        "           + increase(PREFIX_stored_blocks_total[30m]))",
+        hold="15m",
+        severity="warning",
+        summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be stored",
+        cause="More than a tenth of the stores failed: a copy failed, or the engine reused blocks before "
+        "their copy had ended.",
+        remedy="Read the worker's log. Without errors there it is the engine's reuse of blocks: store on "
+        "compute instead of on device eviction.",
+    ),
+    Alarm(
+        name="KVOffloadTierUnreachable",
+        template=f"max by ({_ENGINE}, tier) (PREFIX_tier_circuit_open) > 0",
+        hold="10m",
+        severity="warning",
+        summary="{{ $value }} servers of {{ $labels.tier }} do not answer {{ $labels.instance }}",
+        cause="The server is down or too slow, or the network is. Requests do not wait for it.",
+        remedy="Run `kvoffload tier ping URL` on the engine's machine. It names the fault. The tier "
+        "is used again when the server answers.",
+    ),
+    Alarm(
+        name="KVOffloadTierStalled",
+        template=_STALLED,
+        hold="5m",
+        severity="warning",
+        summary="{{ $value }} blocks of {{ $labels.tier }} are in flight and none finishes",
+        cause="The disk or its file system hangs (NFS, a failing SSD), so reads and writes do not return. "
+        "Requests compute their blocks.",
+        remedy="Look for hung I/O (`dmesg`, `cat /proc/PID/task/*/wchan`). Repair the medium; restart the "
+        "engine if the I/O does not return.",
+    ),
+    Alarm(
+        name="KVOffloadTierFails",
+        template=f"sum by ({_ENGINE}, tier) (increase(PREFIX_tier_failed_total[10m])) > 0",
+        hold="10m",
+        severity="warning",
+        summary="{{ $value | humanize }} reads or writes of {{ $labels.tier }} failed in ten minutes",
+        cause="The disk is full, read-only or broken, or the server refuses commands.",
+        remedy="The log names the error. For a disk compare `df` with `kvoffload disk inspect PATH`; for a "
+        "server run `kvoffload tier ping URL`.",
+    ),
+    Alarm(
+        name="KVOffloadWriteBudgetSpent",
+        template=_BUDGET_SPENT,
+        hold="15m",
+        severity="warning",
+        summary="{{ $labels.tier }} may write {{ $value | humanize1024 }}B more today, and drops blocks",
+        cause="The blocks written in the last 24 hours have used up `max_write_bytes_per_day`.",
+        remedy="Use `admission=worth` or `reuse:2` for the tier, so that it writes blocks with more uses. "
+        "Raise the budget only if the SSD's endurance allows it.",
+    ),
+    Alarm(
+        name="KVOffloadDiskTooSlow",
+        template=f"sum by ({_ENGINE}) (rate(PREFIX_not_offered_blocks_total[30m]))\n"
+        f"  > 0.1 * sum by ({_ENGINE}) (rate(PREFIX_evicted_blocks_total[30m]))",
+        hold="30m",
+        severity="info",
+        summary="{{ $value | humanize }} blocks/s at {{ $labels.instance }} left RAM before a tier took them",
+        cause="The tier writes more slowly than RAM evicts, so a tenth of the evicted blocks is lost to it.",
+        remedy="Add RAM, use a faster disk, or let the tier store less (`admission=reuse:2`).",
+    ),
+    Alarm(
+        name="KVOffloadHitRatioHalved",
+        template=_HALVED,
+        hold="30m",
+        severity="warning",
+        summary="The hit ratio of {{ $labels.model_name }}{{ $labels.manager }} fell to "
+        "{{ $value | humanizePercentage }}",
+        cause="The share of loaded blocks is below half of yesterday's share at this time, and of the share "
+        "a week ago: a restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or "
+        "salt near their beginning).",
+        remedy="Compare the misses by reason and the tiers with yesterday's. After a restart wait until RAM "
+        "is full. If prompts changed, move the changing part to their end.",
+    ),
+    Alarm(
+        name="KVOffloadNothingStored",
+        template=_NOTHING_STORED,
+        hold="15m",
+        severity="warning",
+        summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
+        cause="The admission rule refuses every block, all of RAM is in use, or offloading has stopped.",
+        remedy="Look at `refused_blocks` by reason and `internal_errors`. With `admission=reuse:2` blocks "
+        "that never come back are refused: then nothing is wrong. `no_room`: add RAM.",
+    ),
+    Alarm(
+        name="KVOffloadRecordingStopped",
+        template="increase(PREFIX_unrecorded_requests_total[15m]) > 0",
+        hold="15m",
+        severity="info",
+        summary="{{ $value | humanize }} requests at {{ $labels.instance }} are missing from the recording",
+        cause="The recording has reached `record_max_bytes`, or its disk is full or too slow.",
+        remedy="Move the file and restart the engine, or raise `record_max_bytes`.",
+    ),
+)

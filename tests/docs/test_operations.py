@@ -1,0 +1,20 @@
+"""docs/operations.md says of each alarm what the rule says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from kvoffload.metrics.alarms import ALARMS, RUNBOOK
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_each_alarm_has_a_section_with_the_texts_of_its_rule() -> None:
+    page = (ROOT / RUNBOOK).read_text()
+    sections = dict(re.findall(r"^### (KVOffload\w+)\n(.*?)(?=^##|\Z)", page, re.M | re.S))
+    assert list(sections) == [alarm.name for alarm in ALARMS]
+    for alarm in ALARMS:
+        # Lines are wrapped for readers.
+        text = " ".join(sections[alarm.name].split())
+        assert text == f"*{alarm.severity}.* {alarm.cause} **Remedy.** {alarm.remedy}"

@@ -1,0 +1,112 @@
+"""Prometheus for tests: its programs, and a server that scrapes and evaluates rules often."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.valkey_server import free_port
+
+_PATIENCE_S = 120.0
+
+
+def program(name: str) -> str:
+    """Return the path of ``prometheus`` or ``promtool``. Without it, skip the test; in CI, fail it."""
+    found = shutil.which(name)
+    if found is None:
+        reason = f"no {name}: apt-get install --no-install-recommends prometheus"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+def promtool(*arguments: str | Path) -> None:
+    """Run promtool; its output is the message of a failure."""
+    done = subprocess.run([program("promtool"), *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Prometheus:
+    """A Prometheus server that runs."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, path: str, **parameters: str | float) -> Any:
+        """Return the data of an answer of the HTTP API; an error of the query fails the test."""
+        url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        try:
+            with urllib.request.urlopen(url, timeout=_PATIENCE_S) as response:
+                return json.loads(response.read())["data"]
+        except urllib.error.HTTPError as error:
+            pytest.fail(f"{path} {parameters}: {error.read().decode()}")
+
+    def query(self, query: str) -> list[dict[str, Any]]:
+        """Return the samples of a query at this moment."""
+        found: list[dict[str, Any]] = self.ask("query", query=query)["result"]
+        return found
+
+    def firing(self) -> dict[str, dict[str, Any]]:
+        """Return the alerts that fire, by name."""
+        alerts = self.ask("alerts")["alerts"]
+        return {alert["labels"]["alertname"]: alert for alert in alerts if alert["state"] == "firing"}
+
+
+@contextmanager
+def running_prometheus(
+    directory: Path, targets: dict[str, str], rules: str, interval: str = "1s"
+) -> Iterator[Prometheus]:
+    """Run a Prometheus that scrapes these targets.
+
+    Args:
+        targets: ``host:port`` by job.
+        rules: the rule file, evaluated as often as the targets are scraped.
+    """
+    port = free_port()
+    (directory / "rules.yml").write_text(rules)
+    jobs = [{"job_name": job, "static_configs": [{"targets": [at]}]} for job, at in targets.items()]
+    config = {
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
+        "rule_files": ["rules.yml"],
+        "scrape_configs": jobs,
+    }
+    (directory / "prometheus.yml").write_text(json.dumps(config))
+    command = [
+        program("prometheus"),
+        f"--config.file={directory / 'prometheus.yml'}",
+        f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with (directory / "prometheus.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    server, deadline = Prometheus(port), time.monotonic() + _PATIENCE_S
+    try:
+        while not _is_ready(server.url):
+            assert process.poll() is None, (directory / "prometheus.log").read_text()
+            assert time.monotonic() < deadline, (directory / "prometheus.log").read_text()
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.terminate()
+        process.wait(_PATIENCE_S)
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=_PATIENCE_S):
+            return True
+    except OSError:
+        return False
