@@ -38,6 +38,7 @@ MAY_IMPORT = {
         *("replay", "traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
         *("text", "_version"),
     },
+    "check": {"simulate", "replay", "metrics", "traces", "text", "errors"},
     "calibration": {"simulate", "replay", "tiers", "transfer", "structures", "errors", "_version"},
     "sweep": {
         *("simulate", "replay", "traces", "tiers", "core", "structures", "settings", "text", "errors"),
@@ -63,6 +64,7 @@ MAY_IMPORT = {
             "metrics",
             "calibration",
             "canary",
+            "check",
             "model",
             "pages",
             "plan",

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import click
 
+from kvoffload.check.check import Prediction, check
+from kvoffload.check.served import Served, read_served
+from kvoffload.cli.check_table import exit_with, show_checked
 from kvoffload.cli.options import (
     AdmissionName,
     FormatOptions,
@@ -24,7 +27,7 @@ from kvoffload.cli.options import (
     option,
     options_of,
 )
-from kvoffload.cli.output import progress_bar, show, writable, write_output
+from kvoffload.cli.output import progress_bar, writable, write_output
 from kvoffload.cli.replay_table import table
 from kvoffload.core.plans import ON_COMPUTE
 from kvoffload.errors import ConfigError, Problems
@@ -58,6 +61,27 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
     )
     store: Store = option(ON_COMPUTE, "Moment at which a block is offered to RAM.", setting="store")
     output: Path | None = option(None, "Write the report to a file.")
+    server: str | None = option(
+        None,
+        "Compare the result with the metrics of the server that made the recording: http://HOST:PORT, or a "
+        "file with saved metrics.",
+        "--check",
+        metavar="URL|FILE",
+    )
+    since: str | None = option(
+        None,
+        "With --check: metrics saved when the recording began, if the server ran before.",
+        metavar="FILE",
+    )
+
+    def served(self) -> Served | None:
+        """Read the server of ``--check``; None without one. Raises `ConfigError`."""
+        if self.server is None:
+            if self.since is not None:
+                raise ConfigError("since", self.since, "it needs --check")
+            return None
+        now = read_served("check", self.server)
+        return now if self.since is None else now.since(read_served("since", self.since))
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
         """Check the capacities, as far as that is possible before the trace is read."""
@@ -169,8 +193,10 @@ def replay(options: ReplayOptions) -> None:
 
     TRACE is a file (Mooncake JSONL, also .gz, .xz or .zst), or a built-in workload: chat, agent, rag.
     Blocks are stored, evicted, loaded and verified with real bytes. Their contents are computed from their
-    keys, so that every wrong byte is found. Exit code 1 if a wrong byte was served.
+    keys, so that every wrong byte is found. Exit code 1 if a wrong byte was served. With --check the exit
+    code is 1 if the server's numbers differ, and 3 if server and recording have different requests.
     """
+    served = options.served()
     loaded, injection = options.read_requests(options.trace), options.injection()
     config = options.config(loaded, options.known_block_bytes(loaded.block_tokens))
     if not options.no_data:
@@ -189,11 +215,16 @@ def replay(options: ReplayOptions) -> None:
             run = Replay(loaded, config, data[0] if data else None, log)
         with progress_bar("replay", loaded.requests, options.quiet) as progress:
             report = run.run(progress)
-    show(report.to_json(), table(report), is_json=options.is_json, output=options.output)
+    checked = None
+    if served is not None:
+        block_bytes = options.known_block_bytes(loaded.block_tokens)
+        checked = check(served, Prediction.of_replay(report, loaded, block_bytes))
+    show_checked(report, table(report), checked, is_json=options.is_json, output=options.output)
     if injection is not None and not options.is_json:
         click.echo(f"  Damage: {injection.kind}, seed {injection.seed}", err=True)
     if report.mismatches_served:
         raise SystemExit(1)
+    exit_with(checked)
 
 
 def _announce_files(tiers: Iterable[TierOptions], block_bytes: int) -> None:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 
 import click
 
+from kvoffload.check.check import Prediction, check
+from kvoffload.cli.check_table import exit_with, show_checked
 from kvoffload.cli.machine import DEFAULT_MACHINE, MACHINE_HELP, find_machine
 from kvoffload.cli.options import option, options_of
-from kvoffload.cli.output import progress_bar, show, tiers_silenced, write_output
+from kvoffload.cli.output import progress_bar, tiers_silenced, write_output
 from kvoffload.cli.replay import CacheOptions
 from kvoffload.cli.simulate_table import table
 from kvoffload.errors import ConfigError, Problems
@@ -54,8 +56,10 @@ def simulate(options: SimulateOptions) -> None:
 
     TRACE, policies and sizes are as for `kvoffload replay`. In addition, concurrent requests wait for the
     GPU, for copies and for disks. The time of a copy depends on the bytes of a token: give --model or
-    --bytes-per-token.
+    --bytes-per-token. With --check the exit code is 1 if the server's numbers differ, and 3 if server and
+    recording have different requests.
     """
+    served = options.served()
     loaded = options.read_requests(options.trace)
     timing = options.timing(loaded.block_tokens)
     config = options.config(loaded, timing.block_bytes)
@@ -63,4 +67,6 @@ def simulate(options: SimulateOptions) -> None:
         write_output("output", options.output, b"")  # Fails before the work begins.
     with tiers_silenced(), progress_bar("simulate", 2 * loaded.requests, options.quiet) as progress:
         report = replay_in_time(loaded, config, timing, progress)
-    show(report.to_json(), table(report), is_json=options.is_json, output=options.output)
+    checked = None if served is None else check(served, Prediction.of_simulation(report, loaded))
+    show_checked(report, table(report), checked, is_json=options.is_json, output=options.output)
+    exit_with(checked)

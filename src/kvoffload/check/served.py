@@ -1,0 +1,145 @@
+"""Totals of a running server, from its metrics."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from http.client import HTTPException
+from pathlib import Path
+
+from kvoffload.errors import ConfigError
+from kvoffload.metrics.families import VLLM_PREFIX
+from kvoffload.metrics.scrape import Sample, samples
+
+GPU, RAM, TIERS = "gpu", "ram", "tiers"
+PLACES = (GPU, RAM, TIERS)
+_PLACE_OF_SOURCE = {"device": GPU, "host": RAM}
+"""vLLM's names of sources. All others are tiers behind RAM, or other engines."""
+_TIMEOUT_S = 10.0
+_NEEDED = "vLLM's metrics with offloading by kvoffload"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """Totals of a server since its start, over all engines that the scrape shows.
+
+    Attributes:
+        requests: finished requests. prompt_tokens: tokens of all prompts.
+        hit_tokens: prompt tokens by place: `GPU`, `RAM`, `TIERS`.
+        loaded_bytes, stored_bytes: bytes copied from RAM to the GPU and back.
+        ttft_sum_s, ttft_requests: sum of the times to first token, and their number.
+        capacity_blocks: slots of RAM, of all engines together; 0 if the server does not report it.
+        device_blocks, device_block_tokens: usable blocks of one engine's GPU cache, and tokens in one; 0 if
+            unknown.
+        policies: names of the eviction policies of RAM; only of policies that report a state.
+    """
+
+    requests: float
+    prompt_tokens: float
+    hit_tokens: Mapping[str, float]
+    loaded_bytes: float
+    stored_bytes: float
+    ttft_sum_s: float
+    ttft_requests: float
+    capacity_blocks: int = 0
+    device_blocks: int = 0
+    device_block_tokens: int = 0
+    policies: tuple[str, ...] = ()
+
+    @property
+    def ttft_mean_s(self) -> float | None:
+        """Mean time to first token; None before the first token."""
+        return self.ttft_sum_s / self.ttft_requests if self.ttft_requests else None
+
+    def since(self, before: Served) -> Served:
+        """Return the growth since an earlier scrape.
+
+        Raises: `ConfigError` if a total has shrunk, because the server was restarted.
+        """
+        grown = {
+            field.name: getattr(self, field.name) - getattr(before, field.name)
+            for field in fields(self)
+            if isinstance(getattr(self, field.name), float)
+        }
+        hits = {place: self.hit_tokens[place] - before.hit_tokens[place] for place in PLACES}
+        for name, value in {**grown, **hits}.items():
+            if value < 0:
+                why = f"its {name} exceed the server's by {-value:,.0f}: was the server restarted since?"
+                raise ConfigError("since", "the earlier scrape", why)
+        return replace(self, **grown, hit_tokens=hits)
+
+
+def read_served(field: str, source: str) -> Served:
+    """Read the metrics of a server.
+
+    Args:
+        field: the option, for messages.
+        source: ``http://HOST:PORT``, with or without ``/metrics``, or a file with a saved scrape.
+
+    Raises: `ConfigError` if there are no metrics of vLLM with kvoffload.
+    """
+    return served(field, source, samples(_text(field, source)))
+
+
+def served(field: str, source: str, read: Sequence[Sample]) -> Served:
+    """Return the totals in the samples of a scrape. Raises: as `read_served`."""
+    totals: dict[str, float] = {}
+    hits = dict.fromkeys(PLACES, 0.0)
+    has_sources, device = False, (0, 0)
+    policies: list[str] = []
+    for sample in read:
+        name = sample.name.removesuffix("_total")
+        totals[name] = totals.get(name, 0.0) + sample.value
+        if name == "vllm:prompt_tokens_cached_by_source":
+            has_sources = True
+            hits[_PLACE_OF_SOURCE.get(sample.labels.get("source", ""), TIERS)] += sample.value
+        elif name == "vllm:cache_config_info":
+            # vLLM keeps one block empty.
+            device = (max(0, _whole(sample, "num_gpu_blocks") - 1), _whole(sample, "block_size"))
+        elif name == f"{VLLM_PREFIX}policy_state":
+            policies.append(sample.labels.get("policy", ""))
+    if "vllm:prompt_tokens" not in totals or f"{VLLM_PREFIX}lookup_blocks" not in totals:
+        missing = (
+            "vllm:prompt_tokens" if "vllm:prompt_tokens" not in totals else f"{VLLM_PREFIX}lookup_blocks"
+        )
+        raise ConfigError(field, source, f"it has no metric {missing}_total; needed: {_NEEDED}")
+    if not has_sources:  # before vLLM 0.32
+        hits[GPU] = totals.get("vllm:prefix_cache_hits", 0.0)
+        hits[RAM] = totals.get("vllm:external_prefix_cache_hits", 0.0)
+    return Served(
+        requests=totals.get("vllm:request_success", 0.0),
+        prompt_tokens=totals["vllm:prompt_tokens"],
+        hit_tokens=hits,
+        loaded_bytes=totals.get("vllm:kv_offload_load_bytes", 0.0),
+        stored_bytes=totals.get("vllm:kv_offload_store_bytes", 0.0),
+        ttft_sum_s=totals.get("vllm:time_to_first_token_seconds_sum", 0.0),
+        ttft_requests=totals.get("vllm:time_to_first_token_seconds_count", 0.0),
+        capacity_blocks=int(totals.get(f"{VLLM_PREFIX}capacity_blocks", 0)),
+        device_blocks=device[0],
+        device_block_tokens=device[1],
+        policies=tuple(dict.fromkeys(policies)),
+    )
+
+
+def _whole(sample: Sample, label: str) -> int:
+    text = sample.labels.get(label, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _text(field: str, source: str) -> str:
+    if "://" not in source:
+        try:
+            return Path(source).read_text(errors="replace")
+        except OSError as error:
+            why = f"allowed: http://HOST:PORT, or a file with saved metrics ({error.strerror})"
+            raise ConfigError(field, source, why) from None
+    url = source if source.endswith("/metrics") else f"{source.rstrip('/')}/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read()
+    except (OSError, ValueError, HTTPException) as error:  # HTTPException: half a reply
+        reason = getattr(error, "reason", error)
+        raise ConfigError(field, source, f"the server does not answer: {reason}") from None
+    return content.decode(errors="replace")

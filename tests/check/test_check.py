@@ -1,0 +1,225 @@
+"""A server's metrics beside the replay of its recording."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvoffload.check.check import Prediction, Verdict, check
+from kvoffload.check.served import GPU, RAM, TIERS, Served, read_served
+from kvoffload.errors import ConfigError
+from support.run_cli import Done, kvoffload
+
+LABELS = 'engine="0",model_name="m"'
+SCRAPE = f"""\
+# TYPE vllm:prompt_tokens_total counter
+vllm:prompt_tokens_total{{{LABELS}}} 7500.0
+vllm:prompt_tokens_created{{{LABELS}}} 1.79e+09
+vllm:prompt_tokens_cached_by_source_total{{{LABELS},source="device"}} 2368.0
+vllm:prompt_tokens_cached_by_source_total{{{LABELS},source="host"}} 2176.0
+vllm:prompt_tokens_cached_by_source_total{{{LABELS},source="disk"}} 32.0
+vllm:prompt_tokens_cached_by_source_total{{{LABELS},source="external_unspecified"}} 64.0
+vllm:prefix_cache_hits_total{{{LABELS}}} 2368.0
+vllm:external_prefix_cache_hits_total{{{LABELS}}} 2272.0
+vllm:request_success_total{{{LABELS},finished_reason="stop"}} 5.0
+vllm:request_success_total{{{LABELS},finished_reason="length"}} 20.0
+vllm:time_to_first_token_seconds_sum{{{LABELS}}} 5.0
+vllm:time_to_first_token_seconds_count{{{LABELS}}} 25.0
+vllm:kv_offload_load_bytes_total{{{LABELS}}} 8.912896e+06
+vllm:kv_offload_store_bytes_total{{{LABELS}}} 1.0878976e+07
+vllm:kvoffload_lookup_blocks_total{{{LABELS}}} 151.0
+vllm:kvoffload_capacity_blocks{{{LABELS}}} 40.0
+vllm:kvoffload_policy_state{{{LABELS},policy="arc",name="target"}} 3.0
+vllm:cache_config_info{{block_size="32",engine="0",num_gpu_blocks="24"}} 1.0
+"""
+PREDICTED = Prediction(
+    requests=25,
+    prompt_tokens=7500,
+    hit_tokens={GPU: 2368, RAM: 2176, TIERS: 96},
+    capacity_blocks=40,
+    device_blocks=23,
+    block_tokens=32,
+    policy="arc",
+    instances=1,
+    loaded_bytes=8_912_896,
+    stored_bytes=10_878_976,
+    ttft_mean_s=0.2,
+)
+
+
+def scraped(text: str = SCRAPE) -> Served:
+    path = Path("metrics.txt")
+    path.write_text(text)
+    return read_served("check", str(path))
+
+
+@pytest.fixture(autouse=True)
+def inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_scrape_has_all_totals() -> None:
+    served = scraped()
+    assert (served.requests, served.prompt_tokens) == (25, 7500)
+    assert served.hit_tokens == {GPU: 2368, RAM: 2176, TIERS: 96}
+    assert (served.loaded_bytes, served.stored_bytes) == (8_912_896, 10_878_976)
+    assert served.ttft_mean_s == 0.2
+    assert (served.capacity_blocks, served.device_blocks, served.device_block_tokens) == (40, 23, 32)
+    assert served.policies == ("arc",)
+
+
+def test_engines_add_up_and_older_vllms_have_two_places() -> None:
+    second = SCRAPE.replace('engine="0"', 'engine="1"')
+    both = scraped(SCRAPE + second)
+    assert (both.requests, both.capacity_blocks, both.device_blocks) == (50, 80, 23)
+    older = "\n".join(line for line in SCRAPE.splitlines() if "by_source" not in line)
+    assert scraped(older).hit_tokens == {GPU: 2368, RAM: 2272, TIERS: 0}
+
+
+def test_equal_totals_are_close() -> None:
+    found = check(scraped(), PREDICTED)
+    assert found.verdict == Verdict.CLOSE.value
+    assert found.settings == []
+    assert [row.name for row in found.rows] == [
+        "requests", "prompt tokens", "hits on the GPU", "hits in RAM", "hits in tiers", "bytes loaded",
+        "bytes stored", "TTFT, mean",
+    ]  # fmt: skip
+    assert {row.difference for row in found.rows} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "row", "difference"),
+    [
+        ({"hit_tokens": {GPU: 2368, RAM: 2176 - 149, TIERS: 96}}, "hits in RAM", -0.0198667),
+        ({"hit_tokens": {GPU: 2368 + 151, RAM: 2176, TIERS: 96}}, "hits on the GPU", 0.0201333),
+        ({"loaded_bytes": 10_000_000}, "bytes loaded", 0.12197),
+        ({"stored_bytes": 0}, "bytes stored", -1.0),
+        ({"ttft_mean_s": 0.229}, "TTFT, mean", 0.145),
+        ({"ttft_mean_s": 0.231}, "TTFT, mean", 0.155),
+    ],
+)
+def test_differences_have_limits(change: dict[str, object], row: str, difference: float) -> None:
+    found = check(scraped(), Prediction(**{**_fields(PREDICTED), **change}))
+    rows = {one.name: one for one in found.rows}
+    assert rows[row].difference == pytest.approx(difference, rel=1e-3)
+    close = abs(difference) <= rows[row].limit
+    assert rows[row].is_close == close
+    assert found.verdict == (Verdict.CLOSE if close else Verdict.DIFFERENT).value
+
+
+def _fields(predicted: Prediction) -> dict[str, object]:
+    return {name: getattr(predicted, name) for name in predicted.__struct_fields__}
+
+
+def test_other_requests_are_not_compared() -> None:
+    found = check(scraped(), Prediction(**{**_fields(PREDICTED), "requests": 30}))
+    assert found.verdict == Verdict.NOT_COMPARABLE.value
+
+
+def test_settings_that_differ_are_named_with_the_option() -> None:
+    changes = {"capacity_blocks": 20, "device_blocks": 100, "policy": "lru"}
+    found = check(scraped(), Prediction(**{**_fields(PREDICTED), **changes}))
+    assert [re.search(r"--\S+ \S+$", line)[0] for line in found.settings] == [  # type: ignore[index]
+        "--capacity 40", "--device-blocks 23", "--policy arc",
+    ]  # fmt: skip
+
+
+def test_a_pool_that_engines_share_is_reported_by_each_of_them() -> None:
+    both = scraped(SCRAPE + SCRAPE.replace('engine="0"', 'engine="1"'))
+    assert check(both, Prediction(**{**_fields(PREDICTED), "instances": 2})).settings == []
+
+
+def test_what_was_served_before_the_recording_is_subtracted() -> None:
+    before = scraped(SCRAPE.replace("7500.0", "500.0").replace('"host"} 2176.0', '"host"} 176.0'))
+    served = scraped().since(before)
+    assert (served.prompt_tokens, served.requests) == (7000, 0)
+    assert served.hit_tokens == {GPU: 0, RAM: 2000, TIERS: 0}
+    assert (served.capacity_blocks, served.ttft_mean_s) == (40, None)
+    with pytest.raises(
+        ConfigError, match="prompt_tokens exceed the server's by 7,000: was the server restarted"
+    ):
+        before.since(scraped())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no metric vllm:prompt_tokens_total"),
+        ("<html></html>", "no metric vllm:prompt_tokens_total"),
+        ("vllm:prompt_tokens_total 5\n", "no metric vllm:kvoffload_lookup_blocks_total"),
+    ],
+)
+def test_other_servers_are_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scraped(text)
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(SCRAPE.encode() if self.path == "/metrics" else b"")
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
+        Thread(target=http.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{http.server_port}"
+        http.shutdown()
+
+
+def recording() -> Path:
+    """Twenty-five requests of 300 tokens in blocks of 32: five prompts in turn."""
+    lines = []
+    for number in range(25):
+        ids = [1000 * (number % 5) + block for block in range(9)]
+        line = {"timestamp": 1000 * number, "input_length": 300, "output_length": 4, "hash_ids": ids}
+        lines.append(json.dumps(line))
+    path = Path("kv.jsonl")
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run(command: str, server: str, *more: str) -> Done:
+    return kvoffload(
+        command, recording(), "--block-tokens", "32", "--quiet", "--capacity", "40", "--device-blocks", "23",
+        "--policy", "arc", "--check", server, *more,
+    )  # fmt: skip
+
+
+def test_replay_and_simulate_print_the_check(server: str) -> None:
+    done = run("replay", server, "--no-data")
+    assert done.returncode == 1, done.stderr
+    assert "The server does not do what the replay predicts." in done.stdout
+    assert "hits in RAM" in done.stdout
+    assert "TTFT" not in done.stdout
+    done = run("simulate", f"{server}/metrics", "--bytes-per-token", "4096", "--format", "json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert {"TTFT, mean", "bytes loaded", "hits in RAM"} <= {row["name"] for row in found["check"]["rows"]}
+    assert found["with_offload"]["requests"] == 25
+
+
+def test_wrong_options_are_one_line(server: str) -> None:
+    for more, message in (
+        (("--since", "nowhere"), "since: 'nowhere' is invalid"),
+        (("--check", "nowhere.txt"), "check: 'nowhere.txt' is invalid; allowed: http://HOST:PORT, or a file"),
+        (("--check", "http://127.0.0.1:1"), "the server does not answer: [Errno 111] Connection refused"),
+        (("--check", "http://[bad"), "check: 'http://[bad' is invalid"),
+    ):
+        done = run("replay", server, "--no-data", *more)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert message in done.stderr
+        assert "Traceback" not in done.stderr
+    done = kvoffload("replay", "chat", "--since", "metrics.txt")
+    assert done.returncode == 2
+    assert "since: 'metrics.txt' is invalid; it needs --check" in done.stderr

@@ -1,0 +1,60 @@
+"""``replay --check`` on a real server: the replay of the server's recording beside the server's metrics."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.run_cli import kvoffload
+from support.vllm_api_server import running
+from support.vllm_needs import CONNECTOR, needs
+from support.vllm_traffic import Expected
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
+
+RAM_BLOCKS, GPU_BLOCKS, BLOCK_BYTES = 40, 23, 128 << 10
+CONNECTOR_OF_OURS = {
+    "kv_connector": "KVOffloadConnector",
+    "kv_connector_module_path": "kvoffload.integrations.vllm.connector",
+}
+
+
+def replayed(recording: Path, server: str, *more: str) -> tuple[int, dict[str, Any]]:
+    """Run ``replay --check`` with the server's set-up; return the exit code and the check."""
+    done = kvoffload(
+        "replay", recording, "--no-data", "--quiet", "--policy", "lru", "--capacity", str(RAM_BLOCKS),
+        "--device-blocks", str(GPU_BLOCKS), "--check", server, "--format", "json", *more,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)["check"]
+
+
+def test_a_replay_predicts_the_server(llama: Path, on_llama: Expected, tmp_path: Path) -> None:
+    """One request at a time: only the blocks of the running answer differ, which a replay leaves out."""
+    rng, path, begin = random.Random(37), tmp_path / "kv.jsonl", tmp_path / "metrics"
+    with running(
+        llama, tmp_path / "log", connector=CONNECTOR_OF_OURS,
+        policy="lru", record=str(path), ram=RAM_BLOCKS * BLOCK_BYTES,
+    ) as (server, _):  # fmt: skip
+        for number in range(24):
+            server.stream(on_llama.prompts[rng.randrange(6)])
+            if number == 5:
+                begin.write_text(server.get("/metrics"))
+        _, found = replayed(path, server.url)
+        rows = {row["name"]: row for row in found["rows"]}
+        assert rows["requests"]["server"] == rows["requests"]["predicted"] == 24
+        assert rows["prompt tokens"]["difference"] == 0
+        on_gpu, in_ram = rows["hits on the GPU"], rows["hits in RAM"]
+        assert in_ram["server"] > 0.1
+        assert abs(on_gpu["difference"]) < 0.06
+        assert abs(on_gpu["difference"] + in_ram["difference"]) < 0.02
+        assert found["settings"] == []
+        code, found = replayed(path, server.url, "--capacity", "20")
+        assert (code, found["verdict"]) == (1, "different")
+        assert found["settings"] == ["RAM: the server has 40 blocks, predicted are 20: --capacity 40"]
+        code, found = replayed(path, server.url, "--since", str(begin))
+        assert (code, found["verdict"]) == (3, "not-comparable"), "the recording began earlier"
