@@ -34,6 +34,7 @@ MAY_IMPORT = {
         *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"),
         "_version",
     },
+    "explain": {"replay", "traces", "tiers", "core", "settings", "text", "errors", "_version"},
     "simulate": {
         *("replay", "traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "errors"),
         *("text", "_version"),
@@ -49,7 +50,7 @@ MAY_IMPORT = {
         "_version",
     },
     "canary": {"metrics", "errors"},
-    "pages": {"plan", "sweep", "settings", "text", "errors", "_version"},
+    "pages": {"explain", "plan", "sweep", "settings", "text", "errors", "_version"},
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
@@ -65,6 +66,7 @@ MAY_IMPORT = {
             "calibration",
             "canary",
             "check",
+            "explain",
             "model",
             "pages",
             "plan",

@@ -71,6 +71,15 @@ def sweep(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
     return path, done.stdout
 
 
+@pytest.fixture(scope="module")
+def explain(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The same of an explanation."""
+    path = tmp_path_factory.mktemp("explain-page") / "explain.html"
+    done = kvoffload("explain", chat, "--report", path, "--format", "json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    return path, done.stdout
+
+
 class Page(html.parser.HTMLParser):
     """What stands in a page: texts by tag, scripts by id, and whatever would be loaded."""
 
@@ -105,7 +114,7 @@ def charts(page: Page) -> dict[str, Any]:
     return {one["id"]: one for one in json.loads(page.scripts["charts"])}
 
 
-@pytest.mark.parametrize("kind", ["plan", "sweep"])
+@pytest.mark.parametrize("kind", ["plan", "sweep", "explain"])
 @pytest.mark.slow
 def test_a_page_has_the_numbers_of_the_json(kind: str, request: pytest.FixtureRequest) -> None:
     path, printed = request.getfixturevalue(kind)
@@ -257,6 +266,19 @@ def test_a_page_shows_servers(sampled: tuple[Path, str], plan: tuple[Path, str])
     assert "servers" not in [text for tag, text in Page(plan[0]).texts if tag == "th"], "one engine"
 
 
+def test_the_chart_of_an_explanation_has_every_miss(explain: tuple[Path, str]) -> None:
+    path, printed = explain
+    page, found = Page(path), json.loads(printed)
+    (bars,) = charts(page)["reasons"]["data"]
+    assert dict(zip(bars["y"], bars["x"], strict=True)) == {
+        reason.replace("_", " "): blocks for reason, blocks in found["reasons"].items()
+    }
+    texts = [text for _, text in page.texts]
+    for reason, meaning in found["meanings"].items():
+        assert f"{reason}: {meaning}." in texts
+    assert sum(bars["x"]) == found["misses"]
+
+
 def test_the_charts_of_a_sweep_have_its_rows(sweep: tuple[Path, str]) -> None:
     path, printed = sweep
     drawn, rows = charts(Page(path)), json.loads(printed)
@@ -335,7 +357,13 @@ def opened(browser: Any, path: Path, width: int, scheme: str) -> tuple[Any, list
 
 @pytest.mark.parametrize(
     ("kind", "width", "scheme"),
-    [("plan", PHONE, "dark"), ("plan", DESK, "light"), ("sampled", PHONE, "light"), ("sweep", DESK, "dark")],
+    [
+        ("plan", PHONE, "dark"),
+        ("plan", DESK, "light"),
+        ("sampled", PHONE, "light"),
+        ("sweep", DESK, "dark"),
+        ("explain", PHONE, "dark"),
+    ],
 )
 @pytest.mark.slow
 def test_a_browser_draws_all_charts(

@@ -17,6 +17,7 @@ _COMMANDS = {
     "calibrate": ("kvoffload.cli.calibrate:command", "Measure this machine: memory, GPU, disk, server."),
     "canary": ("kvoffload.cli.canary:canary", "Check a server's answers from its caches."),
     "disk": ("kvoffload.cli.disk:disk", "Inspect, verify or delete the directory of a disk tier."),
+    "explain": ("kvoffload.cli.explain:command", "Replay a trace; explain why blocks were missed."),
     "metrics": ("kvoffload.cli.metrics:metrics", "Print the dashboard and alert rules of the metrics."),
     "plan": ("kvoffload.cli.plan:plan", "Recommend RAM, SSDs and servers to buy, with their benefit."),
     "policies": ("kvoffload.cli.policies:policies", "List every eviction policy and admission rule."),

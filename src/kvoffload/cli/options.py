@@ -307,11 +307,15 @@ class ReadOptions:
 
     def read_requests(self, trace: str) -> Trace:
         """Read a trace with at least one block."""
-        loaded = self.read(trace)
-        if loaded.block_refs == 0:
-            why = f"it must have a request of at least one block ({loaded.block_tokens} tokens)"
-            raise ConfigError("trace", trace, why)
-        return loaded
+        return with_blocks(trace, self.read(trace))
+
+
+def with_blocks(name: str, trace: Trace) -> Trace:
+    """Return a trace that has at least one block. Raises `ConfigError`."""
+    if trace.block_refs == 0:
+        why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
+        raise ConfigError("trace", name, why)
+    return trace
 
 
 @dataclass(frozen=True, kw_only=True)

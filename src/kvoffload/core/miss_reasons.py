@@ -15,6 +15,8 @@ DAMAGED: Final = "damaged"
 NO_ROOM: Final = "no_room"
 TIER_GAVE_UP: Final = "tier_gave_up"
 BEHIND_A_GAP: Final = "behind_a_gap"
+NOT_OFFERED: Final = "not_offered"
+OTHER_ENGINE: Final = "other_engine"
 IN_FLIGHT: Final = "in_flight"
 FAILED_STORE: Final = "failed_store"
 RESET: Final = "reset"
@@ -29,6 +31,8 @@ REASONS: Final = {
     NO_ROOM: "the block was offered while no slot could be freed for it",
     TIER_GAVE_UP: "a tier had the block and did not deliver it: deadline, not worth it, full or circuit open",
     BEHIND_A_GAP: "the block is stored, and an earlier block of the prompt is missing",
+    NOT_OFFERED: "the block was computed, and never offered to the cache: it did not fit on the device",
+    OTHER_ENGINE: "another engine has computed the block, and this engine has not",
     IN_FLIGHT: "the block was still being stored or promoted",
     FAILED_STORE: "the copy of the block to the cache failed",
     RESET: "the block was stored, and the cache was reset before this use",

@@ -30,6 +30,8 @@ class OnCompute:
         follows_device: True if the mode tracks which blocks the device holds. Then the policy observes a
             request before its load instead of before its store.
         is_compiled: True if kernels do all the work: the policy is compiled, and no admission rule is set.
+        num_not_admitted: blocks of the last offer that the admission rule refused; other refused blocks were
+            refused by the policy.
     """
 
     one_prefix: ClassVar[bool] = True
@@ -42,6 +44,7 @@ class OnCompute:
         self._has_observe = type(policy).observe is not EvictionPolicy.observe
         self._has_finished = type(policy).finished is not EvictionPolicy.finished
         self.is_compiled = False
+        self.num_not_admitted = 0
         self.bind()
 
     def bind(self) -> None:
@@ -117,7 +120,8 @@ class OnCompute:
         if num_missing and self.admission is not None and not admitted:
             num_admitted = self._admit(self.admission, new.keys[:num_missing], new.rows[:num_missing])
         new.count = min(num_admitted, new.count)
-        new.num_dropped, new.num_refused = num_admitted - new.count, num_missing - num_admitted
+        self.num_not_admitted = num_missing - num_admitted
+        new.num_dropped, new.num_refused = num_admitted - new.count, self.num_not_admitted
         new.one_prefix, new.admitted = self.one_prefix, enters
         if new.count and not self.cache.replace:
             kernels.give(self.cache.memory, ctx.memory, new.memory)

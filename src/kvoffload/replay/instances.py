@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.keys import KEY_BYTES
+from kvoffload.replay.observer import Observer
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport, TierReport
@@ -73,12 +74,21 @@ class SharedReplay:
 
     Args:
         data: a data plane for each manager, if there are no tiers behind RAM; empty: no bytes.
+        observe: creates the observer of a manager, given the trace of its requests and their numbers; None:
+            no observers.
 
     Attributes:
         hits_per_request: as in `Replay`.
     """
 
-    def __init__(self, trace: Trace, config: ReplayConfig, data: Sequence[DataPlane] = ()) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        data: Sequence[DataPlane] = (),
+        *,
+        observe: Callable[[Trace, npt.NDArray[np.int64]], Observer] | None = None,
+    ) -> None:
         self._trace, self._config = trace, config
         engine_of = route(trace, config.instances, config.routing)
         # Each manager serves one engine or, with shared RAM, the engines of a machine.
@@ -100,7 +110,10 @@ class SharedReplay:
             requests = np.flatnonzero(self._manager_of == manager)
             own = trace.of_requests(requests)
             of_own = engine_of[requests] % engines if engines > 1 else None
-            self._replays.append(Replay(own, self._of_manager, plane, shared=self._shared, engine_of=of_own))
+            observer = None if observe is None else observe(own, requests)
+            self._replays.append(
+                Replay(own, self._of_manager, plane, shared=self._shared, engine_of=of_own, observer=observer)
+            )
             self._refs.append(own.block_refs)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
 
@@ -189,5 +202,9 @@ class SharedReplay:
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
     """Create the replay of a configuration, without bytes: one manager, or one for each instance."""
-    one_manager = config.instances == 1 or (config.shared_ram and config.machines == 1)
-    return Replay(trace, config) if one_manager else SharedReplay(trace, config)
+    return Replay(trace, config) if has_one_manager(config) else SharedReplay(trace, config)
+
+
+def has_one_manager(config: ReplayConfig) -> bool:
+    """Return True if a `Replay` replays this configuration; others need a `SharedReplay`."""
+    return config.instances == 1 or (config.shared_ram and config.machines == 1)

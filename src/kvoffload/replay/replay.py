@@ -33,6 +33,7 @@ from kvoffload.replay.device import Device, run_devices
 from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
 from kvoffload.replay.engines import Engines
 from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
+from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
 from kvoffload.replay.report import ReplayReport, TierReport
@@ -174,6 +175,7 @@ class Replay:
         decisions: file for the decision log, which is hashed in any case.
         shared: tier of several instances, which replaces the last tier of `config`.
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
+        observer: receives every decision; None for most replays, which then cost no more.
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
@@ -188,6 +190,7 @@ class Replay:
         *,
         shared: SecondaryTier | None = None,
         engine_of: npt.NDArray[np.int32] | None = None,
+        observer: Observer | None = None,
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
@@ -236,6 +239,11 @@ class Replay:
         self._device: Device | None = None
         if config.device_blocks:
             self._device = Device(trace, run_devices(trace, config.device_blocks, self._engine_of))
+        # Several engines have several devices, whose contents are not followed.
+        followed = self._device if self._engine_of is None else None
+        self._watch: Watch | None = None
+        if observer is not None:
+            self._watch = Watch(observer, trace, self.manager, self._keys, followed)
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -284,15 +292,22 @@ class Replay:
             resident = device.contains(codes) | self.manager.contains(keys, ctx)
             self._block_hits += int(np.count_nonzero(resident))
         wanted = (codes[on_device:], keys[on_device:]) if on_device else (codes, keys)
+        watch = self._watch
+        if watch is not None:
+            watch.observer.arrives(request, codes, watch.places)
         from_tier = self._load(request, *wanted, ctx)
         self._engines.loaded(request, wanted[0][:from_tier])
         self._log.numbers(request, "hit", on_device, from_tier)
+        if watch is not None:
+            watch.observer.served(request, codes, on_device + from_tier, watch.places)
         if device is not None and self._is_victim_tier:
             dropped = device.serve(request)
             if len(dropped):
                 self._store(request, dropped, self._keys.of_blocks(dropped), None)
         else:
             self._store(request, codes, keys, ctx)
+            if watch is not None and device is not None and self._engine_of is None:
+                device.serve(request)  # so that the observer knows what the device holds
         if self._ends.are_late:
             # As in engines, blocks of a running request are recent before the request ends.
             self.manager.touch(keys, ctx)
@@ -308,13 +323,17 @@ class Replay:
         for request, ctx in ends:
             self._engines.switch_to(request)
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
+            codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
+            if self._watch is not None:
+                self._watch.offered(codes)
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
                 # The manager assumes that the device still holds the request's blocks. An engine keeps them
                 # until the request ends; the device of the replay may have dropped some of them.
-                codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
                 self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
         if self._tiered is not None:
             self._settle(self._tiered)
+        if self._watch is not None:
+            self._watch.settled()
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
@@ -337,18 +356,25 @@ class Replay:
             return hits
         self._damaged += len(damaged)
         self._log.blocks(request, "damaged", self._ids(codes[damaged]))
+        if self._watch is not None:
+            self._watch.decided(request, Decision.DAMAGED, codes[damaged])
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
         """Promote the prefix from lower tiers and wait; returns the number of its blocks in RAM."""
-        manager.take_events()
+        events = manager.take_events()
+        if self._watch is not None:
+            self._watch.events(request, events)
         lookup = manager.lookup(keys, ctx)
         while lookup.stopped_by is LookupResult.RETRY:
             self._settle(manager)
             lookup = manager.lookup(keys, ctx)
-        for event in manager.take_events():
+        events = manager.take_events()
+        for event in events:
             kind = "evict" if event.removed else "promote"
             self._log.blocks(request, kind, self._keys.ids(event.keys))
+        if self._watch is not None:
+            self._watch.events(request, events)
         return lookup.num_ready
 
     def _settle(self, manager: TieredManager) -> None:
@@ -364,9 +390,13 @@ class Replay:
         self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
     ) -> None:
         """Offer blocks to RAM: a request's blocks, or blocks that the device drops if `ctx` is None."""
+        if self._watch is not None and self._tiered is not None:
+            self._watch.events(request, self._tiered.take_events())
         plan = self.manager.prepare_store(keys, ctx)
         if plan is None:
             dropped = self.manager.stats().dropped
+            if self._watch is not None:
+                self._watch.not_stored(request, codes, dropped - self._dropped)
             if not self._is_victim_tier:
                 self._block_hits += len(codes) - (dropped - self._dropped)
             self._log.numbers(request, "full", dropped - self._dropped)
@@ -377,6 +407,9 @@ class Replay:
         if num_absent:
             self._dropped += plan.num_dropped
         self._log_store(request, codes, stored, slots, plan)
+        if self._watch is not None:
+            self._watch.stored(request, codes[plan.missing_rows], plan)
+            self._watch.offered(stored)
         self._held[slots] = stored
         self._engines.stored(request, stored)
         if not self._is_victim_tier:
@@ -384,6 +417,8 @@ class Replay:
         if self._data is not None and len(stored):
             self._data.store(plan)
         self.manager.complete_store(plan)
+        if self._watch is not None and self._tiered is not None:
+            self._tiered.take_events()  # the observer knows them from the plan
 
     def _log_store(
         self,

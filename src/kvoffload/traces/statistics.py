@@ -98,6 +98,7 @@ class Turns:
         session_of: shape ``(requests,)``; session of each request.
         is_named: shape ``(requests,)``; the recording names the session.
         is_unambiguous: shape ``(requests,)``; the inference is unambiguous.
+        is_shared_prompt: shape ``(unique_blocks,)``; more than eight different blocks follow the block.
     """
 
     request_of: _Int64s
@@ -107,6 +108,7 @@ class Turns:
     session_of: _Int64s
     is_named: npt.NDArray[np.bool_]
     is_unambiguous: npt.NDArray[np.bool_]
+    is_shared_prompt: npt.NDArray[np.bool_]
 
 
 def turns(trace: Trace) -> Turns:
@@ -115,12 +117,22 @@ def turns(trace: Trace) -> Turns:
     request_of = np.repeat(np.arange(trace.requests), lengths)
     first_seen = _first_positions(trace)
     new_blocks = np.bincount(request_of[first_seen], minlength=trace.requests)
-    previous_turn, is_unambiguous = _previous_turns(trace, request_of, first_seen, lengths - new_blocks)
+    fan_out = _fan_out(trace, first_seen)
+    previous_turn, is_unambiguous = _previous_turns(
+        trace, request_of, first_seen, lengths - new_blocks, fan_out
+    )
     named = np.full(trace.requests, _NONE, np.int64) if trace.sessions is None else trace.sessions
     previous_turn = _in_named_sessions(previous_turn, named)
     session_of = _sessions(previous_turn, named)
     return Turns(
-        request_of, first_seen, new_blocks, previous_turn, session_of, named != _NONE, is_unambiguous
+        request_of,
+        first_seen,
+        new_blocks,
+        previous_turn,
+        session_of,
+        named != _NONE,
+        is_unambiguous,
+        fan_out > _SHARED_PROMPT_FAN_OUT,
     )
 
 
@@ -187,17 +199,22 @@ def _first_positions(trace: Trace) -> _Int64s:
     return first
 
 
+def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
+    """Count the different blocks that follow each block."""
+    is_head = np.zeros(trace.block_refs + 1, np.bool_)
+    is_head[trace.offsets[:-1]] = True
+    parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
+    return np.bincount(parents, minlength=trace.unique_blocks)
+
+
 def _previous_turns(
-    trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s
+    trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s, fan_out: _Int64s
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
     """Return for each request the earlier request that it continues, or `_NONE`, and if that is unambiguous.
 
     `shared` has for each request the number of its leading blocks that earlier requests used.
     """
-    starts, is_head = trace.offsets[:-1], np.zeros(trace.block_refs + 1, np.bool_)
-    is_head[starts] = True
-    parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
-    fan_out = np.bincount(parents, minlength=trace.unique_blocks)
+    starts = trace.offsets[:-1]
     previous = np.full(trace.requests, _NONE, np.int64)
     candidates = np.flatnonzero(shared > 0)
     deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]

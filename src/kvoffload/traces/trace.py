@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +78,8 @@ class Trace:
         assumed: assumptions of the conversion that made the file, also in `name`; empty if there are none.
         sessions: shape ``(requests,)``, int32; number of the session that the recording names for each
             request, or -1; None if it names no session.
+        served_tokens: prompt tokens that the recorded server had cached, for each source (``gpu``, ``host``,
+            ...): shape ``(requests,)``, int64; None if the recording lacks them.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Trace:
     prompt_tokens: npt.NDArray[np.int64] | None = None
     sessions: npt.NDArray[np.int32] | None = None
     assumed: str = ""
+    served_tokens: Mapping[str, npt.NDArray[np.int64]] | None = None
 
     @property
     def requests(self) -> int:
@@ -142,6 +145,8 @@ class Trace:
             hints=hints,
             prompt_tokens=None if self.prompt_tokens is None else self.prompt_tokens[requests],
             sessions=None if self.sessions is None else self.sessions[requests],
+            served_tokens=self.served_tokens
+            and {source: tokens[requests] for source, tokens in self.served_tokens.items()},
         )
 
     def hints_of(self, request: int) -> Hints:

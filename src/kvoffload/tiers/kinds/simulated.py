@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import NotNegative
 from kvoffload.tiers.simulated import SimulatedTier
-from kvoffload.tiers.spec import SizedTierOptions, TierOwner
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions, TierOwner
 from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 
 
@@ -49,3 +49,21 @@ class SimulatedOptions(SizedTierOptions):
             why = "the recording has no times; leave the limit out"
             raise ConfigError("max_write_blocks_per_day", self.max_write_blocks_per_day, why)
         return budget_of_recording(self.max_write_blocks_per_day, clock)
+
+
+def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
+    """Return a simulated tier that decides like `tier`. Raises `ConfigError` for tiers without a capacity.
+
+    A limit of bytes written is refused: a simulated tier counts blocks.
+    """
+    if isinstance(tier, SimulatedOptions):
+        return tier
+    if not isinstance(tier, SizedTierOptions):
+        why = "it has no capacity to simulate: use simulated:CAPACITY"
+        raise ConfigError(field, str(tier), why)
+    if getattr(tier, "max_write_bytes_per_day", None) is not None:
+        why = f"use simulated:{tier.capacity},max_write_blocks_per_day=N"
+        raise ConfigError(field, str(tier), why)
+    return SimulatedOptions(
+        label=tier.label or tier.name, capacity=tier.capacity, policy=tier.policy, admission=tier.admission
+    )

@@ -72,6 +72,7 @@ def convert(
     tokenizer: Path | None = None,
     salt: str | None = None,
     keep_ids: bool = False,
+    keys: Keys | None = None,
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
 ) -> Converted:
@@ -87,6 +88,7 @@ def convert(
         tokenizer: a ``tokenizer.json``, for text.
         salt: salt of the ids; equal salts give equal ids to equal prefixes. None: a random salt.
         keep_ids: keep the ids and names of the source.
+        keys: computes the ids, instead of `salt` and `keep_ids`.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
     Memory: independent of the number of requests. Cost: about 1 s per million block references, plus the
@@ -108,7 +110,9 @@ def convert(
         raise ConfigError("keep-ids", True, f"{kind.name} has no block ids to keep")
     stated = stated_header(Path(place)) if kind.has_ids else None
     tokens = _block_tokens(place, kind, block_tokens, stated)
-    keys = KeptKeys(b"") if keep_ids else Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
+    if keys is None:
+        salted = Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
+        keys = KeptKeys(b"") if keep_ids else salted
     missing, read = list[Missing](), Tokens()
     try:
         read = Tokens() if tokenizer is None else FileTokens(tokenizer)

@@ -47,7 +47,16 @@ _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
 _NO_PARENT = _NO_SESSION = -1
 _OF_A_REQUEST = (
-    *("lengths", "line_numbers", "timestamps", "output_tokens", "input_tokens", "hints", "sessions"),
+    *(
+        "lengths",
+        "line_numbers",
+        "timestamps",
+        "output_tokens",
+        "input_tokens",
+        "hints",
+        "sessions",
+        "served",
+    ),
 )
 """Lists of `_Requests` with one entry per request."""
 _LOGGER = logging.getLogger("kvoffload.traces")
@@ -65,6 +74,7 @@ class Line(SessionNames, omit_defaults=True):
     priority: _Int64 | None = None
     time_to_live_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     tenant: str | None = None
+    served_tokens: dict[str, _Count] | None = None
 
     @classmethod
     def of(
@@ -155,6 +165,7 @@ class Mooncake(TraceFormat):
             hints=TraceHints.of(requests.hints),
             prompt_tokens=requests.prompt_tokens(),
             sessions=requests.named_sessions(),
+            served_tokens=requests.served_tokens(),
             assumed=requests.assumed,
         )
 
@@ -199,6 +210,7 @@ class _Requests:
         self.timestamps, self.output_tokens, self.input_tokens = array("d"), array("q"), array("q")
         self.hints: list[Hints] = []
         self.sessions = array("q")
+        self.served: list[dict[str, int] | None] = []
         self.block_size = BlockSize(block_tokens or DEFAULT_BLOCK_TOKENS)
         self.skipped_lines = 0
         self._are_seconds = False
@@ -227,6 +239,7 @@ class _Requests:
         self.output_tokens.append(line.output_length)
         self.input_tokens.append(line.input_length)
         self.hints.append(line.hints)
+        self.served.append(line.served_tokens)
         name, numbers = self._names.of(line), self._number_of_session
         self.sessions.append(numbers.setdefault(name, len(numbers)) if name else _NO_SESSION)
 
@@ -299,6 +312,16 @@ class _Requests:
         sessions = np.full(len(numbers), _NO_SESSION, np.int32)
         sessions[numbers != _NO_SESSION] = codes
         return sessions
+
+    def served_tokens(self) -> dict[str, _Int64s] | None:
+        """Return `Trace.served_tokens`; None if a request lacks them."""
+        served = [tokens for tokens in self.served if tokens is not None]
+        if not served or len(served) < len(self.served):
+            return None
+        sources = dict.fromkeys(source for tokens in served for source in tokens)
+        return {
+            source: np.array([tokens.get(source, 0) for tokens in served], np.int64) for source in sources
+        }
 
     def time_unit(self) -> str:
         """Return the unit of the times; empty for whole numbers in a file without a header."""

@@ -45,10 +45,9 @@ class FinishedRequest:
 
 
 class RecordedLine(Line, kw_only=True, omit_defaults=True):
-    """A line of a trace with two more fields, which readers of traces ignore."""
+    """A line of a trace with one more field, which readers of traces ignore."""
 
     finished: int
-    served_tokens: dict[str, int]
 
 
 class Recorder:

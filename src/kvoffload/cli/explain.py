@@ -1,0 +1,121 @@
+"""``kvoffload explain``: the reasons of the missing blocks of a replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+from rich.console import Group, RenderableType
+
+from kvoffload.cli.options import LoadOptions, option, options_of, typed_command, with_blocks
+from kvoffload.cli.output import Lines, progress_bar, show, terminal_table, tiers_silenced, write_output
+from kvoffload.cli.replay import CacheOptions
+from kvoffload.core.miss_reasons import EVICTED
+from kvoffload.errors import ConfigError, Problems
+from kvoffload.explain.capacity import kept_with, num_replayed
+from kvoffload.explain.explanation import Explanation, explain
+from kvoffload.explain.misses import find_misses
+from kvoffload.explain.prompts import Tokens
+from kvoffload.explain.recording import has_tokens, read_with_tokens
+from kvoffload.explain.words import facts
+from kvoffload.pages.explain import explanation_page, summary, tables
+from kvoffload.pages.page import check_report, write_report
+from kvoffload.replay.replay import ReplayConfig
+from kvoffload.settings.read import Count, CountOrNothing
+from kvoffload.tiers.kinds.simulated import simulated_like
+from kvoffload.tiers.spec import TierOptions
+from kvoffload.traces.sources import block_tokens_of
+from kvoffload.traces.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainOptions(CacheOptions, LoadOptions):
+    request: CountOrNothing | None = option(
+        None, "Explain all missing blocks of this request: its position in the trace, from 0."
+    )
+    top: Count = option(20, "Number of runs of missing blocks, and of places at which prompts differ.")
+    no_capacities: bool = option(False, "Do not replay larger capacities: eight times faster.")
+    kind: str | None = option(
+        None,
+        "Format of a recording with token ids or text: token_ids or text, with parameters. By default the "
+        "format of the first record.",
+        "--from",
+        metavar="KIND",
+    )
+    tokenizer: Path | None = option(None, "Tokenizer for text.", metavar="TOKENIZER.JSON")
+    report: Path | None = option(None, "Write an offline page. Needs kvoffload[report].", metavar="FILE.html")
+    force: bool = option(False, "Replace an existing page.")
+
+    def check(self) -> None:
+        """Check everything that does not need the trace. Raises `ConfigError`, all problems at once."""
+        problems, block_tokens, block_bytes = Problems("explain"), 1, None
+        with problems:
+            block_tokens = block_tokens_of(self.trace, self.block_tokens)
+        with problems:
+            block_bytes = self.known_block_bytes(block_tokens)
+        with problems:
+            self.parsed_tiers()
+        with problems:
+            if self.report is not None:
+                check_report(self.report, force=self.force)
+        self.check_sizes(problems, block_bytes)
+        problems.check()
+
+    def parsed_tiers(self) -> list[TierOptions]:
+        """Parse the tiers; all are simulated. Raises `ConfigError`."""
+        return [simulated_like("tiers", tier) for tier in super().parsed_tiers()]
+
+    def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
+        """Create the configuration of the caches and the assumptions."""
+        return replace(
+            super().config(trace, block_bytes),
+            decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
+            queue_requests=self.queue_requests,
+        )
+
+    def recording(self) -> tuple[Trace, Tokens | None]:
+        """Read the trace, with token ids if the recording has them."""
+        if not has_tokens(self.trace, self.kind):
+            return self.read_requests(self.trace), None
+        with progress_bar("read", 1.0, self.quiet) as progress:
+            trace, tokens = read_with_tokens(
+                self.trace, source=self.kind, block_tokens=self.block_tokens, tokenizer=self.tokenizer,
+                skip_bad_lines=self.skip_bad_lines, progress=progress,
+            )  # fmt: skip
+        return with_blocks(self.trace, trace), tokens
+
+
+@click.command()
+@options_of(ExplainOptions)
+def command(options: ExplainOptions) -> None:
+    """Replay TRACE and explain each missing block: why was it not in the cache?
+
+    TRACE is as for `kvoffload replay`, or a recording with token ids or text as for `kvoffload trace
+    convert`: then the tokens at which prompts differ are reported. Tiers are simulated: nothing is written.
+    docs/explain.md describes each reason.
+    """
+    trace, tokens = options.recording()
+    if options.request is not None and options.request >= trace.requests:
+        raise ConfigError("request", options.request, f"allowed: 0 to {trace.requests - 1:,}")
+    config = options.config(trace, options.known_block_bytes(trace.block_tokens))
+    if options.output is not None:
+        write_output("output", options.output, b"")  # Fails before the work begins.
+    total = trace.requests + (0 if options.no_capacities else num_replayed(trace))
+    with tiers_silenced(), progress_bar("explain", total, options.quiet) as progress:
+        report, found = find_misses(trace, config, tokens=tokens, progress=progress)
+        if not options.no_capacities and EVICTED in found.counts():
+            larger = kept_with(trace, config, lambda done: progress(trace.requests + done))
+            found = replace(found, kept_with=larger)
+    explained = explain(
+        report, found, config,
+        has_token_ids=tokens is not None, top=options.top, request=options.request,
+    )  # fmt: skip
+    if options.report is not None:
+        write_report(options.report, explanation_page(explained, typed_command()))
+    show(explained.to_json(), _shown(explained), is_json=options.is_json, output=options.output)
+
+
+def _shown(explained: Explanation) -> RenderableType:
+    reasons, *others = [terminal_table(table) for table in tables(explained)]
+    return Group(Lines([summary(explained)], indent=""), reasons, Lines(facts(explained)), *others)

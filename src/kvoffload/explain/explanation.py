@@ -1,0 +1,391 @@
+"""The explanation of the missing blocks of a replay: reasons, runs, differing prompts, capacities, as JSON.
+
+Summarizes `explain.misses`. Knows no terminal and no page.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload._version import __version__
+from kvoffload.core.miss_reasons import EVICTED, NOT_ADMITTED
+from kvoffload.explain.capacity import FACTORS
+from kvoffload.explain.history import NO_REQUEST
+from kvoffload.explain.misses import AFTER_SHARED_PROMPT, MEANINGS, NUMBERS, PREFIX_DIFFERS, Misses
+from kvoffload.explain.prompts import Difference
+from kvoffload.replay.replay import ReplayConfig, recorded_s
+from kvoffload.replay.report import ReplayReport
+from kvoffload.traces.statistics import turns
+from kvoffload.traces.trace import Trace
+
+_Int64s = npt.NDArray[np.int64]
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """Consecutive missing blocks of one request with one reason. Fields that do not apply are null.
+
+    Requests and blocks are numbered from 0; a request's number is its position in the trace. Times and
+    numbers of an evicted run are those of its first block.
+
+    Attributes:
+        request, arrived_s: the request, and the seconds from the first request to its arrival.
+        first_block, blocks, tokens: place and length of the run in the prompt.
+        earlier_uses: earlier requests that had the first block.
+        stored_by, decided_at: the request that stored the first block, and the request for which it was
+            evicted, refused or dropped.
+        kept_s, since_s: seconds from the store to the eviction, and from the decision to this request; null
+            without times.
+        left: the last place that the evicted blocks left: ``ram``, or the name of a tier.
+        kept_with: smallest tried multiple of the capacity at which the first block is a hit.
+        nearest_request: the earlier prompt that the request differs from.
+        difference: the first differing tokens, if the recording has token ids.
+    """
+
+    request: int
+    arrived_s: float
+    first_block: int
+    blocks: int
+    tokens: int
+    reason: str
+    earlier_uses: int
+    stored_by: int | None = None
+    decided_at: int | None = None
+    kept_s: float | None = None
+    since_s: float | None = None
+    left: str | None = None
+    kept_with: float | None = None
+    nearest_request: int | None = None
+    difference: Difference | None = None
+
+
+class Differing(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests that differ from an earlier prompt at the same place, behind the same beginning.
+
+    Attributes:
+        reason: ``prefix_differs`` or ``after_shared_prompt``.
+        block: number of the first differing block.
+        token: number of the first differing token; null without token ids.
+        requests, blocks: number of these requests, and of their blocks from the difference on.
+        equal_tokens: tokens behind the differences that are equal again; null without token ids.
+        in_session: requests whose recorded session has an earlier prompt from which they differ there.
+        request, nearest_request: the request with the most missing blocks, and the prompt it differs from.
+        difference: the difference of these two, if the recording has token ids.
+    """
+
+    reason: str
+    block: int
+    token: int | None
+    requests: int
+    blocks: int
+    equal_tokens: int | None
+    in_session: int
+    request: int
+    nearest_request: int
+    difference: Difference | None
+
+
+class Evicted(msgspec.Struct, frozen=True, kw_only=True):
+    """Summary of the evicted blocks that were missed.
+
+    Attributes:
+        left: blocks by the last place that they left: ``ram``, or the name of a tier.
+        kept_s, since_s: medians of the times from store to eviction and from eviction to use; null without
+            times.
+        kept_requests, since_requests: the same in requests.
+        hits_with: for each tried multiple of the capacity, the number of these blocks that are hits; null if
+            none was tried.
+    """
+
+    left: dict[str, int]
+    kept_s: float | None
+    since_s: float | None
+    kept_requests: int
+    since_requests: int
+    hits_with: dict[str, int] | None
+
+
+class Served(msgspec.Struct, frozen=True, kw_only=True):
+    """Cached prompt tokens of the recorded server, beside the hits of the replay.
+
+    Attributes:
+        tokens: tokens by source: ``gpu``, ``host``, a tier.
+        replayed_tokens: tokens that the replay hits.
+        requests_with_less, tokens_less: requests for which the server had fewer tokens than the replay by at
+            least a block, and the sum of these tokens.
+        requests_with_more, tokens_more: the opposite.
+    """
+
+    tokens: dict[str, int]
+    replayed_tokens: int
+    requests_with_less: int
+    tokens_less: int
+    requests_with_more: int
+    tokens_more: int
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Reasons for all missing blocks of one replay; the fields are the keys of its JSON object.
+
+    Attributes:
+        tiers: names of the tiers behind RAM.
+        hits, misses: block references that were served, and the others.
+        reasons: missing blocks of each reason; they add up to `misses`.
+        meanings: meaning of each reason that occurs.
+        seen_before: blocks that were not admitted, by the number of earlier requests that had them.
+        differing: places at which prompts differ, by `equal_tokens` and `blocks`, the most first.
+        num_differing: number of all such places.
+        equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
+        runs: the longest runs, or all runs of one request in the order of its blocks.
+        num_runs: number of all runs.
+        decisions_sha256: digest of the decisions, equal to the one of ``kvoffload replay``.
+    """
+
+    trace: str
+    policy: str
+    admission: str
+    capacity_blocks: int
+    device_blocks: int
+    store: str
+    tiers: list[str]
+    instances: int
+    block_tokens: int
+    requests: int
+    block_refs: int
+    hits: int
+    misses: int
+    reasons: dict[str, int]
+    meanings: dict[str, str]
+    has_times: bool
+    has_token_ids: bool
+    evicted: Evicted | None
+    seen_before: dict[str, int]
+    differing: list[Differing]
+    num_differing: int
+    equal_tokens: int | None
+    served: Served | None
+    num_runs: int
+    runs: list[Run]
+    decisions_sha256: str
+    version: str = __version__
+
+    def to_json(self) -> bytes:
+        """Encode as one indented JSON object."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+def explain(
+    report: ReplayReport,
+    found: Misses,
+    config: ReplayConfig,
+    *,
+    has_token_ids: bool = False,
+    top: int = 20,
+    request: int | None = None,
+) -> Explanation:
+    """Summarize the misses of a replay.
+
+    Args:
+        found: the misses, with `Misses.kept_with` if larger capacities were tried.
+        top: number of runs and of differing places.
+        request: explain all runs of this request instead of the longest runs.
+    """
+    trace, counts = found.trace, found.counts()
+    facts = _Facts(found, [tier.name for tier in report.tiers[1:]])
+    starts, ends = _runs(found)
+    chosen = np.argsort(starts - ends, kind="stable")[:top]
+    if request is not None:
+        chosen = np.flatnonzero(facts.request_of[starts] == request)
+    differing = _differing(found)
+    return Explanation(
+        trace=trace.name,
+        policy=report.policy,
+        admission=config.admission,
+        capacity_blocks=config.capacity_blocks,
+        device_blocks=config.device_blocks,
+        store=config.store,
+        tiers=facts.tiers,
+        instances=config.instances,
+        block_tokens=trace.block_tokens,
+        requests=trace.requests,
+        block_refs=trace.block_refs,
+        hits=int(found.hits.sum()),
+        misses=sum(counts.values()),
+        reasons=counts,
+        meanings={name: MEANINGS[name] for name in counts},
+        has_times=facts.has_times,
+        has_token_ids=has_token_ids,
+        evicted=facts.evicted(),
+        seen_before=facts.seen_before(),
+        differing=differing[:top],
+        num_differing=len(differing),
+        equal_tokens=sum(place.equal_tokens or 0 for place in differing) if has_token_ids else None,
+        served=_served(found),
+        num_runs=len(starts),
+        runs=[facts.run(int(starts[number]), int(ends[number])) for number in chosen],
+        decisions_sha256=report.decisions_sha256,
+    )
+
+
+def _runs(found: Misses) -> tuple[_Int64s, _Int64s]:
+    """Return the first reference of each run of missing blocks with one reason, and the end of each run."""
+    reasons = found.reasons
+    is_new = np.ones(len(reasons), np.bool_)
+    is_new[1:] = reasons[1:] != reasons[:-1]
+    is_new[found.trace.offsets[:-1][np.diff(found.trace.offsets) > 0]] = True
+    starts = np.flatnonzero(is_new)
+    ends = np.append(starts[1:], len(reasons))
+    is_missing = reasons[starts] > 0
+    return starts[is_missing], ends[is_missing]
+
+
+class _Facts:
+    """Numbers of missing blocks."""
+
+    def __init__(self, found: Misses, tiers: list[str]) -> None:
+        trace = found.trace
+        self._found, self._trace = found, trace
+        # Names may be equal: several simulated tiers.
+        self.tiers = [
+            name if tiers.count(name) == 1 else f"{name} {number}" for number, name in enumerate(tiers, 1)
+        ]
+        self.request_of = np.repeat(np.arange(trace.requests), np.diff(trace.offsets))
+        self.has_times = recorded_s(trace) > 0
+        self._first_ms = int(trace.timestamps_ms.min(initial=0)) if trace.requests else 0
+        self._rank = _ranks(trace)
+
+    def evicted(self) -> Evicted | None:
+        """Summarize the evicted blocks; None for none."""
+        found = self._found
+        refs = np.flatnonzero(found.reasons == NUMBERS[EVICTED])
+        if len(refs) == 0:
+            return None
+        stored, decided, now = found.stored_at[refs], found.caused_by[refs], self.request_of[refs]
+        by_place = np.bincount(found.was_in_tier[refs], minlength=1 + len(self.tiers)).tolist()
+        names = ["ram", *self.tiers]
+        tried = None
+        if found.kept_with is not None:
+            sums = np.cumsum(np.bincount(found.kept_with[refs], minlength=len(FACTORS) + 1)[1:]).tolist()
+            tried = {f"{factor:g}": count for factor, count in zip(FACTORS, sums, strict=True)}
+        return Evicted(
+            left={name: count for name, count in zip(names, by_place, strict=True) if count},
+            kept_s=self._median_s(stored, decided),
+            since_s=self._median_s(decided, now),
+            kept_requests=int(np.median(decided - stored)),
+            since_requests=int(np.median(now - decided)),
+            hits_with=tried,
+        )
+
+    def seen_before(self) -> dict[str, int]:
+        """Count the blocks that were not admitted, by the number of their earlier requests."""
+        refs = np.flatnonzero(self._found.reasons == NUMBERS[NOT_ADMITTED])
+        counts = np.bincount(self._rank[refs]).tolist()
+        return {str(uses): count for uses, count in enumerate(counts) if count}
+
+    def run(self, start: int, end: int) -> Run:
+        """Describe the run of missing references from `start` to `end`."""
+        found, trace, request = self._found, self._trace, int(self.request_of[start])
+        reason, compared = found.name_at(start), found.beginnings
+        decided, stored = int(found.caused_by[start]), int(found.stored_at[start])
+        differs = reason in (PREFIX_DIFFERS, AFTER_SHARED_PROMPT)
+        is_evicted = reason == EVICTED
+        kept = 0 if found.kept_with is None else int(found.kept_with[start])
+        known = decided != NO_REQUEST
+        return Run(
+            request=request,
+            arrived_s=(int(trace.timestamps_ms[request]) - self._first_ms) / 1000,
+            first_block=start - int(trace.offsets[request]),
+            blocks=end - start,
+            tokens=(end - start) * trace.block_tokens,
+            reason=reason,
+            earlier_uses=int(self._rank[start]),
+            stored_by=stored if stored != NO_REQUEST else None,
+            decided_at=decided if known else None,
+            kept_s=self._seconds(stored, decided) if is_evicted else None,
+            since_s=self._seconds(decided, request) if known else None,
+            left=["ram", *self.tiers][found.was_in_tier[start]] if is_evicted else None,
+            kept_with=FACTORS[kept - 1] if kept else None,
+            nearest_request=int(compared.nearest[request]) if differs else None,
+            difference=compared.differences.get(request) if differs else None,
+        )
+
+    def _seconds(self, earlier: int, later: int) -> float | None:
+        times = self._trace.timestamps_ms
+        return (int(times[later]) - int(times[earlier])) / 1000 if self.has_times else None
+
+    def _median_s(self, earlier: npt.NDArray[np.integer], later: npt.NDArray[np.integer]) -> float | None:
+        times = self._trace.timestamps_ms
+        return float(np.median(times[later] - times[earlier])) / 1000 if self.has_times else None
+
+
+def _ranks(trace: Trace) -> _Int64s:
+    """Return for each reference the number of earlier references to its block."""
+    order = np.argsort(trace.refs, kind="stable")
+    counts = np.bincount(trace.refs, minlength=trace.unique_blocks)
+    ranks = np.empty(trace.block_refs, np.int64)
+    ranks[order] = np.arange(trace.block_refs) - np.repeat(np.cumsum(counts) - counts, counts)
+    return ranks
+
+
+def _differing(found: Misses) -> list[Differing]:
+    """Group the requests that differ from an earlier prompt by reason and place of the difference."""
+    trace, compared = found.trace, found.beginnings
+    request_of = np.repeat(np.arange(trace.requests), np.diff(trace.offsets))
+    groups: dict[tuple[str, int, int | None], list[int]] = {}
+    blocks = np.zeros(trace.requests, np.int64)
+    for reason in (PREFIX_DIFFERS, AFTER_SHARED_PROMPT):
+        first_uses = np.bincount(request_of[found.reasons == NUMBERS[reason]], minlength=trace.requests)
+        blocks += first_uses
+        for request in np.flatnonzero(first_uses).tolist():
+            known, difference = int(compared.known[request]), compared.differences.get(request)
+            parent = int(trace.refs[trace.offsets[request] + known - 1]) if known else NO_REQUEST
+            # Behind a shared prompt every prompt is different, so its tokens tell nothing.
+            is_placed = difference is not None and reason == PREFIX_DIFFERS
+            token = difference.start if difference is not None and is_placed else None
+            groups.setdefault((reason, parent, token), []).append(request)
+    previous = turns(trace).previous_turn
+    of_groups = [
+        _group(found, reason, requests, blocks, previous) for (reason, _, _), requests in groups.items()
+    ]
+    return sorted(of_groups, key=lambda group: (-(group.equal_tokens or 0), -group.blocks, group.request))
+
+
+def _group(found: Misses, reason: str, requests: list[int], blocks: _Int64s, previous: _Int64s) -> Differing:
+    compared, lengths = found.beginnings, np.diff(found.trace.offsets)
+    largest = max(requests, key=lambda request: (blocks[request], -request))
+    known, difference = int(compared.known[largest]), compared.differences.get(largest)
+    if reason == AFTER_SHARED_PROMPT:
+        difference = None
+    differences = [compared.differences[request] for request in requests if difference is not None]
+    before = previous[requests]
+    return Differing(
+        reason=reason,
+        block=known,
+        token=None if difference is None else difference.start,
+        requests=len(requests),
+        blocks=int(blocks[requests].sum()),
+        equal_tokens=None if difference is None else sum(one.equal_after for one in differences),
+        in_session=int(np.count_nonzero((before != NO_REQUEST) & (lengths[before] > known))),
+        request=largest,
+        nearest_request=int(compared.nearest[largest]),
+        difference=difference,
+    )
+
+
+def _served(found: Misses) -> Served | None:
+    trace = found.trace
+    if trace.served_tokens is None:
+        return None
+    served = np.zeros(trace.requests, np.int64) + sum(trace.served_tokens.values())
+    replayed = found.hits.astype(np.int64) * trace.block_tokens
+    less = replayed - served
+    is_less, is_more = less >= trace.block_tokens, less <= -trace.block_tokens
+    return Served(
+        tokens={source: int(tokens.sum()) for source, tokens in trace.served_tokens.items()},
+        replayed_tokens=int(replayed.sum()),
+        requests_with_less=int(is_less.sum()),
+        tokens_less=int(less[is_less].sum()),
+        requests_with_more=int(is_more.sum()),
+        tokens_more=-int(less[is_more].sum()),
+    )

@@ -1,0 +1,151 @@
+"""The missing blocks of a replay, each with exactly one reason.
+
+Joins the histories of all managers (`explain.history`) and the comparison of prompts (`explain.prompts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.miss_reasons import NEVER_SEEN, OTHER_ENGINE, REASONS
+from kvoffload.explain.history import NO_REQUEST, NUMBER_OF, History
+from kvoffload.explain.prompts import Beginnings, Tokens, beginnings
+from kvoffload.replay.data import DataPlane
+from kvoffload.replay.instances import SharedReplay, has_one_manager
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.report import ReplayReport
+from kvoffload.traces.trace import Trace
+
+NEW_PROMPT: Final = "new_prompt"
+CONTINUES: Final = "continues"
+PREFIX_DIFFERS: Final = "prefix_differs"
+AFTER_SHARED_PROMPT: Final = "after_shared_prompt"
+
+MEANINGS: Final = {
+    NEW_PROMPT: "first use, in a prompt that shares no block with an earlier prompt",
+    CONTINUES: "first use, behind an earlier prompt: a next turn, or a longer prompt",
+    AFTER_SHARED_PROMPT: "first use, behind a beginning that more than eight prompts continue differently",
+    PREFIX_DIFFERS: "first use, in a prompt that begins like an earlier prompt and then differs from it",
+    **{name: meaning for name, meaning in REASONS.items() if name != NEVER_SEEN},
+}
+"""Meaning of each reason. The first four are the kinds of `NEVER_SEEN`."""
+
+_NAMES = list(MEANINGS)
+NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
+"""Number of each reason in `Misses.reasons`; 0 is a hit."""
+
+
+@dataclass(frozen=True)
+class Misses:
+    """All missing block references of a replay. Arrays of shape ``(block_refs,)`` are valid where
+    ``reasons > 0``.
+
+    Attributes:
+        hits: shape ``(requests,)``; leading blocks of each request that were hits.
+        reasons: number of the reason (`NUMBERS`), 0 for a hit.
+        caused_by, stored_at, was_in_tier: as in `History`.
+        kept_with: position in `explain.capacity.FACTORS`, from 1, of the smallest capacity at which the
+            block is a hit; 0 for none. None if no capacity was tried.
+        beginnings: the comparison of each prompt with earlier prompts.
+    """
+
+    trace: Trace
+    hits: npt.NDArray[np.int32]
+    reasons: npt.NDArray[np.int8]
+    caused_by: npt.NDArray[np.int32]
+    stored_at: npt.NDArray[np.int32]
+    was_in_tier: npt.NDArray[np.int8]
+    beginnings: Beginnings
+    kept_with: npt.NDArray[np.int8] | None = None
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of missing blocks of each reason, the most frequent first.
+
+        The numbers add up to the misses; anything else is a bug.
+        """
+        numbers = np.bincount(self.reasons, minlength=len(_NAMES) + 1).tolist()
+        counts = {name: count for name, count in zip(_NAMES, numbers[1:], strict=True) if count}
+        assert sum(counts.values()) == self.trace.block_refs - int(self.hits.sum()), counts
+        return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+    def name_at(self, ref: int) -> str:
+        """Return the reason of a missing block reference."""
+        return _NAMES[int(self.reasons[ref]) - 1]
+
+
+def find_misses(
+    trace: Trace,
+    config: ReplayConfig,
+    *,
+    tokens: Tokens | None = None,
+    data: DataPlane | None = None,
+    progress: Callable[[int], None] = lambda requests: None,
+) -> tuple[ReplayReport, Misses]:
+    """Replay a trace and find the reason of each missing block.
+
+    Args:
+        tokens: as for `beginnings`.
+        data: as for `Replay`; with one manager only.
+        progress: as for `Replay.run`.
+
+    Cost: about three times the replay.
+    """
+    histories = list[tuple[History, npt.NDArray[np.int64]]]()
+
+    def observe(own: Trace, requests: npt.NDArray[np.int64]) -> History:
+        histories.append((History(own), requests))
+        return histories[-1][0]
+
+    run: Replay | SharedReplay
+    if has_one_manager(config):
+        run = Replay(trace, config, data, observer=observe(trace, np.arange(trace.requests)))
+    else:
+        run = SharedReplay(trace, config, observe=observe)
+    report = run.run(progress)
+    found = _joined(trace, histories, beginnings(trace, tokens))
+    found.counts()
+    return report, found
+
+
+def _joined(
+    trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
+) -> Misses:
+    """Join the histories of several managers, and tell the kinds of first uses apart."""
+    lengths = np.diff(trace.offsets)
+    hits = np.zeros(trace.requests, np.int32)
+    reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)
+    caused_by, stored_at = np.full((2, trace.block_refs), NO_REQUEST, np.int32)
+    renumbered = np.zeros(len(NUMBER_OF), np.int8)
+    for name, number in NUMBER_OF.items():
+        renumbered[number] = NUMBERS.get(name, 0)
+    for history, requests in histories:
+        ends = np.cumsum(lengths[requests])
+        begins = np.repeat(trace.offsets[:-1][requests] - (ends - lengths[requests]), lengths[requests])
+        at = begins + np.arange(len(begins))
+        hits[requests] = history.hits
+        of_own = renumbered[history.reasons]
+        of_own[history.reasons == NUMBER_OF[NEVER_SEEN]] = NUMBERS[OTHER_ENGINE]
+        reasons[at], was_in_tier[at] = of_own, history.was_in_tier
+        for whole, own in ((caused_by, history.caused_by), (stored_at, history.stored_at)):
+            whole[at] = np.where(own >= 0, requests[own], NO_REQUEST)
+    kinds = _kinds(trace, compared)
+    depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
+    is_first = (reasons == NUMBERS[OTHER_ENGINE]) & (depth >= np.repeat(compared.known, lengths))
+    reasons[is_first] = np.repeat(kinds, lengths)[is_first]
+    return Misses(trace, hits, reasons, caused_by, stored_at, was_in_tier, compared)
+
+
+def _kinds(trace: Trace, compared: Beginnings) -> npt.NDArray[np.int64]:
+    """Return the reason of the first uses of each request."""
+    kinds = np.where(compared.nearest != NO_REQUEST, NUMBERS[PREFIX_DIFFERS], NUMBERS[NEW_PROMPT])
+    is_alike = np.zeros(trace.requests, np.bool_)
+    for request, difference in compared.differences.items():
+        is_alike[request] = difference.equal_after >= trace.block_tokens
+    kinds[compared.shares & ~is_alike] = NUMBERS[AFTER_SHARED_PROMPT]
+    kinds[compared.continues] = NUMBERS[CONTINUES]
+    return kinds

@@ -1,0 +1,82 @@
+"""Recordings with token ids or text: the trace, and the tokens of its blocks, for comparisons of prompts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.errors import ConfigError, TraceError
+from kvoffload.explain.prompts import Tokens
+from kvoffload.traces.compressed import STDIN
+from kvoffload.traces.conversion.convert import convert
+from kvoffload.traces.conversion.keys import BlockId, Keys
+from kvoffload.traces.conversion.source import kind_of
+from kvoffload.traces.format import read_trace
+from kvoffload.traces.trace import Trace
+from kvoffload.traces.workloads import BUILTIN
+
+_WITH_TOKENS = ("token_ids", "text")
+
+
+class _TokenKeys(Keys):
+    """Ids of blocks, with the tokens of each block."""
+
+    def __init__(self) -> None:
+        super().__init__(b"")
+        self._content_of: dict[BlockId, bytes] = {}
+
+    def after(self, ids: Sequence[BlockId], contents: Iterable[bytes]) -> list[BlockId]:
+        contents = list(contents)
+        chain = super().after(ids, contents)
+        self._content_of.update(zip(chain[len(ids) :], contents, strict=True))
+        return chain
+
+    def tokens_of(self, trace: Trace) -> Tokens:
+        """Return the token ids of each block: shape ``(unique_blocks, block_tokens)``."""
+        content = b"".join(self._content_of[block] for block in trace.block_ids.tolist())
+        return np.frombuffer(content, "<i8").reshape(trace.unique_blocks, trace.block_tokens)
+
+
+def has_tokens(place: str, source: str | None = None) -> bool:
+    """Return True if `read_with_tokens` reads this recording: its records have token ids or text.
+
+    Args:
+        source: the user's name of the format; None detects it.
+    """
+    if source is not None:
+        return source.partition(",")[0] in _WITH_TOKENS
+    if place in BUILTIN or Path(place) == STDIN or not Path(place).exists():
+        return False
+    try:
+        return kind_of(Path(place)).name in _WITH_TOKENS
+    except (ConfigError, TraceError):
+        return False
+
+
+def read_with_tokens(
+    place: str,
+    *,
+    source: str | None = None,
+    block_tokens: int | None = None,
+    tokenizer: Path | None = None,
+    skip_bad_lines: bool = False,
+    progress: Callable[[float], None] | None = None,
+) -> tuple[Trace, Tokens]:
+    """Read a recording with token ids or text as a trace, and the tokens of its blocks.
+
+    Arguments and errors as for `convert`. Memory: 8 bytes for each token of different blocks.
+    """
+    keys = _TokenKeys()
+    with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:
+        path = Path(directory) / "trace.jsonl"
+        convert(
+            place, path, source=source, block_tokens=block_tokens, tokenizer=tokenizer, keys=keys,
+            skip_bad_lines=skip_bad_lines, progress=progress,
+        )  # fmt: skip
+        trace = read_trace(path)
+    name = trace.name.replace("trace", Path(place).name.split(".")[0], 1)
+    return replace(trace, name=name), keys.tokens_of(trace)

@@ -1,0 +1,161 @@
+"""The observer of a replay: receives each decision, and may ask where blocks are.
+
+Knows codes of a trace and kinds of decisions; no log, no reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core.plans import OffloadingEvent, StorePlan
+from kvoffload.replay.device import Device
+from kvoffload.replay.keys import TraceKeys
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.traces.trace import Trace
+
+Codes = npt.NDArray[np.int32]
+
+
+class Decision(IntEnum):
+    """Kinds of decisions about blocks."""
+
+    STORED = 1
+    PROMOTED = 2
+    EVICTED = 3
+    NOT_ADMITTED = 4
+    """Refused by the admission rule."""
+    REFUSED = 5
+    """Refused by the policy."""
+    NO_ROOM = 6
+    DAMAGED = 7
+
+
+NOWHERE, ON_DEVICE, IN_RAM, IN_TIER = 0, 1, 2, 3
+"""Places of a block; tier number `i`, counted from 0, is ``IN_TIER + i``."""
+
+
+class Places:
+    """The places of blocks in a replay at this moment.
+
+    Args:
+        device: None if no device is followed.
+    """
+
+    def __init__(self, manager: AnyManager, keys: TraceKeys, device: Device | None) -> None:
+        self._manager, self._keys, self._device = manager, keys, device
+        self._tiered = manager if isinstance(manager, TieredManager) else None
+
+    @property
+    def num_tiers(self) -> int:
+        """Number of tiers behind RAM."""
+        return len(self._tiered.lanes) if self._tiered is not None else 0
+
+    @property
+    def tier_mismatches(self) -> int:
+        """Damaged blocks that the tiers have found so far."""
+        return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
+
+    def of(self, codes: Codes) -> npt.NDArray[np.int8]:
+        """Return the fastest place of each block; changes no order.
+
+        Cost: an index probe for each block in RAM and in each tier.
+        """
+        keys, places = self._keys.of_blocks(codes), self.of_tiers(codes)
+        places[places > 0] += IN_TIER - 1
+        places[self._manager.contains(keys)] = IN_RAM
+        if self._device is not None:
+            places[self._device.contains(codes)] = ON_DEVICE
+        return places
+
+    def of_tiers(self, codes: Codes) -> npt.NDArray[np.int8]:
+        """Return the number of the fastest tier that holds each block, from 1; 0 for none."""
+        numbers = np.zeros(len(codes), np.int8)
+        if self._tiered is not None:
+            keys = self._keys.of_blocks(codes)
+            for lane in reversed(self._tiered.lanes):
+                numbers[lane.tier.contains(keys)] = lane.row + 1
+        return numbers
+
+
+class Observer(Protocol):
+    """Receives the decisions of a replay, in their order. A replay does not depend on its observer."""
+
+    def arrives(self, request: int, codes: Codes, places: Places) -> None:
+        """Called before the blocks of a request are looked up."""
+
+    def served(self, request: int, codes: Codes, num_hits: int, places: Places) -> None:
+        """Called when the leading `num_hits` blocks of a request are loaded, before its stores."""
+
+    def decided(self, request: int, decision: Decision, codes: Codes) -> None:
+        """Called for each decision about blocks, made while this request is served."""
+
+    def ended(self, codes: Codes, places: Places) -> None:
+        """Called when the blocks of a request have been offered to the tiers."""
+
+
+class Watch:
+    """An observer, and what a replay keeps for it. Blocks are reported as codes.
+
+    Args:
+        device: None if no device is followed.
+
+    Attributes:
+        observer, places: see above.
+    """
+
+    def __init__(
+        self, observer: Observer, trace: Trace, manager: AnyManager, keys: TraceKeys, device: Device | None
+    ) -> None:
+        self.observer, self.places = observer, Places(manager, keys, device)
+        self._manager, self._keys, self._block_ids = manager, keys, trace.block_ids
+        self._by_id = np.argsort(trace.block_ids)
+        self._offered: list[Codes] = []
+
+    def decided(self, request: int, decision: Decision, codes: Codes) -> None:
+        """Report a decision, if it is about any block."""
+        if len(codes):
+            self.observer.decided(request, decision, codes)
+
+    def stored(self, request: int, missing: Codes, plan: StorePlan) -> None:
+        """Report the decisions of a store; `missing` are the absent blocks, in the order of the plan."""
+        stored, num_admitted = len(plan), len(missing) - plan.num_refused
+        # Blocks that the policy refused come before the blocks that the rule refused.
+        num_passed = len(missing) - self._manager.store_mode.num_not_admitted
+        self.decided(request, Decision.NO_ROOM, missing[stored:num_admitted])
+        self.decided(request, Decision.REFUSED, missing[num_admitted:num_passed])
+        self.decided(request, Decision.NOT_ADMITTED, missing[num_passed:])
+        self.decided(request, Decision.EVICTED, self._codes(plan.evicted))
+        self.decided(request, Decision.STORED, missing[:stored])
+
+    def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
+        """Report an offer of which nothing was stored, because `num_dropped` admitted blocks had no room."""
+        missing = codes[~self._manager.contains(self._keys.of_blocks(codes))]
+        self.decided(request, Decision.NO_ROOM, missing[:num_dropped])
+        self.decided(request, Decision.NOT_ADMITTED, missing[num_dropped:])
+
+    def events(self, request: int, events: Iterable[OffloadingEvent]) -> None:
+        """Report promotions to RAM and the evictions that they cause."""
+        for event in events:
+            if event.medium == self._manager.medium:
+                decision = Decision.EVICTED if event.removed else Decision.PROMOTED
+                self.decided(request, decision, self._codes(event.keys))
+
+    def offered(self, codes: Codes) -> None:
+        """Record blocks that may have been offered to the tiers, for `settled`."""
+        self._offered.append(codes)
+
+    def settled(self) -> None:
+        """Report the recorded blocks, when all jobs of the tiers have ended."""
+        for codes in self._offered:
+            self.observer.ended(codes, self.places)
+        self._offered.clear()
+
+    def _codes(self, keys: Keys) -> Codes:
+        at = np.searchsorted(self._block_ids, self._keys.ids(keys), sorter=self._by_id)
+        return self._by_id[at].astype(np.int32)

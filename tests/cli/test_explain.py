@@ -1,0 +1,168 @@
+"""``kvoffload explain``: JSON that adds up, tables, one request, recordings of servers, bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.explain.misses import MEANINGS
+from kvoffload.explain.words import ADVICE
+from support.run_cli import Done, kvoffload
+
+CACHES = ("--capacity", "5%", "--policy", "hazard", "--admission", "reuse:2", "--tier", "simulated:10%")
+
+
+def explained(*arguments: str | Path) -> dict[str, Any]:
+    done = kvoffload("explain", *arguments, "--format", "json", "--quiet")
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("caches", [(), CACHES, ("--device-blocks", "5%", "--store", "on-device-eviction")])
+def test_reasons_add_up_and_decisions_are_those_of_a_replay(chat: str, caches: tuple[str, ...]) -> None:
+    found = explained(chat, *caches)
+    replayed = json.loads(kvoffload("replay", chat, *caches, "--no-data", "--format", "json").stdout)
+    assert found["decisions_sha256"] == replayed["decisions_sha256"]
+    assert found["hits"] == replayed["prefix_hit_blocks"]
+    assert found["misses"] == replayed["block_refs"] - replayed["prefix_hit_blocks"]
+    assert sum(found["reasons"].values()) == found["misses"]
+    assert found["meanings"].keys() == found["reasons"].keys()
+    assert len(found["runs"]) == 20
+    lengths = [run["blocks"] for run in found["runs"]]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_all_runs_add_up_to_the_reasons(chat: str) -> None:
+    found = explained(chat, "--top", "100000", "--no-capacities")
+    sums: dict[str, int] = {}
+    for run in found["runs"]:
+        sums[run["reason"]] = sums.get(run["reason"], 0) + run["blocks"]
+    assert sums == found["reasons"]
+    assert len(found["runs"]) == found["num_runs"]
+    places = found["differing"]
+    assert len(places) == found["num_differing"]
+    assert sum(place["blocks"] for place in places) == sum(
+        found["reasons"].get(reason, 0) for reason in ("prefix_differs", "after_shared_prompt")
+    )
+    assert found["evicted"]["hits_with"] is None
+
+
+def test_larger_capacities_hit_more(chat: str) -> None:
+    evicted = explained(chat)["evicted"]
+    hits = list(evicted["hits_with"].values())
+    assert list(evicted["hits_with"]) == ["1.1", "1.3", "1.5", "2", "3", "5", "10"]
+    assert hits == sorted(hits)
+    assert 0 < hits[-1] <= sum(evicted["left"].values())
+
+
+def test_one_request(chat: str) -> None:
+    every = explained(chat, "--top", "100000")["runs"]
+    request = every[7]["request"]
+    found = explained(chat, "--request", str(request))
+    own = sorted((run for run in every if run["request"] == request), key=lambda run: run["first_block"])
+    assert found["runs"] == own
+    done = kvoffload("explain", chat, "--request", "100000", "--quiet")
+    assert done.returncode == 2
+    assert re.search(r"request: 100000 is invalid; allowed: 0 to [\d,]+", done.stderr)
+
+
+@pytest.mark.parametrize("columns", [50, 80, 120])
+def test_tables_fit_and_lose_nothing(chat: str, columns: int) -> None:
+    done = kvoffload("explain", chat, *CACHES, "--top", "3", columns=columns)
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= columns
+    text = " ".join(done.stdout.split())
+    found = explained(chat, *CACHES, "--top", "3")
+    for reason, blocks in found["reasons"].items():
+        assert reason in text
+        assert f"{blocks:,}" in text
+    assert f"{found['misses']:,}" in text
+
+
+def test_every_reason_has_advice() -> None:
+    replayed = MEANINGS.keys() - {"in_flight", "failed_store", "reset"}
+    assert ADVICE.keys() == replayed
+
+
+def token_ids(path: Path) -> Path:
+    template = [7 + number % 1000 for number in range(300)]
+    prompts = [[*template[:20], day, *template[20:]] for day in (2000, 2001, 2001, 2002)]
+    lines = [{"timestamp": at, "prompt_token_ids": prompt} for at, prompt in enumerate(prompts)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_recording_with_token_ids(tmp_path: Path) -> None:
+    path = token_ids(tmp_path / "requests.jsonl")
+    found = explained(path, "--capacity", "100")
+    assert (found["trace"], found["block_tokens"], found["has_token_ids"]) == ("requests", 16, True)
+    assert found["reasons"] == {"prefix_differs": 34, "new_prompt": 18}
+    (place,) = found["differing"]
+    assert (place["token"], place["requests"], place["block"]) == (20, 2, 1)
+    assert place["difference"]["theirs"] == [2000]
+    assert found["equal_tokens"] == place["equal_tokens"] == 2 * (18 * 16 - 21)
+    done = kvoffload("explain", path, "--capacity", "100", "--quiet")
+    assert "token 20 differs from request 0 (2001 instead of 2000); the following 267 tokens are" in " ".join(
+        done.stdout.split()
+    )
+
+
+def test_token_ids_without_times_need_a_pace(tmp_path: Path) -> None:
+    (path := tmp_path / "a.jsonl").write_text(json.dumps({"token_ids": [*range(40)]}) + "\n")
+    done = kvoffload("explain", path, "--capacity", "9")
+    assert done.returncode == 2
+    assert "per_minute" in done.stderr
+    found = explained(path, "--capacity", "9", "--from", "token_ids,per_minute=60")
+    assert found["misses"] == 2
+
+
+def test_a_recording_of_a_server_is_compared_with_the_replay(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 0, "hash_ids": [1, 2], "served_tokens": {}},
+        {"timestamp": 5, "hash_ids": [1, 2], "served_tokens": {"gpu": 16}},
+        {"timestamp": 9, "hash_ids": [1, 2], "served_tokens": {"gpu": 16, "host": 16}},
+    ]
+    header = {"kvoffload_trace": 1, "block_tokens": 16, "source": "vllm"}
+    requests = [header, *({**line, "input_length": 32, "output_length": 1} for line in lines)]
+    (path := tmp_path / "kv.jsonl").write_text("".join(json.dumps(line) + "\n" for line in requests))
+    assert explained(path, "--capacity", "9")["served"] == {
+        "tokens": {"gpu": 32, "host": 16},
+        "replayed_tokens": 64,
+        "requests_with_less": 1,
+        "tokens_less": 16,
+        "requests_with_more": 0,
+        "tokens_more": 0,
+    }
+    done = kvoffload("explain", path, "--capacity", "9")
+    assert "The recorded server had 48 tokens cached (gpu 32, host 16), the replay 64." in " ".join(
+        done.stdout.split()
+    )
+    assert explained(path, "--capacity", "1")["served"]["requests_with_more"] == 1
+
+
+def test_tiers_are_simulated_and_write_nothing(chat: str, tmp_path: Path) -> None:
+    disk = explained(chat, "--tier", f"disk:{tmp_path / 'kv'}:10%,policy=arc")
+    simulated = explained(chat, "--tier", "simulated:10%,policy=arc")
+    assert not [*tmp_path.iterdir()]
+    assert disk["decisions_sha256"] == simulated["decisions_sha256"]
+    assert (disk["tiers"], simulated["tiers"]) == (["disk"], ["simulated"])
+
+
+def refused(done: Done, *texts: str) -> None:
+    assert done.returncode == 2
+    for text in texts:
+        assert text in done.stderr
+
+
+def test_bad_input_is_one_message(chat: str, tmp_path: Path) -> None:
+    wrong = ("--tier", "valkey://host/team", "--capacity", "many", "--report", tmp_path / "page.txt")
+    refused(kvoffload("explain", chat, *wrong), "simulated:CAPACITY", "capacity: 'many'", "ends in .html")
+    limited = f"disk:{tmp_path}:9,max_write_bytes_per_day=1GiB"
+    refused(kvoffload("explain", chat, "--tier", limited), "max_write_blocks_per_day=N")
+    refused(kvoffload("explain", tmp_path / "absent"), "there is no such file")
+    refused(kvoffload("explain", chat, "--top", "0"), "top: 0")
