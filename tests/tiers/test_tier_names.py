@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.vllm.shared.tiers import tier_counts
+from kvoffload.metrics.counts import tier_counts
 from kvoffload.tiers.contract import TierStats
 from kvoffload.tiers.spec import TierOwner, names_of, open_tiers, parse_tier, parse_tiers
 

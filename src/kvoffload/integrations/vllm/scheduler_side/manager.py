@@ -48,9 +48,9 @@ from kvoffload.integrations.vllm.shared.tiers import (
     is_named,
     leave_out_tiers,
     log_unreached_tiers,
-    tier_counts,
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
+from kvoffload.metrics.counts import tier_counts
 from kvoffload.node.directory import PoolDirectory
 from kvoffload.node.manager import NodeManager
 from kvoffload.tiering.manager import AnyManager, TieredManager

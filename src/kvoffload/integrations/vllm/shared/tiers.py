@@ -7,7 +7,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -145,18 +145,6 @@ def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: An
     for shared, locality in ((False, Locality.LOCAL), (True, Locality.REMOTE)):
         if not allowed.allows(Medium.STORAGE, locality):
             manager.leave_out_tiers(ctx, shared=shared)
-
-
-def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
-    """Return the counters of each tier behind RAM, by name (`kvoffload.tiers.spec.names_of`).
-
-    Tiers that were not opened from options may have equal names, which are numbered.
-    """
-    counts: dict[str, dict[str, Any]] = {}
-    tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)
-    for number, (name, hits, stats) in enumerate(tiers):
-        counts[name if name not in counts else f"{name}-{number}"] = {"hits": hits, **asdict(stats)}
-    return counts
 
 
 def fingerprint(producer: Producer) -> str:

@@ -1,0 +1,99 @@
+"""A `prometheus_client` collector for engines other than vLLM."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from kvoffload.errors import ConfigError
+from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX, Family
+
+if TYPE_CHECKING:
+    from kvoffload.tiering.manager import AnyManager
+
+ENGINE_COUNTERS = (
+    "lookup_blocks",
+    "verification_failures",
+    "failed_load_blocks",
+    "lost_blocks",
+    "internal_errors",
+)
+"""Counters that a manager does not know: the engine counts them with `Collector.count`."""
+_LABEL = "manager"
+
+
+class Collector:
+    """The metrics of a manager for `prometheus_client`, with the prefix ``kvoffload_`` and the label
+    ``manager``::
+
+        metrics = Collector(manager, name="chat")
+        prometheus_client.REGISTRY.register(metrics)
+        prometheus_client.start_http_server(9400, addr="127.0.0.1")
+        ...
+        metrics.count("lookup_blocks", len(keys))   # for each new request
+        metrics.update()                            # once a step
+
+    ``kvoffload metrics --source library`` lists the metrics. A second manager of the process needs a registry
+    of its own.
+
+    Args:
+        name: value of the label ``manager``.
+
+    Thread: `update` and `count` are for the scheduler's thread, as all calls of the manager. `collect` may
+    run in any thread, at any time: it reads only the values of the last `update`, which are replaced as a
+    whole and never changed. So a scrape never calls the manager or a tier, and all its values are of one
+    moment. Before the first `update` there are no values.
+
+    Raises: `ConfigError` if `prometheus_client` is not installed.
+    """
+
+    def __init__(self, manager: AnyManager, *, name: str = "kvoffload") -> None:
+        # Imported late: the commands that read names of metrics start without numba.
+        from kvoffload.metrics.counts import manager_values
+
+        self._families, self._name = _client(), name
+        self._read = functools.partial(manager_values, manager)
+        self._counted = Counter[str](dict.fromkeys(ENGINE_COUNTERS, 0))
+        self._values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+
+    def count(self, metric: str, number: int = 1) -> None:
+        """Count blocks or errors that only the engine notices: a metric of `ENGINE_COUNTERS`."""
+        if metric not in self._counted:
+            raise ConfigError("metric", metric, f"allowed: {', '.join(ENGINE_COUNTERS)}")
+        self._counted[metric] += number
+
+    def update(self) -> None:
+        """Copy the counters of the manager and its tiers for the next scrapes. Call it once a step."""
+        values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        for name, labels, value in self._read():
+            values.setdefault(name, []).append((labels, value))
+        for name, number in self._counted.items():
+            values[name] = [((), number)]
+        self._values = values
+
+    def describe(self) -> list[Any]:
+        """Return the metrics without values, from which a registry notices equal names."""
+        return [self._family(family, ()) for family in FAMILIES if not family.is_of_vllm]
+
+    def collect(self) -> list[Any]:
+        """Return the metrics with the values of the last `update`."""
+        values = self._values
+        return [self._family(family, values[family.name]) for family in FAMILIES if family.name in values]
+
+    def _family(self, family: Family, values: Iterable[tuple[tuple[str, ...], float]]) -> Any:
+        make = self._families.CounterMetricFamily if family.is_counter else self._families.GaugeMetricFamily
+        made = make(LIBRARY_PREFIX + family.name, family.documentation, labels=[_LABEL, *family.labels])
+        for labels, value in values:
+            made.add_metric([self._name, *labels], value)
+        return made
+
+
+def _client() -> Any:
+    try:
+        from prometheus_client import metrics_core
+    except ImportError:
+        why = "the collector needs prometheus_client: pip install 'kvoffload[metrics]'"
+        raise ConfigError("prometheus_client", None, why) from None
+    return metrics_core

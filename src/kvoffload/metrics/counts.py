@@ -1,0 +1,78 @@
+"""Values of the metrics that a manager knows, from its counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from kvoffload.metrics.families import (
+    NOT_OFFERED,
+    NOT_PROMOTED,
+    NOT_PROMOTED_REASONS,
+    POLICY,
+    REFUSED,
+    TIER,
+    TIER_COUNTERS,
+    TIER_GAUGES,
+)
+from kvoffload.tiering.manager import AnyManager, TieredManager
+
+
+class Value(NamedTuple):
+    """The value of a family, and of its labels."""
+
+    name: str
+    labels: tuple[str, ...]
+    value: float
+
+
+def manager_values(manager: AnyManager) -> Iterator[Value]:
+    """Return the values of RAM, of its policy, and of the tiers.
+
+    Thread: the scheduler's, because tiers may change while their counters are read.
+    """
+    stats = manager.stats()
+    pinned = stats.ready - stats.evictable
+    tiered = manager if isinstance(manager, TieredManager) else None
+    plain = {
+        "hit_blocks": stats.loaded if tiered is None else sum(tiered.hit_blocks),
+        "stored_blocks": stats.stored,
+        "evicted_blocks": stats.evicted,
+        "discarded_blocks": stats.discarded,
+        "failed_store_blocks": stats.store_failed,
+        "capacity_blocks": stats.capacity,
+        "ready_blocks": stats.ready,
+        "pinned_blocks": pinned,
+        "writing_blocks": stats.writing,
+    }
+    for name, value in plain.items():
+        yield Value(name, (), value)
+    yield Value(REFUSED, ("admission",), stats.refused)
+    yield Value(REFUSED, ("no_room",), stats.dropped)
+    for name, number in stats.policy.items():
+        yield Value(POLICY, (manager.policy.name, name), number)
+    if tiered is not None:
+        yield from _tiered_values(tiered)
+
+
+def _tiered_values(manager: TieredManager) -> Iterator[Value]:
+    yield Value(NOT_OFFERED, (), manager.counts.not_offered)
+    for reason in NOT_PROMOTED_REASONS:
+        yield Value(NOT_PROMOTED, (reason,), getattr(manager.counts, reason))
+    for tier, counts in tier_counts(manager).items():
+        for name in (*TIER_COUNTERS, *TIER_GAUGES):
+            if counts[name] is not None:
+                yield Value(TIER + name, (tier,), counts[name])
+
+
+def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
+    """Return the counters of each tier behind RAM, by name (`kvoffload.tiers.spec.names_of`).
+
+    Tiers that were not opened from options may have equal names, which are numbered.
+    """
+    counts: dict[str, dict[str, Any]] = {}
+    tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)
+    for number, (name, hits, stats) in enumerate(tiers):
+        counts[name if name not in counts else f"{name}-{number}"] = {"hits": hits, **asdict(stats)}
+    return counts

@@ -1,0 +1,170 @@
+"""The collector for engines other than vLLM: values, threads, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffload import Keys, LookupResult, MemoryTier, OffloadingManager, TieredManager
+from kvoffload.errors import ConfigError
+from kvoffload.metrics import Collector
+from kvoffload.metrics.collector import ENGINE_COUNTERS
+from kvoffload.metrics.families import COUNTERS, FAMILIES
+from kvoffload.testing.scripted_tier import ScriptedTier
+from support.tiering_rig import Rig
+
+prometheus_client = pytest.importorskip(
+    "prometheus_client", reason="no prometheus_client: pip install 'kvoffload[metrics]'"
+)
+BLOCK_BYTES = 64
+
+
+def serve(manager: Any, name: str, numbers: range) -> None:
+    """Load what is ready, and store the rest."""
+    keys = Keys.pack([bytes([number]) * 16 for number in numbers], key_bytes=16)
+    ctx = manager.begin_request(name, keys)
+    num_ready = manager.lookup(keys, ctx).num_ready
+    if num_ready:
+        manager.complete_load(manager.prepare_load(keys[:num_ready], ctx))
+    plan = manager.prepare_store(keys, ctx)
+    if plan is not None:
+        manager.complete_store(plan)
+    manager.finish_request(ctx)
+
+
+def values_of(collector: Collector) -> dict[tuple[str, ...], float]:
+    """Return the values as a scrape shows them: by name and labels."""
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in collector.collect()
+        for sample in family.samples
+    }
+
+
+def tiered() -> tuple[TieredManager, ScriptedTier]:
+    tier = ScriptedTier(BLOCK_BYTES, immediate=True)
+    ram = MemoryTier(8, BLOCK_BYTES)
+    return TieredManager(8, key_bytes=16, policy="arc", ram=ram, tiers=[tier]), tier
+
+
+def test_values_are_the_managers() -> None:
+    manager = OffloadingManager(4, key_bytes=16, policy="arc")
+    collector = Collector(manager, name="chat")
+    serve(manager, "a", range(4))
+    serve(manager, "b", range(4))
+    serve(manager, "c", range(10, 12))
+    collector.count("lookup_blocks", 10)
+    collector.update()
+    values = values_of(collector)
+    assert values["kvoffload_lookup_blocks_total", "chat"] == 10
+    assert values["kvoffload_hit_blocks_total", "chat"] == 4
+    assert values["kvoffload_stored_blocks_total", "chat"] == 6
+    assert values["kvoffload_evicted_blocks_total", "chat"] == 2
+    assert values["kvoffload_capacity_blocks", "chat"] == values["kvoffload_ready_blocks", "chat"] == 4
+    assert values["kvoffload_refused_blocks_total", "chat", "no_room"] == 0
+    assert values["kvoffload_policy_state", "chat", "arc", "target_t1_blocks"] >= 0
+    assert not any("tier" in name for name, *_ in values)
+
+
+def test_hits_are_counted_where_they_were() -> None:
+    rig = Rig(capacity=4)
+    collector = Collector(rig.manager)
+    rig.store("c")
+    rig.load("c")
+    rig.below("ab")
+    ctx = rig.begin("ab")
+    rig.ask("ab", ctx)
+    rig.end_all()
+    assert rig.ask("ab", ctx) == (2, LookupResult.HIT)
+    rig.load("ab", ctx)
+    rig.manager.finish_request(ctx)
+    collector.update()
+    values = values_of(collector)
+    assert values["kvoffload_hit_blocks_total", "kvoffload"] == 3
+    assert values["kvoffload_tier_hits_total", "kvoffload", "t0"] == 2
+    assert values["kvoffload_not_promoted_blocks_total", "kvoffload", "lost"] == 0
+    assert ("kvoffload_tier_write_budget_bytes", "kvoffload", "t0") not in values, "no limit"
+    rig.manager.close()
+
+
+def test_every_metric_of_the_library_is_there_from_the_first_update_on() -> None:
+    manager, _ = tiered()
+    collector = Collector(manager)
+    assert not values_of(collector), "a scrape before the first step shows nothing, not zeros"
+    collector.update()
+    names = {name for name, *_ in values_of(collector)}
+    expected = {family.series_name("kvoffload_") for family in FAMILIES if not family.is_of_vllm}
+    assert expected - names == {"kvoffload_tier_write_budget_bytes"}
+    manager.close()
+
+
+def test_a_counter_is_the_managers_or_the_engines() -> None:
+    manager, _ = tiered()
+    collector = Collector(manager)
+    for metric in ENGINE_COUNTERS:
+        collector.count(metric)
+    assert set(ENGINE_COUNTERS) < set(COUNTERS)
+    with pytest.raises(ConfigError, match=r"metric: 'stored_blocks' is invalid; allowed: lookup_blocks, "):
+        collector.count("stored_blocks")
+    manager.close()
+
+
+def test_a_scrape_in_another_thread_sees_values_of_one_moment() -> None:
+    """`stored == ready + evicted + discarded` holds after every step, and in every scrape."""
+    manager = OffloadingManager(8, key_bytes=16)
+    collector = Collector(manager)
+    wrong, num_scrapes, done = list[dict[str, float]](), 0, threading.Event()
+
+    def scrape() -> None:
+        nonlocal num_scrapes
+        while not done.is_set() or not num_scrapes:
+            values = {name: value for (name, *_), value in values_of(collector).items()}
+            if values:
+                num_scrapes += 1
+                stored = values["kvoffload_stored_blocks_total"]
+                gone = values["kvoffload_evicted_blocks_total"] + values["kvoffload_discarded_blocks_total"]
+                if stored != values["kvoffload_ready_blocks"] + gone:
+                    wrong.append(values)
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    random = np.random.default_rng(1)
+    for step in range(300):
+        start = int(random.integers(0, 200))
+        serve(manager, str(step), range(start, start + 3))
+        collector.update()
+    done.set()
+    thread.join()
+    assert num_scrapes
+    assert not wrong
+
+
+def test_two_managers_in_one_registry_are_refused() -> None:
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(Collector(OffloadingManager(4, key_bytes=16), name="a"))
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(Collector(OffloadingManager(4, key_bytes=16), name="b"))
+
+
+def test_without_the_client_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvoffload\[metrics\]'"):
+        Collector(OffloadingManager(4, key_bytes=16))
+
+
+def test_the_text_is_what_prometheus_reads(tmp_path: Path) -> None:
+    manager, _ = tiered()
+    registry = prometheus_client.CollectorRegistry()
+    collector = Collector(manager, name='a "name"')
+    registry.register(collector)
+    collector.update()
+    text = prometheus_client.generate_latest(registry).decode()
+    assert "# TYPE kvoffload_stored_blocks_total counter" in text
+    assert 'kvoffload_stored_blocks_total{manager="a \\"name\\""} 0.0' in text
+    assert "_created" not in text
+    manager.close()
