@@ -29,6 +29,7 @@ _COMMANDS = {
     ),
     "sweep": ("kvoffload.cli.sweep:sweep", "Compare policies, rules and sizes on some traces."),
     "tier": ("kvoffload.cli.tier:tier", "Check a shared cache server: health, contents, break-even."),
+    "top": ("kvoffload.cli.top:top", "Show hits, misses and tiers of a running server."),
     "trace": ("kvoffload.cli.trace:trace", "Describe, generate, convert and fit traces."),
     "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now, for container images."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),

@@ -1,0 +1,302 @@
+"""``kvoffload top``: what a running server's KV offloading does now."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+import click
+import msgspec
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from kvoffload.cli.options import FormatOptions, argument, option, options_of
+from kvoffload.cli.output import terminal_table
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.metrics.live import EngineRates, Reading, TierRates, rates, read
+from kvoffload.metrics.scrape import samples
+from kvoffload.pages.page import Table
+from kvoffload.settings.read import Duration
+from kvoffload.text import duration, percent, size
+from kvoffload.tiers.shared.printable import printable
+
+_TIMEOUT_S = 5.0
+_BAR_CELLS = 6
+_MOST_NAME = 14
+_UNITS = ((1e7, 1e6, "M"), (1e4, 1e3, "k"))
+"""Rates from the first number on are shown in the unit."""
+_MOST_BYTES = 32 * 2**20
+_FAULTS = {
+    "verification_failures": "damaged in RAM",
+    "failed_load_blocks": "failed loads",
+    "failed_store_blocks": "failed stores",
+    "internal_errors": "internal errors",
+    "failed": "failed",
+    "mismatches": "damaged",
+    "timeouts": "timed out",
+    "errors": "exceptions",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOptions(FormatOptions):
+    """Options of ``kvoffload top``."""
+
+    url: str = argument("http://localhost:8000/metrics")
+    interval: Duration = option(2.0, "Time between two scrapes.")
+    once: bool = option(False, "Print one interval and exit.")
+
+    def check(self) -> None:
+        """Check URL and interval. Raises `ConfigError`."""
+        if self.interval <= 0:
+            raise ConfigError("interval", self.interval, "allowed: more than 0 seconds")
+        _address(self.url)
+
+
+@click.command()
+@options_of(TopOptions)
+def top(options: TopOptions) -> None:
+    """Show hits by place, misses, tiers and faults of the server at URL, in every interval.
+
+    URL is the server's address, such as localhost:8000: vLLM's, or that of an engine with the library's
+    collector. Each engine of the server has a line. q or Ctrl-C ends the display. With --format json every
+    interval is one line.
+    """
+    url = _address(options.url)
+    before = _scrape(url)
+    if not options.once and not options.is_json and sys.stdout.isatty():
+        _watch(url, before, options.interval)
+        return
+    while True:
+        time.sleep(options.interval)
+        after = _scrape(url)
+        shown, before = rates(before, after), after
+        if options.is_json:
+            click.echo(msgspec.json.encode(shown))
+        else:
+            Console(highlight=False).print(_view(shown, url))
+        if options.once:
+            return
+
+
+# ---- scrapes
+
+
+def _address(url: str) -> str:
+    """Return the URL of the metrics, from a server's address. Raises `ConfigError`."""
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address:
+        raise ConfigError("url", url, "allowed: an HTTP address, such as http://localhost:8000/metrics")
+    path = parts.path.rstrip("/").removesuffix("/v1") or "/metrics"
+    return parts._replace(path=path).geturl()
+
+
+def _scrape(url: str) -> Reading:
+    """Read the server's metrics. Raises `UnavailableError` that says what is missing."""
+    text = _fetch(url)
+    found = samples(text)
+    if not found:
+        raise UnavailableError("url", url, "the answer is not in the Prometheus text format")
+    reading = read(found, time.monotonic())
+    if not reading.engines:
+        why = (
+            "the server has no metrics of kvoffload; start vLLM with the flag that `kvoffload vllm-config` "
+            "prints. The first request makes them appear"
+        )
+        raise UnavailableError("url", url, why)
+    return reading
+
+
+def _fetch(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
+            content: bytes = response.read(_MOST_BYTES)
+    except urllib.error.HTTPError as error:
+        raise UnavailableError("url", url, f"the server answers HTTP {error.code} {error.reason}") from None
+    except (OSError, HTTPException, ValueError) as error:  # HTTPException: not HTTP; ValueError: not a URL
+        reason = getattr(error, "reason", error)
+        why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
+        raise UnavailableError("url", url, f"no answer ({why})") from None
+    return content.decode(errors="replace")
+
+
+# ---- live display
+
+
+def _watch(url: str, before: Reading, interval_s: float) -> None:
+    """Show intervals until the user presses q. An answer that fails is shown, and asked for again."""
+    console = Console(highlight=False)
+    with (
+        _keys() as keyboard,
+        Live(Text(f"{url}: waiting"), console=console, screen=True, auto_refresh=False) as live,
+    ):
+        while not _quits(keyboard, interval_s):
+            try:
+                after = _scrape(url)
+            except UnavailableError as error:
+                live.update(Text(str(error), "bold red"), refresh=True)
+                continue
+            live.update(_view(rates(before, after), url), refresh=True)
+            before = after
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[int | None]:
+    """Let single keys through, without Enter. Yields standard input, or None if it is no terminal."""
+    if not sys.stdin.isatty():
+        yield None
+        return
+    import termios
+    import tty
+
+    keyboard = sys.stdin.fileno()
+    settings = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)
+    try:
+        yield keyboard
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, settings)
+
+
+def _quits(keyboard: int | None, timeout_s: float) -> bool:
+    """Wait for the next interval; True as soon as the user presses q."""
+    if keyboard is None:
+        time.sleep(timeout_s)
+        return False
+    until = time.monotonic() + timeout_s
+    while (left := until - time.monotonic()) > 0:
+        if select.select([keyboard], [], [], left)[0]:
+            pressed = os.read(keyboard, 64)
+            if not pressed or b"q" in pressed.lower():
+                return True
+    return False
+
+
+# ---- tables
+
+
+def _view(shown: list[EngineRates], url: str) -> RenderableType:
+    title = Text(f"{url}: blocks per second, over {duration(shown[0].seconds)}", "italic")
+    parts: list[RenderableType] = [title, terminal_table(_engines(shown), pad_edge=False)]
+    if any(engine.tiers for engine in shown):
+        parts.append(terminal_table(_tiers(shown), pad_edge=False))
+    for engine in shown:
+        parts += _lines(engine, f"{_short(engine.engine)}: " if len(shown) > 1 else "")
+    return Group(*parts)
+
+
+def _engines(shown: list[EngineRates]) -> Table:
+    headings = ("engine", "lookups#", "RAM#", "tiers#", "hits#", "stored#", "evicted#", "in use")
+    rows = [
+        (
+            _short(engine.engine),
+            _rate(engine.lookups),
+            _rate(engine.ram_hits),
+            _rate(sum(tier.hits for tier in engine.tiers)) if engine.tiers else "-",
+            "-" if engine.hit_ratio is None else percent(engine.hit_ratio, 0),
+            _rate(engine.stored),
+            _rate(engine.evicted),
+            _bar(engine.ready, engine.capacity),
+        )
+        for engine in shown
+    ]
+    return Table("", headings, rows)
+
+
+def _short(engine: str) -> str:
+    """Return a model's name without its owner, at most 14 characters with the number of the engine."""
+    model, space, number = printable(engine).rpartition("/")[2].rpartition(" ")
+    most = _MOST_NAME - len(space + number)
+    return f"{model if len(model) <= most else model[: most - 1] + '~'}{space}{number}"
+
+
+def _tiers(shown: list[EngineRates]) -> Table:
+    headings = ("tier", "hits#", "read/s#", "written/s#", "in flight#", "state", "in use")
+    rows = [
+        (
+            printable(tier.name),
+            _rate(tier.hits),
+            size(round(tier.bytes_read), 1000),
+            size(round(tier.bytes_written), 1000),
+            f"{tier.in_flight:,.0f}",
+            _state(tier),
+            _bar(tier.ready, tier.capacity),
+        )
+        for engine in shown
+        for tier in engine.tiers
+    ]
+    return Table("", headings, rows)
+
+
+def _state(tier: TierRates) -> str:
+    if tier.circuits_open:
+        return f"{tier.circuits_open:,.0f} open"
+    return "no budget" if tier.write_budget_bytes == 0 else "ok"
+
+
+def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
+    """Yield tokens, bytes, reasons and faults of an engine, one line each."""
+    if engine.is_restarted:
+        yield Text(f"{prefix}the server has restarted: counters began again", "yellow")
+    if engine.requests is not None:
+        tokens, cached = _rate(engine.prompt_tokens), _rate(engine.device_tokens)
+        requests = _rate(engine.requests)
+        yield Text(f"{prefix}{requests} requests/s, {tokens} prompt tokens/s, {cached} from the GPU's cache")
+    if engine.load_bytes is not None and engine.store_bytes is not None:
+        loaded, stored = (size(round(value), 1000) for value in (engine.load_bytes, engine.store_bytes))
+        yield Text(f"{prefix}copies: {loaded}/s loaded, {stored}/s stored")
+    for what, reasons in (
+        ("misses", engine.misses),
+        ("not stored", engine.refused),
+        ("not loaded from tiers", engine.not_promoted),
+    ):
+        if text := _reasons(reasons):
+            yield Text(f"{prefix}{what}: {text}")
+    faults = [_counted(engine.faults)]
+    faults += [f"{printable(tier.name)}: {text}" for tier in engine.tiers if (text := _counted(tier.faults))]
+    if any(faults):
+        yield Text(f"{prefix}since the start: {'; '.join(filter(None, faults))}", "bold red")
+    else:
+        yield Text(f"{prefix}no faults since the start")
+
+
+def _reasons(by_reason: Mapping[str, float]) -> str:
+    ordered = sorted(by_reason.items(), key=lambda row: -row[1])
+    return ", ".join(f"{printable(reason)} {_rate(value)}" for reason, value in ordered if value)
+
+
+def _counted(faults: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:,.0f} {_FAULTS[name]}" for name, count in faults.items() if count)
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    for limit, unit, name in _UNITS:
+        if value >= limit:
+            return f"{value / unit:.0f}{name}"
+    return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
+
+
+def _bar(used: float | None, capacity: float | None) -> str:
+    if used is None:
+        return "-"
+    if not capacity:
+        return f"{used:,.0f}"
+    filled = round(_BAR_CELLS * min(1.0, used / capacity))
+    return f"{'#' * filled}{'.' * (_BAR_CELLS - filled)} {percent(used / capacity, 0)}"

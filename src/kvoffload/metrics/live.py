@@ -1,0 +1,224 @@
+"""Rates of a server between two scrapes of its metrics, for each engine and tier.
+
+Knows names of metrics; fetches nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvoffload.metrics.families import (
+    FAMILIES,
+    LIBRARY_PREFIX,
+    NOT_PROMOTED,
+    REFUSED,
+    TIER,
+    VLLM_PREFIX,
+    Family,
+)
+from kvoffload.metrics.scrape import Sample
+
+MISSES = "miss_blocks"
+_VLLMS = {
+    "vllm:request_success_total": "requests",
+    "vllm:prompt_tokens_total": "prompt_tokens",
+    "vllm:prefix_cache_hits_total": "device_tokens",
+    "vllm:kv_offload_load_bytes_total": "load_bytes",
+    "vllm:kv_offload_store_bytes_total": "store_bytes",
+}
+"""vLLM's own counters, and their names here."""
+_LABELS_OF_ENGINES = ("model_name", "engine", "manager")
+_OWN_LABELS = ("tier", "reason", "name")
+_TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
+_FAULTS = ("verification_failures", "failed_load_blocks", "failed_store_blocks", "internal_errors")
+
+Key = tuple[str, str]
+"""Name of a metric without prefix, and the value of its own label."""
+
+
+@dataclass
+class Reading:
+    """One scrape: the values of each engine, by metric and label.
+
+    Attributes:
+        time_s: monotonic time of the scrape.
+        engines: engine (``model 0``, or the name of a manager) -> values.
+    """
+
+    time_s: float
+    engines: dict[str, dict[Key, float]] = field(default_factory=dict)
+
+
+def read(samples: list[Sample], time_s: float) -> Reading:
+    """Sort the samples of a scrape by engine. Engines without metrics of kvoffload are left out."""
+    found: dict[str, dict[Key, float]] = defaultdict(lambda: defaultdict(float))
+    ours = set[str]()
+    for sample in samples:
+        name, is_ours = _plain_name(sample.name)
+        if name is None:
+            continue
+        engine = " ".join(sample.labels[label] for label in _LABELS_OF_ENGINES if label in sample.labels)
+        own = [sample.labels[label] for label in _OWN_LABELS if label in sample.labels]
+        found[engine][name, own[0] if is_ours and own else ""] += sample.value
+        if is_ours:
+            ours.add(engine)
+    return Reading(time_s, {engine: dict(values) for engine, values in found.items() if engine in ours})
+
+
+def _plain_name(name: str) -> tuple[str | None, bool]:
+    """Return the name without prefix and ``_total``, and True if the metric is ours."""
+    if name in _VLLMS:
+        return _VLLMS[name], False
+    for prefix in (VLLM_PREFIX, LIBRARY_PREFIX):
+        if name.startswith(prefix) and (family := _KNOWN.get(name.removeprefix(prefix))):
+            return family.name, True
+    return None, False
+
+
+_KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAMILIES}
+
+
+@dataclass(frozen=True)
+class TierRates:
+    """A tier in an interval. Rates are per second; `faults` count since the server's start.
+
+    Attributes:
+        capacity: None if it is unknown, as of a server.
+        write_budget_bytes: None without a limit.
+    """
+
+    name: str
+    hits: float
+    bytes_read: float
+    bytes_written: float
+    ready: float
+    capacity: float | None
+    in_flight: float
+    circuits_open: float
+    faults: Mapping[str, float]
+    write_budget_bytes: float | None
+
+
+@dataclass(frozen=True)
+class EngineRates:
+    """An engine in an interval. Rates are blocks per second unless named; `faults` count since its start.
+
+    A rate is None if the server does not report the metric.
+
+    Attributes:
+        hit_ratio: of the looked-up blocks of the interval; None if there were none.
+        ram_hits: hits that came from RAM.
+        is_restarted: True if a counter fell: it counts from 0 again.
+    """
+
+    engine: str
+    seconds: float
+    is_restarted: bool
+    requests: float | None
+    prompt_tokens: float | None
+    device_tokens: float | None
+    lookups: float | None
+    hits: float | None
+    ram_hits: float | None
+    hit_ratio: float | None
+    stored: float | None
+    evicted: float | None
+    misses: Mapping[str, float]
+    refused: Mapping[str, float]
+    not_promoted: Mapping[str, float]
+    load_bytes: float | None
+    store_bytes: float | None
+    capacity: float | None
+    ready: float | None
+    pinned: float | None
+    writing: float | None
+    faults: Mapping[str, float]
+    tiers: tuple[TierRates, ...]
+
+
+def rates(before: Reading, after: Reading) -> list[EngineRates]:
+    """Return the rates of each engine of the later scrape, by name."""
+    return [
+        _Engine(engine, before.engines.get(engine, {}), values, after.time_s - before.time_s).rates()
+        for engine, values in sorted(after.engines.items())
+    ]
+
+
+class _Engine:
+    """The values of an engine at two times."""
+
+    def __init__(
+        self, name: str, before: Mapping[Key, float], after: Mapping[Key, float], seconds: float
+    ) -> None:
+        self._name, self._before, self._after, self._seconds = name, before, after, seconds
+
+    def rates(self) -> EngineRates:
+        tiers = tuple(self._tier(name) for name in sorted(self._labels(f"{TIER}hits")))
+        hits, lookups = self._rate("hit_blocks"), self._rate("lookup_blocks")
+        return EngineRates(
+            engine=self._name,
+            seconds=self._seconds,
+            is_restarted=any(
+                self._after.get(key, value) < value for key, value in self._before.items() if _counts(key)
+            ),
+            requests=self._rate("requests"),
+            prompt_tokens=self._rate("prompt_tokens"),
+            device_tokens=self._rate("device_tokens"),
+            lookups=lookups,
+            hits=hits,
+            ram_hits=None if hits is None else max(0.0, hits - sum(tier.hits for tier in tiers)),
+            hit_ratio=hits / lookups if hits is not None and lookups else None,
+            stored=self._rate("stored_blocks"),
+            evicted=self._rate("evicted_blocks"),
+            misses=self._by_label(MISSES),
+            refused=self._by_label(REFUSED),
+            not_promoted=self._by_label(NOT_PROMOTED),
+            load_bytes=self._rate("load_bytes"),
+            store_bytes=self._rate("store_bytes"),
+            capacity=self._value("capacity_blocks"),
+            ready=self._value("ready_blocks"),
+            pinned=self._value("pinned_blocks"),
+            writing=self._value("writing_blocks"),
+            faults={name: value for name in _FAULTS if (value := self._value(name)) is not None},
+            tiers=tiers,
+        )
+
+    def _tier(self, name: str) -> TierRates:
+        return TierRates(
+            name=name,
+            hits=self._rate(f"{TIER}hits", name) or 0.0,
+            bytes_read=self._rate(f"{TIER}bytes_read", name) or 0.0,
+            bytes_written=self._rate(f"{TIER}bytes_written", name) or 0.0,
+            ready=self._value(f"{TIER}ready", name) or 0.0,
+            capacity=self._value(f"{TIER}capacity", name) or None,
+            in_flight=self._value(f"{TIER}in_flight", name) or 0.0,
+            circuits_open=self._value(f"{TIER}circuit_open", name) or 0.0,
+            faults={fault: self._value(TIER + fault, name) or 0.0 for fault in _TIER_FAULTS},
+            write_budget_bytes=self._value(f"{TIER}write_budget_bytes", name),
+        )
+
+    def _labels(self, metric: str) -> list[str]:
+        return [label for name, label in self._after if name == metric]
+
+    def _value(self, metric: str, label: str = "") -> float | None:
+        return self._after.get((metric, label))
+
+    def _rate(self, metric: str, label: str = "") -> float | None:
+        """Return the increase per second; a counter that fell has counted from 0 again."""
+        value = self._value(metric, label)
+        if value is None:
+            return None
+        before = self._before.get((metric, label), 0.0)
+        return (value - before if value >= before else value) / self._seconds
+
+    def _by_label(self, metric: str) -> dict[str, float]:
+        return {label: self._rate(metric, label) or 0.0 for label in self._labels(metric)}
+
+
+def _counts(key: Key) -> bool:
+    return key[0] in _COUNTING
+
+
+_COUNTING = {family.name for family in FAMILIES if family.is_counter} | set(_VLLMS.values())
