@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.explain.misses import MEANINGS
+from kvoffload.explain.misses import HOPELESS, MEANINGS
 from kvoffload.explain.words import ADVICE
 from support.run_cli import Done, kvoffload
 
@@ -33,8 +33,8 @@ def test_reasons_add_up_and_decisions_are_those_of_a_replay(chat: str, caches: t
     assert sum(found["reasons"].values()) == found["misses"]
     assert found["meanings"].keys() == found["reasons"].keys()
     assert len(found["runs"]) == 20
-    lengths = [run["blocks"] for run in found["runs"]]
-    assert lengths == sorted(lengths, reverse=True)
+    order = [(run["reason"] in HOPELESS, -run["blocks"]) for run in found["runs"]]
+    assert order == sorted(order)
 
 
 def test_all_runs_add_up_to_the_reasons(chat: str) -> None:
@@ -110,6 +110,21 @@ def test_a_recording_with_token_ids(tmp_path: Path) -> None:
     assert "token 20 differs from request 0 (2001 instead of 2000); the following 267 tokens are" in " ".join(
         done.stdout.split()
     )
+
+
+def test_another_salt_has_the_same_tokens(tmp_path: Path) -> None:
+    prompt = [*range(100, 164)]
+    lines = [
+        {"prompt_token_ids": prompt, "cache_salt": "a"},
+        {"prompt_token_ids": prompt, "cache_salt": "b"},
+        {"prompt_token_ids": prompt},
+        {"prompt_token_ids": [*prompt, *range(16)], "cache_salt": "b"},
+    ]
+    timed = [json.dumps({"timestamp": at, **line}) for at, line in enumerate(lines)]
+    (path := tmp_path / "salted.jsonl").write_text("\n".join(timed))
+    found = explained(path, "--capacity", "99")
+    assert found["reasons"] == {"other_tenant": 8, "new_prompt": 4, "continues": 1}
+    assert found["hits"] == 4
 
 
 def test_token_ids_without_times_need_a_pace(tmp_path: Path) -> None:

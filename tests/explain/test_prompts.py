@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.explain.misses import PREFIX_DIFFERS, find_misses
-from kvoffload.explain.prompts import Difference, beginnings
+from kvoffload.explain.prompts import BlockTokens, Difference, beginnings
 from kvoffload.explain.recording import has_tokens, read_with_tokens
 from kvoffload.replay.replay import ReplayConfig
 from support.small_trace import trace_of
@@ -119,7 +119,8 @@ def test_differences_are_where_they_are_said_to_be(
         [ids.setdefault(tuple(prompt[: end + BLOCK]), len(ids)) for end in range(0, len(prompt), BLOCK)]
         for prompt in blocks
     ]
-    tokens = np.array([prefix[-BLOCK:] for prefix in ids], np.int64)
+    matrix = np.array([prefix[-BLOCK:] for prefix in ids], np.int64)
+    tokens = BlockTokens(matrix, np.arange(len(ids)))
     found = beginnings(trace_of(*paths), tokens).differences.get(1)
     if found is None:
         return

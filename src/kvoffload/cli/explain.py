@@ -16,7 +16,7 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.explain.capacity import kept_with, num_replayed
 from kvoffload.explain.explanation import Explanation, explain
 from kvoffload.explain.misses import find_misses
-from kvoffload.explain.prompts import Tokens
+from kvoffload.explain.prompts import BlockTokens
 from kvoffload.explain.recording import has_tokens, read_with_tokens
 from kvoffload.explain.words import facts
 from kvoffload.pages.explain import explanation_page, summary, tables
@@ -74,7 +74,7 @@ class ExplainOptions(CacheOptions, LoadOptions):
             queue_requests=self.queue_requests,
         )
 
-    def recording(self) -> tuple[Trace, Tokens | None]:
+    def recording(self) -> tuple[Trace, BlockTokens | None]:
         """Read the trace, with token ids if the recording has them."""
         if not has_tokens(self.trace, self.kind):
             return self.read_requests(self.trace), None
@@ -118,4 +118,4 @@ def command(options: ExplainOptions) -> None:
 
 def _shown(explained: Explanation) -> RenderableType:
     reasons, *others = [terminal_table(table) for table in tables(explained)]
-    return Group(Lines([summary(explained)], indent=""), reasons, Lines(facts(explained)), *others)
+    return Group(Lines([summary(explained)], indent=""), reasons, Lines([*facts(explained), ""]), *others)

@@ -13,7 +13,7 @@ from kvoffload._version import __version__
 from kvoffload.core.miss_reasons import EVICTED, NOT_ADMITTED
 from kvoffload.explain.capacity import FACTORS
 from kvoffload.explain.history import NO_REQUEST
-from kvoffload.explain.misses import AFTER_SHARED_PROMPT, MEANINGS, NUMBERS, PREFIX_DIFFERS, Misses
+from kvoffload.explain.misses import AFTER_SHARED_PROMPT, HOPELESS, MEANINGS, NUMBERS, PREFIX_DIFFERS, Misses
 from kvoffload.explain.prompts import Difference
 from kvoffload.replay.replay import ReplayConfig, recorded_s
 from kvoffload.replay.report import ReplayReport
@@ -137,7 +137,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         differing: places at which prompts differ, by `equal_tokens` and `blocks`, the most first.
         num_differing: number of all such places.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
-        runs: the longest runs, or all runs of one request in the order of its blocks.
+        runs: the longest runs, first those that a cache or another prompt could have avoided; or all runs of
+            one request, in the order of its blocks.
         num_runs: number of all runs.
         decisions_sha256: digest of the decisions, equal to the one of ``kvoffload replay``.
     """
@@ -194,7 +195,9 @@ def explain(
     trace, counts = found.trace, found.counts()
     facts = _Facts(found, [tier.name for tier in report.tiers[1:]])
     starts, ends = _runs(found)
-    chosen = np.argsort(starts - ends, kind="stable")[:top]
+    # First uses that no cache can serve come last.
+    is_hopeless = np.isin(found.reasons[starts], [NUMBERS[reason] for reason in HOPELESS])
+    chosen = np.lexsort((starts - ends, is_hopeless))[:top]
     if request is not None:
         chosen = np.flatnonzero(facts.request_of[starts] == request)
     differing = _differing(found)

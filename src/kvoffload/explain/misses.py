@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvoffload.core.miss_reasons import NEVER_SEEN, OTHER_ENGINE, REASONS
 from kvoffload.explain.history import NO_REQUEST, NUMBER_OF, History
-from kvoffload.explain.prompts import Beginnings, Tokens, beginnings
+from kvoffload.explain.prompts import Beginnings, BlockTokens, beginnings
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.instances import SharedReplay, has_one_manager
 from kvoffload.replay.replay import Replay, ReplayConfig
@@ -25,15 +25,20 @@ NEW_PROMPT: Final = "new_prompt"
 CONTINUES: Final = "continues"
 PREFIX_DIFFERS: Final = "prefix_differs"
 AFTER_SHARED_PROMPT: Final = "after_shared_prompt"
+OTHER_TENANT: Final = "other_tenant"
 
 MEANINGS: Final = {
     NEW_PROMPT: "first use, in a prompt that shares no block with an earlier prompt",
     CONTINUES: "first use, behind an earlier prompt: a next turn, or a longer prompt",
     AFTER_SHARED_PROMPT: "first use, behind a beginning that more than eight prompts continue differently",
     PREFIX_DIFFERS: "first use, in a prompt that begins like an earlier prompt and then differs from it",
+    OTHER_TENANT: "first use with this cache_salt; an earlier request had the same prefix with another one",
     **{name: meaning for name, meaning in REASONS.items() if name != NEVER_SEEN},
 }
-"""Meaning of each reason. The first four are the kinds of `NEVER_SEEN`."""
+"""Meaning of each reason. The first five are the kinds of `NEVER_SEEN`."""
+
+HOPELESS: Final = (NEW_PROMPT, CONTINUES, AFTER_SHARED_PROMPT)
+"""Reasons of first uses that no cache can serve."""
 
 _NAMES = list(MEANINGS)
 NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
@@ -82,7 +87,7 @@ def find_misses(
     trace: Trace,
     config: ReplayConfig,
     *,
-    tokens: Tokens | None = None,
+    tokens: BlockTokens | None = None,
     data: DataPlane | None = None,
     progress: Callable[[int], None] = lambda requests: None,
 ) -> tuple[ReplayReport, Misses]:
@@ -137,6 +142,7 @@ def _joined(
     depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
     is_first = (reasons == NUMBERS[OTHER_ENGINE]) & (depth >= np.repeat(compared.known, lengths))
     reasons[is_first] = np.repeat(kinds, lengths)[is_first]
+    reasons[is_first & compared.other_tenant[trace.refs]] = NUMBERS[OTHER_TENANT]
     return Misses(trace, hits, reasons, caused_by, stored_at, was_in_tier, compared)
 
 

@@ -29,6 +29,20 @@ Tokens = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
+class BlockTokens:
+    """The tokens of the blocks of a trace.
+
+    Attributes:
+        ids: shape ``(unique_blocks, block_tokens)``, int64; token ids of each block.
+        prefixes: shape ``(unique_blocks,)``, int64; equal for blocks that end equal prefixes, also if their
+            ids in the trace differ because of a `cache_salt`.
+    """
+
+    ids: Tokens
+    prefixes: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Difference:
     """The first difference of a prompt from an earlier one. Positions are token numbers from 0.
 
@@ -60,6 +74,8 @@ class Beginnings:
             the earlier prompt, or no earlier prompt is longer.
         shares: shape ``(requests,)``, bool; the known blocks are a shared prompt (`Turns.is_shared_prompt`).
         differences: of requests that differ from the nearest prompt, if token ids are known.
+        other_tenant: shape ``(unique_blocks,)``, bool; the first use of the block ends a prefix that an
+            earlier request had with another `cache_salt`.
     """
 
     known: npt.NDArray[np.int64]
@@ -67,13 +83,14 @@ class Beginnings:
     continues: npt.NDArray[np.bool_]
     shares: npt.NDArray[np.bool_]
     differences: dict[int, Difference]
+    other_tenant: npt.NDArray[np.bool_]
 
 
-def beginnings(trace: Trace, tokens: Tokens | None = None) -> Beginnings:
+def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
     """Compare each request with the earlier requests.
 
     Args:
-        tokens: shape ``(unique_blocks, block_tokens)``; token ids of each block; None if unknown.
+        tokens: tokens of the blocks; None if unknown.
 
     Cost: about 10 us per request; with `tokens` about 1 ms for each request that differs.
     """
@@ -88,9 +105,13 @@ def beginnings(trace: Trace, tokens: Tokens | None = None) -> Beginnings:
         trace.refs[trace.offsets[:-1][has_known] + known[has_known] - 1]
     ]
     differences: dict[int, Difference] = {}
+    other_tenant = np.zeros(trace.unique_blocks, np.bool_)
     if tokens is not None:
-        nearest, differences = _compared(trace, tokens, known, nearest, continues)
-    return Beginnings(known, nearest, continues, shares, differences)
+        nearest, differences = _compared(trace, tokens.ids, known, nearest, continues)
+        # Codes are numbered by first use.
+        _, first, prefix = np.unique(tokens.prefixes, return_index=True, return_inverse=True)
+        other_tenant = first[prefix.reshape(-1)] < np.arange(trace.unique_blocks)
+    return Beginnings(known, nearest, continues, shares, differences, other_tenant)
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from kvoffload.errors import ConfigError, TraceError
-from kvoffload.explain.prompts import Tokens
+from kvoffload.explain.prompts import BlockTokens
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.conversion.convert import convert
 from kvoffload.traces.conversion.keys import BlockId, Keys
@@ -23,22 +23,34 @@ _WITH_TOKENS = ("token_ids", "text")
 
 
 class _TokenKeys(Keys):
-    """Ids of blocks, with the tokens of each block."""
+    """Ids of blocks, with the tokens of each block, and the id that it had without a `cache_salt`."""
 
     def __init__(self) -> None:
         super().__init__(b"")
         self._content_of: dict[BlockId, bytes] = {}
+        self._unsalted: dict[BlockId, BlockId] = {}
 
     def after(self, ids: Sequence[BlockId], contents: Iterable[bytes]) -> list[BlockId]:
         contents = list(contents)
         chain = super().after(ids, contents)
-        self._content_of.update(zip(chain[len(ids) :], contents, strict=True))
+        added = chain[len(ids) :]
+        self._content_of.update(zip(added, contents, strict=True))
+        parent = self._unsalted.get(ids[-1]) if ids else None
+        unsalted = added
+        if ids and parent != ids[-1]:
+            # Behind the root of a salt, or behind such blocks.
+            before = () if parent is None else (parent,)
+            unsalted = super().after(before, contents)[len(before) :]
+        self._unsalted.update(zip(added, unsalted, strict=True))
         return chain
 
-    def tokens_of(self, trace: Trace) -> Tokens:
-        """Return the token ids of each block: shape ``(unique_blocks, block_tokens)``."""
-        content = b"".join(self._content_of[block] for block in trace.block_ids.tolist())
-        return np.frombuffer(content, "<i8").reshape(trace.unique_blocks, trace.block_tokens)
+    def tokens_of(self, trace: Trace) -> BlockTokens:
+        """Return the tokens of each block of a trace."""
+        ids = trace.block_ids.tolist()
+        content = b"".join(self._content_of[block] for block in ids)
+        matrix = np.frombuffer(content, "<i8").reshape(trace.unique_blocks, trace.block_tokens)
+        prefixes = np.array([self._unsalted[block] for block in ids], np.int64)
+        return BlockTokens(matrix, prefixes)
 
 
 def has_tokens(place: str, source: str | None = None) -> bool:
@@ -65,7 +77,7 @@ def read_with_tokens(
     tokenizer: Path | None = None,
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
-) -> tuple[Trace, Tokens]:
+) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
     Arguments and errors as for `convert`. Memory: 8 bytes for each token of different blocks.

@@ -7,7 +7,13 @@ from typing import Final
 from kvoffload.core import miss_reasons as reasons
 from kvoffload.explain.capacity import FACTORS
 from kvoffload.explain.explanation import Differing, Explanation, Run
-from kvoffload.explain.misses import AFTER_SHARED_PROMPT, CONTINUES, NEW_PROMPT, PREFIX_DIFFERS
+from kvoffload.explain.misses import (
+    AFTER_SHARED_PROMPT,
+    CONTINUES,
+    NEW_PROMPT,
+    OTHER_TENANT,
+    PREFIX_DIFFERS,
+)
 from kvoffload.explain.prompts import Difference
 from kvoffload.text import duration, percent
 
@@ -16,6 +22,7 @@ ADVICE: Final = {
     CONTINUES: "none: new text of a conversation",
     PREFIX_DIFFERS: "put text that changes (a date, an id) behind text that stays; see the places below",
     AFTER_SHARED_PROMPT: "none for new conversations; see the places below if it is your template",
+    OTHER_TENANT: "one cache_salt for requests that may share; else none",
     reasons.EVICTED: "more RAM, a tier behind RAM, or another policy",
     reasons.NOT_ADMITTED: "a rule that admits sooner, such as --admission all",
     reasons.REFUSED: "more RAM, or a smaller write_cost: the policy kept blocks worth more",
@@ -39,6 +46,7 @@ def sentence(run: Run, explained: Explanation) -> str:
         NEW_PROMPT: "first use: no earlier prompt shares a block",
         CONTINUES: f"first use, behind {known} of an earlier prompt",
         AFTER_SHARED_PROMPT: f"first use, behind {known} that many prompts share",
+        OTHER_TENANT: "an earlier request had the same tokens with another cache_salt",
         reasons.NOT_ADMITTED: f"{uses} had it; {explained.admission} did not admit it{where}",
         reasons.REFUSED: f"{uses} had it; {explained.policy} refused it{where}",
         reasons.NO_ROOM: f"no room{where}: the blocks of one request filled RAM",

@@ -323,12 +323,12 @@ class Replay:
         for request, ctx in ends:
             self._engines.switch_to(request)
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
-            codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
             if self._watch is not None:
-                self._watch.offered(codes)
+                self._watch.offered(self._trace.refs[self._offsets[request] : self._offsets[request + 1]])
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
                 # The manager assumes that the device still holds the request's blocks. An engine keeps them
                 # until the request ends; the device of the replay may have dropped some of them.
+                codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
                 self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
         if self._tiered is not None:
             self._settle(self._tiered)

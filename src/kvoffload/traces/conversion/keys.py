@@ -37,6 +37,10 @@ class Keys:
             chain.append(int.from_bytes(parent, "little", signed=True))
         return chain
 
+    def root(self, cache_salt: str) -> list[BlockId]:
+        """Return the beginning of a chain whose ids differ for each `cache_salt`; empty without one."""
+        return Keys.after(self, (), [cache_salt.encode()]) if cache_salt else []
+
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
         """Hash the ids of a source."""
         return self.after((), [str(block_id).encode() for block_id in ids])

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.traces.conversion.pace import PacedSource
 from kvoffload.traces.conversion.source import Given, Request
 from kvoffload.traces.conversion.times import seconds_of
@@ -26,6 +27,7 @@ class _Line(SessionNames, kw_only=True):
     output_token_ids: list[_Token] | None = None
     output_length: Annotated[int, msgspec.Meta(ge=0)] | None = None
     timestamp: Any = None
+    cache_salt: str | None = None
 
 
 _decode = msgspec.json.Decoder(_Line).decode
@@ -34,8 +36,8 @@ _decode = msgspec.json.Decoder(_Line).decode
 class TokenIds(PacedSource):
     """Lines with `prompt_token_ids` (or `token_ids`, `input_ids`, `tokens`), each an independent request.
 
-    Optional fields: `timestamp` (seconds or ISO 8601), `output_length` or `output_token_ids`, and a session
-    (`NamedSessions`).
+    Optional fields: `timestamp` (seconds or ISO 8601), `output_length` or `output_token_ids`, a session
+    (`NamedSessions`), and vLLM's `cache_salt`: requests with different salts share no blocks.
     """
 
     name = "token_ids"
@@ -60,8 +62,11 @@ class TokenIds(PacedSource):
         output = line.output_length if line.output_length is not None else len(line.output_token_ids or ())
         contents = blocks_of(prompt, self.given.block_size.tokens)
         time_s = None if line.timestamp is None else seconds_of("timestamp", line.timestamp)
+        keys, salt = self.given.keys, line.cache_salt or ""
+        root = keys.root(salt)
         request = Request(
-            time_s or 0.0, len(prompt), output, self.given.keys.after((), contents),
-            session=self.given.keys.name(self._sessions.of(line)),
+            time_s or 0.0, len(prompt), output, keys.after(root, contents)[len(root) :],
+            Hints(tenant=keys.name(salt)) if salt else NO_HINTS,
+            session=keys.name(self._sessions.of(line)),
         )  # fmt: skip
         return self.arriving(time_s, [request])
