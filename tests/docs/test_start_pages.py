@@ -15,7 +15,7 @@ import kvoffload as package
 from support.run_cli import kvoffload
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("start-planner.md", "start-policy.md")
+PAGES = ("start-planner.md", "start-policy.md", "explain.md")
 _SHOWN = re.compile(r"```\n\$ kvoffload (.*)\n((?:.*\n)*?)```")
 
 
@@ -49,7 +49,7 @@ def test_there_are_commands_to_try() -> None:
             command,
             shown,
             id=command,
-            marks=[pytest.mark.slow] if command.startswith(("plan", "sweep", "simulate")) else [],
+            marks=[pytest.mark.slow] if command.startswith(("plan", "sweep", "simulate", "explain")) else [],
         )
         for command, shown in commands()
     ],

@@ -117,5 +117,5 @@ def command(options: ExplainOptions) -> None:
 
 
 def _shown(explained: Explanation) -> RenderableType:
-    reasons, *others = [terminal_table(table) for table in tables(explained)]
-    return Group(Lines([summary(explained)], indent=""), reasons, Lines([*facts(explained), ""]), *others)
+    reasons, *details = [terminal_table(table) for table in tables(explained)]
+    return Group(Lines([summary(explained)], indent=""), reasons, Lines([*facts(explained), ""]), *details)
