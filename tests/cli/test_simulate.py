@@ -63,3 +63,45 @@ def test_a_mistake_is_one_line(chat: str, arguments: tuple[str, ...], words: str
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def a_file(tmp_path: Path, **fields: object) -> Path:
+    """Return a recording of 120 requests with 700 tokens, of which 188 are in no whole block."""
+    path = tmp_path / "kv.jsonl"
+    lines = [
+        {
+            "timestamp": 1000 * number,
+            "input_length": 700,
+            "output_length": 1,
+            "hash_ids": [number % 9],
+            **fields,
+        }
+        for number in range(120)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+def test_tokens_outside_whole_blocks_are_reported(tmp_path: Path) -> None:
+    done = kvoffload("simulate", a_file(tmp_path), "--bytes-per-token", "4096", "--capacity", "5")
+    assert done.returncode == 0, done.stderr
+    assert "26.9% of prompt tokens are in no whole block" in done.stdout
+    assert "same session" not in done.stderr
+
+
+@pytest.mark.parametrize(("requests", "warns"), [(120, True), (99, False)])
+def test_a_constant_session_gives_one_warning(tmp_path: Path, requests: int, warns: bool) -> None:
+    path = a_file(tmp_path, session="default")
+    path.write_text("\n".join(path.read_text().splitlines()[:requests]))
+    done = kvoffload("replay", path, "--no-data", "--capacity", "5")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("all 120 requests of kv name the same session") == warns
+
+
+def test_a_plan_needs_a_speed_above_zero(tmp_path: Path) -> None:
+    done = kvoffload(
+        "plan", a_file(tmp_path), "--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "4096",
+        "--prefill-tokens-per-s", "0",
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "prefill-tokens-per-s: 0 is invalid" in done.stderr or "prefill-tokens-per-s: 0.0" in done.stderr

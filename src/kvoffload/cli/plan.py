@@ -37,7 +37,7 @@ from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import as_toml, read_prices
 from kvoffload.plan.targets import Outcome, Target
 from kvoffload.plan.words import PLACEHOLDERS
-from kvoffload.settings.read import Count, Duration, Factor, NotNegative, Size
+from kvoffload.settings.read import Count, Duration, Factor, Positive, Size
 from kvoffload.sweep.grid import axis
 from kvoffload.sweep.task import TraceSource
 from kvoffload.traces.sources import block_tokens_of
@@ -83,8 +83,8 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
     target_ttft_p90: Duration | None = option(
         None, "Limit the 90th percentile of the time to first token: 1.5s, 800ms. Needs --machine."
     )
-    prefill_tokens_per_s: NotNegative = option(
-        0.0, "Prefill speed of one GPU in tokens/s.  [default: the machine's]"
+    prefill_tokens_per_s: Positive | None = option(
+        None, "Prefill speed of one GPU in tokens/s.  [default: the machine's]"
     )
     machine: str | None = option(
         None, f"Machine of one engine, for waiting times: {MACHINE_HELP}", metavar="FILE|CLASS[:PARAMETERS]"
@@ -136,7 +136,7 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
             warn_of_windows(self.model)
         fleet = Fleet(
             self.gpus, self.kv_per_gpu or 0, size, read_prices(self.prices), self.replicas, self.routing,
-            self.load, self.scale, self.prefill_tokens_per_s, shared_ram=self.shared_ram,
+            self.load, self.scale, self.prefill_tokens_per_s or 0.0, shared_ram=self.shared_ram,
             gpu_blocks=(self.gpu_tokens or 0) // block_tokens,
         )  # fmt: skip
         if self.machine is None:

@@ -17,7 +17,7 @@ from kvoffload.simulate.report import (
     TimedReport,
     break_even_sentence,
 )
-from kvoffload.text import duration, percent, size
+from kvoffload.text import duration, outside_blocks, percent, size
 
 
 def table(report: TimedReport) -> RenderableType:
@@ -80,6 +80,7 @@ def _summary(report: TimedReport) -> RenderableType:
         lines.append(f"With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.")
     lines.append(break_even_sentence("RAM", report.break_even_tokens))
     lines += [f"{miss}." for miss in run.misses()]
+    lines += outside_blocks(report.share_outside_blocks)
     if not report.at_once and without.is_overloaded:
         lines.append(f"{OVERLOADED} Try --load 0.5.")
     return Group(Lines(lines), Text())

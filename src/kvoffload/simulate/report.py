@@ -157,6 +157,7 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
             null if there is none.
         instances, routing, shared_ram: engines, as in `ReplayReport`. Sizes and `max_running` are of one
             engine, totals of all engines. Shares of time are means over all engines.
+        share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         version: version of kvoffload.
     """
 
@@ -183,6 +184,7 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
     instances: int = 1
     routing: str = ""
     shared_ram: bool = False
+    share_outside_blocks: float | None = None
     version: str
 
     def to_json(self) -> bytes:

@@ -109,6 +109,7 @@ def replay_in_time(
     break_even = machine.break_even_tokens(timing.block_bytes / trace.block_tokens)
     return TimedReport(
         trace=trace.name,
+        share_outside_blocks=trace.share_outside_blocks,
         policy=config.policy if isinstance(config.policy, str) else config.policy.__name__,
         admission=config.admission,
         store=config.store,

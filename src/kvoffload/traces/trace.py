@@ -123,6 +123,13 @@ class Trace:
             return None
         return 1 - self.block_refs * self.block_tokens / max(1, int(self.prompt_tokens.sum()))
 
+    @property
+    def has_one_session(self) -> bool:
+        """True if the recording names the same session in every request."""
+        if self.sessions is None or not self.requests or self.sessions[0] < 0:
+            return False
+        return bool((self.sessions == self.sessions[0]).all())
+
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
         """Select requests, in this order. Cost: 0.1 s per million block references."""
         lengths = np.diff(self.offsets)[requests]
