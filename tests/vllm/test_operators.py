@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload import base
 
+from kvoffload.core.miss_reasons import LIVE_REASONS
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm import connector, spec
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
@@ -39,6 +40,7 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     first = shown(rig.manager)
     zeros = {("kvoffload_" + name,): 0 for name in COUNTERS}
     zeros |= {("kvoffload_refused_blocks", reason): 0 for reason in REASONS}
+    zeros |= {("kvoffload_miss_blocks", reason): 0 for reason in LIVE_REASONS}
     assert zeros.items() <= first.items()
     assert first["kv_offload_stores_skipped",] == 0
     ctx = rig.request("r", [key(1), key(2)])
@@ -46,7 +48,8 @@ def test_counters_are_there_before_anything_has_happened(tmp_path: Path) -> None
     rig.manager.prepare_store([key(1), key(2), key(3)], ctx)
     rig.manager.metrics.interval_s = 0.0
     then = shown(rig.manager)
-    assert then["kvoffload_lookup_blocks",] == 1
+    assert then["kvoffload_lookup_blocks",] == 2, "the block behind the first missing block counts as well"
+    assert then["kvoffload_miss_blocks", "never_seen"] == 2
     assert then["kvoffload_writing_blocks",] == 3
     assert then["kv_offload_cpu_cache_usage_perc",] == then["kv_offload_cpu_cache_write_usage_perc",] == 0.5
     assert ("kvoffload_evicted_blocks",) not in then, "nothing has changed"
@@ -61,7 +64,7 @@ def test_queries_name_metrics_that_exist() -> None:
     """The queries of docs/vllm.md, against our metrics and vLLM's of transfers."""
     page = (ROOT / "docs" / "vllm.md").read_text()
     queries = re.findall(r"```promql\n(.*?)\n```", page, re.S)
-    assert len(queries) == 3
+    assert len(queries) == 4
     counters = {f"{name}_total" for name, made in definitions().items() if "Counter" in type(made).__name__}
     gauges = {name for name, made in definitions().items() if "Gauge" in type(made).__name__}
     # vLLM's own, which test_server.py finds in /metrics.
@@ -78,18 +81,25 @@ def test_queries_name_metrics_that_exist() -> None:
 def test_a_waiting_request_counts_once(tmp_path: Path, at_once: bool) -> None:
     """vLLM repeats the lookup in every step in which the request cannot be scheduled."""
     rig, path = World(tmp_path, 40), [key(number) for number in range(30)]
+    rig.manager.metrics.interval_s = 0.0
     rig.serve("stores", path)
-    rig.manager.metrics.num_lookups = 0
+    shown(rig.manager)
     ctx = rig.request("r", path)
     asks = (lambda: rig.manager.lookup_prefix(path, ctx)) if at_once else (lambda: rig.lookup(ctx, path))
-    for _ in range(5):
-        assert asks() == ((30, False) if at_once else 30)
+    for preempted in ([], ["r"]):
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], preempted))
+        for _ in range(5):
+            asks()
+            rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        assert ("kvoffload_lookup_blocks",) not in shown(rig.manager), "the request still waits"
+        while asks() not in (30, (30, False)):
+            rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+        rig.manager.prepare_load(path, ctx)
         rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    assert rig.manager.metrics.num_lookups == 30
-    rig.manager.on_schedule_end(base.ScheduleEndContext(["r"], []))
-    rig.manager.on_schedule_end(base.ScheduleEndContext([], ["r"]))
-    asks()
-    assert rig.manager.metrics.num_lookups == 60, "preempted: the blocks are looked up and loaded once more"
+        rig.manager.complete_load({*path}, ctx)
+        then = shown(rig.manager)
+        assert then["kvoffload_lookup_blocks",] == then["kvoffload_hit_blocks",] == 30
+        assert not any(name == "kvoffload_miss_blocks" for name, *_ in then)
     rig.manager.on_request_finished(ctx)
     rig.close()
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvoffload.core import miss_record
 from kvoffload.core.duplicates import is_duplicate, keep_duplicate, mark_duplicates, reuse_duplicates
 from kvoffload.core.expected import num_expected
+from kvoffload.core.miss_record import note, prefetch_set, reason_of
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, add_batch
 from kvoffload.core.returning import note_use, pop_use
 from kvoffload.core.slots import WRITING, give_back
@@ -25,10 +27,11 @@ from kvoffload.structures.index import (
     home_bucket,
     insert,
     position_in,
-    remove,
+    remove_hashed,
 )
 from kvoffload.structures.jit import (
     I32Array,
+    I64Array,
     ReadI32Array,
     ReadU64Matrix,
     U32Array,
@@ -131,6 +134,59 @@ def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) 
     """Write the slot of each block at these path positions, in flight or ready, or ABSENT."""
     for row in range(positions.shape[0]):
         slots[row] = _slot_of(cache, path, positions[row])
+
+
+@kernel
+def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Array) -> int:
+    """Add the reasons of blocks that cannot be loaded to `counts`; return the number of these blocks.
+
+    Writes the code of each block to ``path.found``: a code of `miss_record`, or `READY` for leading blocks
+    that can be loaded. Blocks in the cache behind a missing block are `BEHIND_A_GAP`.
+
+    Args:
+        first: path position of the first of `count` blocks; -1 for the blocks of the last batch.
+    """
+    positions, records, has_gap, num_missed = path.positions, path.records, False, 0
+    for row in range(count if first >= 0 else 0):
+        positions[row] = first + row
+    for row in range(count):
+        _prefetch(cache.index, path, count, row)
+        if row % _PREFETCH_ROWS == 0:
+            for ahead in range(row, min(row + _PREFETCH_ROWS, count)):
+                prefetch_set(cache.misses, records[positions[ahead], HASH])
+        slot = _slot_of(cache, path, positions[row])
+        code = miss_record.READY
+        if slot == ABSENT:
+            code = reason_of(cache.misses, records[positions[row], HASH])
+        elif has_gap:
+            code = miss_record.BEHIND_A_GAP
+        elif cache.slots.ref_cnt[slot] == WRITING:
+            code = miss_record.IN_FLIGHT
+        path.found[row] = code
+        if code != miss_record.READY:
+            has_gap = True
+            counts[code] += 1
+            num_missed += 1
+    return num_missed
+
+
+@kernel
+def note_absent(cache: Cache, batch: ReadU64Matrix, event: int) -> None:
+    """Record an event of absent blocks."""
+    for row in range(batch.shape[0]):
+        note(cache.misses, hash_row(batch, row), event)
+
+
+@inline
+def _note_rows(cache: Cache, path: Path, new: Entering, start: int, stop: int, event: int) -> None:
+    """Record an event of the missing blocks `start` to `stop` of an offer."""
+    records, positions = path.records, path.positions
+    if cache.misses.table.shape[0] == 0:
+        return
+    for i in range(start, stop):
+        prefetch_set(cache.misses, records[positions[new.rows[i]], HASH])
+    for i in range(start, stop):
+        note(cache.misses, records[positions[new.rows[i]], HASH], event)
 
 
 # ---- loads
@@ -358,6 +414,7 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: b
     new.count = _room(cache, path, new.num_missing)
     if new.num_missing > 0 and new.count == 0:
         cache.dropped += new.num_missing
+        _note_rows(cache, path, new, 0, new.num_missing, miss_record.NO_ROOM)
         return NO_ROOM
     cache.spares = _has_room_without_expected(cache, path, new.count)
     return new.count
@@ -446,13 +503,17 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
         prefetch(index.keys, new.slots[i])
         prefetch(index.table, home_bucket(index.table, records[positions[new.rows[i]], HASH]))
     for i in range(new.num_free, new.count):
-        prefetch(index.table, home_bucket(index.table, hash_row(index.keys, new.slots[i])))
+        h = hash_row(index.keys, new.slots[i])
+        prefetch(index.table, home_bucket(index.table, h))
+        prefetch_set(cache.misses, h)
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
         copy_key(new.evicted, i - new.num_free, index.keys, slot)
         if is_duplicate(cache, slot):
             unlink(cache.duplicates.links, slot)
-        remove(index, slot)
+        h = hash_row(index.keys, slot)
+        note(cache.misses, h, miss_record.EVICTED)
+        remove_hashed(index, slot, h)
         slots.version[slot] += np.uint32(1)
     for i in range(new.count):
         slot, position = new.slots[i], positions[new.rows[i]]
@@ -532,6 +593,20 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
     return new.count
 
 
+@inline
+def _note_left_out(
+    cache: Cache, path: Path, new: Entering, num_not_admitted: int, is_unoffered: bool
+) -> None:
+    """Record the missing blocks of an offer that were not stored."""
+    refused_at, not_admitted_at = new.count + new.num_dropped, new.num_missing - num_not_admitted
+    if is_unoffered:
+        _note_rows(cache, path, new, 0, new.num_missing, miss_record.NOT_OFFERED)
+        return
+    _note_rows(cache, path, new, new.count, refused_at, miss_record.NO_ROOM)
+    _note_rows(cache, path, new, refused_at, not_admitted_at, miss_record.REFUSED)
+    _note_rows(cache, path, new, not_admitted_at, new.num_missing, miss_record.NOT_ADMITTED)
+
+
 @kernel
 def prepare_store(
     cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: bool
@@ -549,7 +624,11 @@ def prepare_store(
             _observe(cache, path)
         new.num_dropped = 0 if step == KEEP else new.num_missing - stored
         new.one_prefix, new.admitted = not cache.follows_device, admitted
-    return _store(cache, path, new, kept)
+    num_not_admitted = new.num_refused
+    stored = _store(cache, path, new, kept)
+    if stored >= 0:
+        _note_left_out(cache, path, new, num_not_admitted, step == KEEP)
+    return stored
 
 
 @kernel
@@ -574,7 +653,9 @@ def become_ready(cache: Cache, new: Entering) -> None:
 def abandon(cache: Cache, new: Entering) -> None:
     """Forget the in-flight blocks of a failed store."""
     for i in range(new.count):
-        remove(cache.index, new.slots[i])
+        h = hash_row(cache.index.keys, new.slots[i])
+        note(cache.misses, h, miss_record.FAILED_STORE)
+        remove_hashed(cache.index, new.slots[i], h)
         cache.slots.version[new.slots[i]] += np.uint32(1)
         give_back(cache.slots, new.slots[i])
         _hold(cache, new.slots[i], -WRITING)
@@ -594,10 +675,12 @@ def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
     """
     num_removed = 0
     for row in range(batch.shape[0]):
-        slot = find(cache.index, batch, row, hash_row(batch, row))
+        h = hash_row(batch, row)
+        slot = find(cache.index, batch, row, h)
         wanted = slots[row] < 0 or slots[row] == slot
         if slot != ABSENT and cache.slots.ref_cnt[slot] >= 0 and wanted:
-            remove(cache.index, slot)
+            note(cache.misses, h, miss_record.DAMAGED)
+            remove_hashed(cache.index, slot, h)
             cache.slots.version[slot] += np.uint32(1)
             slots[num_removed] = slot
             num_removed += 1

@@ -17,6 +17,7 @@ from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.expected import Expected, Queue
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.miss_record import NUM_CODES, RESET, MissRecord, by_reason
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.on_device_eviction import OnDeviceEviction
 from kvoffload.core.plans import (
@@ -70,6 +71,7 @@ class OffloadingManager:
         enable_events: True to record events for `take_events`.
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
+        explain_misses: True to record why blocks are absent, for `count_misses`: 16 bytes a slot.
 
     Attributes:
         index: maps keys to slots.
@@ -78,6 +80,7 @@ class OffloadingManager:
         store_mode: calls policies in Python; chosen by `store`.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
+        miss_counts: counts of `count_misses` by the codes of `miss_record`.
 
     Raises:
         ConfigError: names the argument, its value and the allowed values.
@@ -96,6 +99,7 @@ class OffloadingManager:
         enable_events: bool = False,
         medium: str = "CPU",
         block_size: int = 0,
+        explain_misses: bool = False,
     ) -> None:
         capacity_blocks = check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
         key_bytes = check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
@@ -118,9 +122,11 @@ class OffloadingManager:
             known=known_keys(self.index, self._follows_device and self.policy.needs_returns()),
             follows_device=self._follows_device,
             expected=Expected(0, key_bytes),
+            misses=MissRecord(capacity_blocks if explain_misses else 0),
             holds=np.empty(0, np.int32),
         )
         self._cache = self._state.memory
+        self.miss_counts = np.zeros(NUM_CODES, np.int64)
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
@@ -256,6 +262,37 @@ class OffloadingManager:
             if len(ctx.unpacked_keys) >= 4096:
                 ctx.flush()
         return _RESULTS[state]
+
+    def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
+        """Count the blocks that a request will compute, by reason, in the `misses` of `stats`.
+
+        Call it when a request stops waiting for blocks. A block that is not in the cache has its last event:
+        it was ``evicted``, for instance. Without an event the block is ``never_seen``, or ``unknown`` if its
+        event may have been dropped from the record; always ``unknown`` unless `explain_misses`. Leading
+        blocks that can be loaded do not count. Changes no order.
+
+        Args:
+            ctx: the request.
+            start: number of leading blocks of the request's path that need not be computed.
+            keys: blocks to count in place of the rest of the path, in prefix order.
+
+        Returns:
+            The number of counted blocks.
+
+        Cost: two cache misses for each absent block.
+        """
+        ctx = self._context(ctx)
+        count, first = (ctx.length - start, start) if keys is None else (len(ctx.extend(keys)), -1)
+        return kernels.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
+
+    def note_absent(self, keys: Sequence[bytes], event: int) -> None:
+        """Record an event of absent blocks: a code of `miss_record`."""
+        kernels.note_absent(self._cache, self.pack(keys).words, event)
+
+    @property
+    def miss_record(self) -> MissRecord:
+        """The reasons for which blocks are absent. Empty unless `explain_misses`."""
+        return self._state.misses
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
         """Pack `keys`, unless they are `Keys`. Raises `ValueError` for keys of another length."""
@@ -395,7 +432,8 @@ class OffloadingManager:
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, order, ghost and count. Cost: O(capacity).
 
-        Slots that a transfer uses stay reserved until that transfer is completed.
+        Slots that a transfer uses stay reserved until that transfer is completed. The record of missing
+        blocks is kept: each forgotten block gets the reason ``reset``.
 
         Args:
             drop_in_flight: True if the caller guarantees that no transfer is under way. Then all slots are
@@ -408,6 +446,8 @@ class OffloadingManager:
         self._epoch += 1
         if drop_in_flight:
             self._void_before = self._epoch
+        if self._state.misses.num_entries:
+            self.note_absent(self.index.keys_at(self.slots.filled()), RESET)
         self.slots.reset(drop_in_flight=drop_in_flight)
         self.index.clear()
         self.store_mode.reset()
@@ -433,10 +473,11 @@ class OffloadingManager:
         """Return counters, use of the slots, and statistics of the policy, as a copy. Cost: O(1)."""
         stats = self.counters()
         stats.policy = self.policy.stats()
+        stats.misses = by_reason(self.miss_counts)
         return stats
 
     def counters(self) -> ManagerStats:
-        """Return as `stats`, without the policy's statistics, for frequent calls. Cost: 3 us."""
+        """Return as `stats`, without `policy` and `misses`, for frequent calls. Cost: 3 us."""
         return ManagerStats.of(self._state, self.slots)
 
     # ---- private

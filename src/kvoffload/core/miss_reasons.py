@@ -21,6 +21,10 @@ IN_FLIGHT: Final = "in_flight"
 FAILED_STORE: Final = "failed_store"
 RESET: Final = "reset"
 UNKNOWN: Final = "unknown"
+AUDIT: Final = "audit"
+BUSY: Final = "busy"
+KEPT_OUT: Final = "kept_out"
+PAUSED: Final = "paused"
 
 REASONS: Final = {
     NEVER_SEEN: "no earlier request had this block",
@@ -36,6 +40,15 @@ REASONS: Final = {
     IN_FLIGHT: "the block was still being stored or promoted",
     FAILED_STORE: "the copy of the block to the cache failed",
     RESET: "the block was stored, and the cache was reset before this use",
-    UNKNOWN: "the record of this block was dropped, so its history is unknown",
+    UNKNOWN: "the record of this block was dropped, or there was none: its history is unknown",
 }
 """One line for each reason. A missing block has exactly one reason."""
+
+LIVE_REASONS: Final = {reason: text for reason, text in REASONS.items() if reason != OTHER_ENGINE} | {
+    NOT_OFFERED: "the device dropped the block before it was offered",
+    AUDIT: "the request was computed on purpose, to audit its stored blocks",
+    BUSY: "the block is stored; the shared pool's lock, or room to verify the block, was not free in time",
+    KEPT_OUT: "the request has an adapter, and may not use a pool that engines share",
+    PAUSED: "offloading is paused after an internal error",
+}
+"""Reasons in a running engine, which knows no other engine's requests."""

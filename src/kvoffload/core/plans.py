@@ -255,6 +255,8 @@ class ManagerStats:
     """Removed without being evicted: damaged, or forgotten by `reset`."""
     expected: int = 0
     """Keys that waiting requests expect."""
+    misses: dict[str, int] = field(default_factory=dict)
+    """Blocks that `count_misses` has counted, by reason. In a shared pool: of this engine."""
     policy: dict[str, float] = field(default_factory=dict)
 
     @classmethod

@@ -48,7 +48,8 @@ class Path(Struct):
         records: shape ``(room, 3)``, uint64: hash, slot hint and flags of each key.
         positions: int32: path positions of the current batch.
         used: the blocks that the current batch uses.
-        found: int32: slots of the blocks that a policy's `observe` or `finished` reads, or ABSENT.
+        found: int32: slots of the blocks that a policy's `observe` or `finished` reads, or ABSENT; codes of
+            the blocks that `kernels.count_misses` has counted.
         length: number of keys on the path.
         observed: number of leading keys that a compiled policy has observed.
         on_device: number of leading blocks that the device holds: the blocks before the first lookup.
@@ -167,6 +168,10 @@ class RequestContext:
     def positions(self, count: int) -> I32Array:
         """Return the path positions of the last batch (a view)."""
         return Path.array(self.memory, "positions", count)
+
+    def found(self, count: int) -> I32Array:
+        """Return the first rows of ``Path.found`` (a view)."""
+        return Path.array(self.memory, "found", count)
 
     def used(self, count: int) -> tuple[I32Array, BoolArray]:
         """Return the blocks that the last batch uses, as arguments of a policy's `access` (views)."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.core.expected import Expected, most_expected
+from kvoffload.core.miss_record import MissRecord
 from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
@@ -35,6 +36,7 @@ class Cache(Struct):
             and the policy needs them.
         expected: keys that waiting requests expect. Without room until the first request waits
             (`make_queue`).
+        misses: the reasons for which blocks are absent. Without room unless the manager explains misses.
         spares: 1 while the current store has enough room without evicting expected blocks.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
@@ -50,6 +52,7 @@ class Cache(Struct):
     duplicates: Lists
     known: KeyLists
     expected: Expected
+    misses: MissRecord
     spares: int
     policy: int
     expect: int

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvoffload.core.miss_reasons import LIVE_REASONS
+
 VLLM_PREFIX: Final = "vllm:kvoffload_"
 """When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
 LIBRARY_PREFIX: Final = "kvoffload_"
 
 UNRECORDED = "unrecorded_requests"
 COUNTERS = {
-    "lookup_blocks": "Blocks of each request's first lookup; repeated lookups while it waits do not count.",
+    "lookup_blocks": "Blocks looked up by requests that began: hit_blocks and miss_blocks together.",
     "hit_blocks": "Blocks found and loaded.",
     "stored_blocks": "Blocks stored.",
     "evicted_blocks": "Blocks evicted to make room.",
@@ -29,6 +31,7 @@ COUNTERS = {
     "internal_errors": "Errors inside kvoffload: offloading pauses until the cache is reset.",
 }
 """Counters without labels."""
+MISSES, REACH = "miss_blocks", "miss_record_reach_s"
 REFUSED = "refused_blocks"
 REASONS = {
     "admission": "refused by the admission rule or the policy",
@@ -137,6 +140,7 @@ def _families() -> Iterator[Family]:
         yield Family(name, True, text, is_of_vllm=name == UNRECORDED)
     for name, text in GAUGES.items():
         yield Family(name, False, text)
+    yield Family(MISSES, True, "Blocks looked up and not loaded, by reason.", ("reason",), LIVE_REASONS)
     yield Family(REFUSED, True, "Blocks offered and not stored, by reason.", ("reason",), REASONS)
     yield Family(
         NOT_PROMOTED,
@@ -155,6 +159,8 @@ def _families() -> Iterator[Family]:
 
 
 def _families_of_vllm() -> Iterator[Family]:
+    text = "Seconds for which the reason of an absent block is remembered; older reasons are unknown."
+    yield Family(REACH, False, text, is_of_vllm=True)
     for name, text, label, values in (
         (KV_HINT_ACTIONS, "Actions in the kv_hints of requests.", "action", KV_HINTS),
         (

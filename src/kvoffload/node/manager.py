@@ -16,6 +16,7 @@ from kvoffload.core import kernels
 from kvoffload.core.expected import Expected, most_expected
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.miss_record import BUSY as BUSY_BLOCK
 from kvoffload.core.plans import (
     ON_COMPUTE,
     LoadPlan,
@@ -117,7 +118,8 @@ class NodeManager(OffloadingManager):
         expected = Expected(most_expected(capacity_blocks), self.key_bytes)
         self._state.exchange("expected", expected)
         self.queue = self.new_queue(self._expected_share)
-        parts = [self.index, self.slots, self._state.duplicates, self._state.known, expected, policy.state]
+        state = self._state
+        parts = [self.index, self.slots, state.duplicates, state.known, expected, state.misses, policy.state]
         num_words, path = self.index.keys.shape[1], directory.path / STATE
         with locked(directory.path.parent):
             directory.begin_manager()
@@ -485,6 +487,14 @@ def _no_lock_none_ready(self: NodeManager, keys: Sequence[bytes]) -> tuple[LoadP
     return plan, np.empty(0, np.int32)
 
 
+def _no_lock_all_busy(
+    self: NodeManager, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None
+) -> int:
+    count = ctx.length - start if keys is None else len(keys)
+    self.miss_counts[BUSY_BLOCK] += count
+    return count
+
+
 _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "lookup": lambda self, keys, *_: PrefixLookup(0, LookupResult.MISS),
     "lookup_key": lambda self, key, *_: LookupResult.MISS,
@@ -495,10 +505,11 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "pin": _no_lock_gone,
     "pin_ready": _no_lock_none_ready,
     "prepare_store": lambda self, keys, *_, **__: None,
+    "count_misses": _no_lock_all_busy,
     "take_events": lambda self: [],
 }
 """Calls that return something, with their result when the lock is not free in time."""
-_REPEATED = ("complete_load", "complete_store", "unpin", "discard")
+_REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
 """Calls that report something. Without the lock they are made before the next call that gets it."""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
 """Calls as `_REPEATED`, which a long stop would collect without end."""

@@ -162,10 +162,18 @@ def insert(index: Index, batch: U64Matrix, row: int, h: np.uint64, position: int
 
 @inline
 def remove(index: Index, position: int) -> None:
-    """Remove the key at `position` from the table and close the gap. The key's row stays readable."""
+    """Remove the key at `position`, see `remove_hashed`."""
+    remove_hashed(index, position, hash_row(index.keys, position))
+
+
+@inline
+def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
+    """Remove the key at `position`, with hash `h`, from the table and close the gap.
+
+    The key's row stays readable.
+    """
     table = index.table
     size = table.shape[0]
-    h = hash_row(index.keys, position)
     entry = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
     bucket = home_bucket(table, h)
     while table[bucket] != entry:

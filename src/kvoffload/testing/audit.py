@@ -16,6 +16,7 @@ import numpy as np
 
 from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.miss_record import EVICTED, NEVER_SEEN, WAYS, MissRecord
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import FREE, WRITING
@@ -41,6 +42,7 @@ def audit(manager: Any) -> None:
     resident = _indexed_slots(manager)
     _audit_index("the manager's index", manager.index, resident)
     _audit_policy(manager.policy, resident, manager)
+    _audit_misses(manager.store_mode.cache.misses)
     _audit_key_lists("the expected keys", manager.store_mode.cache.expected.keys)
     if isinstance(manager.admission, ReuseAdmission):
         rule = manager.admission
@@ -139,8 +141,17 @@ def _audit_counters(manager: OffloadingManager) -> None:
     assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
     total = stats.ready + stats.evicted + stats.discarded
     assert stats.stored == total, f"stored {stats.stored}, but ready + evicted + discarded = {total}"
-    counts = {name: value for name, value in vars(stats).items() if name != "policy"}
+    counts = {name: value for name, value in vars(stats).items() if isinstance(value, int)}
     assert all(value >= 0 for value in counts.values()), f"negative counters: {counts}"
+
+
+def _audit_misses(record: MissRecord) -> None:
+    for entries in record.table.reshape(-1, WAYS).tolist():
+        used = [entry for entry in entries if entry]
+        assert entries[: len(used)] == used, f"a set of the record of misses has a hole: {entries}"
+        assert len({entry >> 4 for entry in used}) == len(used), f"a block is recorded twice: {entries}"
+        events = {entry & 15 for entry in used}
+        assert events <= set(range(EVICTED, NEVER_SEEN)), f"the record of misses has the events {events}"
 
 
 def _audit_index(what: str, index: Index, positions: set[int]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,16 +16,18 @@ import numpy.typing as npt
 
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.miss_record import READY
 from kvoffload.core.plans import LoadPlan, LookupResult, OffloadingEvent, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.cascade import Cascade
 from kvoffload.tiering.lane import TieringCounts, TierLane
+from kvoffload.tiering.misses import change_of
 from kvoffload.tiering.promotion import Promotion
 from kvoffload.tiering.stack import TierStack, check_stack, share_of
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import break_even
-from kvoffload.tiers.contract import Memory, SecondaryTier, TierStats
+from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
 
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
@@ -129,6 +131,7 @@ class TieredManager:
         self.prepare_load, self.pin, self.unpin = ram.prepare_load, ram.pin, ram.unpin
         self.pin_ready = ram.pin_ready
         self.keep, self.stats, self.counters = ram.keep, ram.stats, ram.counters
+        self.miss_counts, self.miss_record = ram.miss_counts, ram.miss_record
 
     @property
     def recompute_s_per_block(self) -> float | None:
@@ -248,6 +251,29 @@ class TieredManager:
         if key not in self.promotion.promoting:
             return result
         return self.promotion.result_for([key], wait)
+
+    def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
+        """Count blocks that a request will compute, see `OffloadingManager.count_misses`.
+
+        A block that a tier has is ``tier_gave_up``, or ``behind_a_gap`` if a block before it is nowhere.
+        """
+        count = self.ram_manager.count_misses(ctx, start, keys)
+        wait = self.waits.get(ctx)
+        if count and wait is not None and len(wait.left_out) < len(self.lanes):
+            batch = ctx.keys()[start:] if keys is None else self.pack(keys)
+            codes = ctx.found(len(batch))
+            in_tier = self._stack.below(batch, wait)[1] | self._given_up(batch, wait)
+            self.miss_counts += change_of(codes, in_tier & (codes != READY))
+        return count
+
+    def _given_up(self, keys: Keys, wait: TierWait) -> Mask:
+        """Return a mask of the blocks that a tier had, and for which this request no longer waits."""
+        late: Collection[bytes] = self.promotion.promoting if wait.gave_up else ()
+        if not (late or wait.given_up):
+            return np.zeros(len(keys), np.bool_)
+        return np.array(
+            [key in late or (key in wait.given_up and key not in self._distrusted) for key in keys], np.bool_
+        )
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """End a load, see `OffloadingManager.complete_load`, and count its blocks by source."""

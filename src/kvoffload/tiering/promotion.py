@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvoffload.core.miss_record import TIER_GAVE_UP
 from kvoffload.core.plans import LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.structures.keys import Keys
@@ -114,6 +115,7 @@ class Promotion:
         if lost is not None:
             stack.counts.lost += len(lost.keys) - num_stale
             stack.ram.complete_store(lost, success=False)
+            stack.ram.note_absent(lost.keys, TIER_GAVE_UP)
 
     # ---- the steps of a promotion
 

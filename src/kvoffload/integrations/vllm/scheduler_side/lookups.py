@@ -37,7 +37,6 @@ class Request:
         begun_step: the last step in which vLLM may have begun the request; None while it is known to wait.
         waits_since: the last step in which the request is known to have waited, after a preemption.
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
-        first_step: the step of the first lookup of the current wait; None before that lookup.
         pending_since_s: the time of the first lookup that met a block in flight of a shared pool; else None.
         is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
     """
@@ -49,15 +48,8 @@ class Request:
     begun_step: int | None = None
     waits_since: int | None = None
     was_preempted: bool = False
-    first_step: int | None = None
     pending_since_s: float | None = None
     is_audited: bool | None = None
-
-    def is_first_lookup(self, step: int) -> bool:
-        """Return True in the step of the first lookup; vLLM repeats the lookup in every step of a wait."""
-        if self.first_step is None:
-            self.first_step = step
-        return self.first_step == step
 
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.
@@ -71,7 +63,7 @@ class Request:
     def wait_again(self, step: int) -> None:
         """Record in `step` a preemption or a failed load: vLLM looks the request up again."""
         self.waits_since = step
-        self.begun_step, self.first_step, self.was_preempted = None, None, True
+        self.begun_step, self.was_preempted = None, True
 
 
 class Lookups:

@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, Reque
 
 from kvoffload.core import manager as core
 from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.core.miss_reasons import AUDIT, BEHIND_A_GAP, BUSY, KEPT_OUT, PAUSED
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.errors import ConfigError, GoneError
 from kvoffload.integrations.vllm.scheduler_side.audits import Audited, Audits
@@ -35,6 +36,7 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
     positions_of,
 )
 from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
+from kvoffload.integrations.vllm.scheduler_side.misses import Asked, Misses, Reach
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.shared.node_pool import USUAL_KEY_BYTES
@@ -149,6 +151,8 @@ class KVOffloadManager(OffloadingManager):
         self._loads: InFlight[LoadPlan] = InFlight()
         self._stores: InFlight[StorePlan] = InFlight()
         self._dropped: list[LoadPlan | StorePlan] = []
+        may_be_busy = node_pool is not None or self._sealing
+        self._misses, self._reach = Misses(BUSY if may_be_busy else BEHIND_A_GAP), Reach(time.monotonic())
         self._verifier: Verifier | None = None
         self.audits: Audits | None = None
         self._tiered: TieredManager | None = None
@@ -164,6 +168,7 @@ class KVOffloadManager(OffloadingManager):
             "store": options.store,
             "enable_events": self._enable_events,
             "block_size": self._tokens_per_block,
+            "explain_misses": True,
         }
         make_ram_manager: Callable[..., core.OffloadingManager] = core.OffloadingManager
         if self._node_pool is not None:
@@ -189,6 +194,7 @@ class KVOffloadManager(OffloadingManager):
                 **given,
             )
         self.core: AnyManager = self._tiered or make_ram_manager(pool.num_slots, **given)
+        self._misses.follow(self.core)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
@@ -255,6 +261,7 @@ class KVOffloadManager(OffloadingManager):
 
     def on_request_finished(self, req_context: Any) -> None:
         """Commit the uses of a finished request. Its transfers may end later."""
+        self._misses.forget(req_context.req_id)
         self._finish(req_context, self._arrivals.pop(req_context.req_id, _UNKNOWN).hints)
 
     @_ends
@@ -273,6 +280,7 @@ class KVOffloadManager(OffloadingManager):
     @_contained(None)
     def withdraw(self, request_id: str) -> None:
         """End the protection of `expect`: the request no longer waits."""
+        self._misses.begins(request_id)
         if (request := self._requests.get(request_id)) is not None:
             self.core.withdraw(request.ctx)
 
@@ -316,6 +324,7 @@ class KVOffloadManager(OffloadingManager):
             ahead.pop()
             return VLLMResult.HIT
         if self.broken or self._is_kept_out(req_context):
+            self._asked_in_vain(req_context).singles[key] = False
             return VLLMResult.MISS
         # `contained`, inlined: vLLM calls this for each block, and a wrapper costs as much as the lookup.
         try:
@@ -328,34 +337,45 @@ class KVOffloadManager(OffloadingManager):
             answer = self._lookups.block(key, request)
             if request.was_preempted:
                 request.begun_step = self._step
-            if request.is_first_lookup(self._step):
-                self.metrics.num_lookups += 1 + len(self._lookups.ahead)
-            if self.audits is not None and answer is VLLMResult.HIT:
-                return VLLMResult.MISS if self._audited(request, req_context.req_id, (key,)) else answer
+            asked = self._misses.asked(self._step, req_context, request)
+            if answer is VLLMResult.HIT and self._audited(request, req_context.req_id, (key,)):
+                answer, asked.reason = VLLMResult.MISS, AUDIT
+            asked.singles[key] = answer is VLLMResult.HIT
             return answer
         except Exception:
             self.stop_after_error("lookup")
             return VLLMResult.MISS
 
-    @_contained((0, False))
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         """Return the number of ready leading blocks, and True if the next block may soon be ready."""
-        if self._is_kept_out(req_context):
+        if self.broken or self._is_kept_out(req_context):
+            if keys:
+                self._asked_in_vain(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))
             return 0, False
+        return self._lookup_prefix(keys, req_context)
+
+    @_contained((0, False))
+    def _lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
         request = self._request(req_context, keys)
         if request.may_run(self._step):
             request.wait_again(self._step)
-        if request.is_first_lookup(self._step):
-            self.metrics.num_lookups += len(keys)
         num_ready, wait = self._lookups.prefix(keys, request)
-        if num_ready and not wait and self.audits is not None:
-            num_ready = 0 if self._audited(request, req_context.req_id, keys) else num_ready
+        asked = self._misses.asked(self._step, req_context, request)
+        if num_ready and not wait and self._audited(request, req_context.req_id, keys):
+            num_ready, asked.reason = 0, AUDIT
+        if keys:
+            asked.prefixes.setdefault(keys[0][-4:], (keys, num_ready))
         return num_ready, wait
+
+    def _asked_in_vain(self, req_context: Any) -> Asked:
+        """Return the record of a lookup that finds nothing, whatever the cache holds."""
+        asked = self._misses.asked(self._step, req_context)
+        asked.reason = PAUSED if self.broken else KEPT_OUT
+        return asked
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
         """Return True if this request with a hit is audited: vLLM must compute it."""
-        assert self.audits is not None
-        if not self.audits.takes(request, request_id, keys):
+        if self.audits is None or not self.audits.takes(request, request_id, keys):
             return False
         self._lookups.ahead = []
         self._release(request)
@@ -389,10 +409,12 @@ class KVOffloadManager(OffloadingManager):
             plan = self.core.prepare_load(list(keys), request.ctx)
         except GoneError as error:  # another engine has reset the shared pool: a failed load
             self._log.warn("gone", "kvoffload: blocks left the shared pool before their load: %s", error)
+            self._misses.begins(req_context.req_id)
             self._release(request)
             return SlotsSpec(np.full(len(keys), -1, np.int32))
         self._loads.add(plan, keys)
         self._release(request)
+        self._misses.load(req_context.req_id, list(keys))
         self.metrics.counts["hit_blocks"] += len(plan)
         return SlotsSpec(plan.slots)
 
@@ -416,6 +438,7 @@ class KVOffloadManager(OffloadingManager):
             return _NOTHING
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP  # vLLM offers blocks of running requests, after a step
+        self._misses.count_begun(self.core, (req_context.req_id,))
         self._release(request)
         offered = list(keys)
         # Stable: blocks that end at the same token stay in the order of their groups.
@@ -532,12 +555,20 @@ class KVOffloadManager(OffloadingManager):
 
     # ---- steps, resets, reports
 
-    @_ends
     def on_schedule_end(self, context: Any) -> None:
         """End a step: begin its promotions, and unpin blocks that were verified for requests that now run.
 
         Requests that the step has preempted may load in the next step.
         """
+        self._count_misses((*context.new_req_ids, *context.preempted_req_ids))
+        self._end_step(context)
+
+    @contained(None, when_broken=lambda manager: True)
+    def _count_misses(self, begun: Sequence[str]) -> None:
+        self._misses.count_begun(None if self.broken else self.core, begun)
+
+    @_ends
+    def _end_step(self, context: Any) -> None:
         if self._tiered is not None:
             self._tiered.poll()
         for request_id in context.new_req_ids:
@@ -615,6 +646,8 @@ class KVOffloadManager(OffloadingManager):
         """Return the changed metrics, if a report is due; vLLM calls this in every step."""
         if not self.metrics.is_due(time.monotonic(), is_idle=not self._arrivals):
             return None
+        misses = self._misses.take(None if self.broken else self.core)
+        self.metrics.add_misses(*misses)
         taken = self._take_stats()
         if taken is None:  # stopped: the reason is still reported
             taken = self.metrics.take()
@@ -626,6 +659,7 @@ class KVOffloadManager(OffloadingManager):
         counters = self.core.counters()
         taken = self.metrics.take(counters)
         self.metrics.show(taken, counters, self.core.policy)
+        self.metrics.show_reach(taken, self._reach.seconds(self.core.miss_record, time.monotonic()))
         self._add_audits(taken)
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)

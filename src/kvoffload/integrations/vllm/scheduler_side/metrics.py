@@ -13,6 +13,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
+from kvoffload.core.miss_reasons import LIVE_REASONS
 from kvoffload.core.plans import ManagerStats
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.metrics.families import (
@@ -24,10 +25,12 @@ from kvoffload.metrics.families import (
     FAMILIES,
     KV_HINT_ACTIONS,
     KV_HINTS,
+    MISSES,
     NOT_OFFERED,
     NOT_PROMOTED,
     NOT_PROMOTED_REASONS,
     POLICY,
+    REACH,
     REFUSED,
     TIER,
     TIER_COUNTERS,
@@ -122,13 +125,13 @@ class Metrics:
     Attributes:
         counts: the adapter's own counts since the last report; keys as in `COUNTERS`.
         kv_hints: actions in vLLM's ``kv_hints`` since the last report; keys as in `KV_HINTS`.
-        num_lookups: ``lookup_blocks``; an attribute because it is counted for each block.
+        misses: missed blocks by reason since the last report; keys as in `LIVE_REASONS`.
     """
 
     def __init__(self, interval_s: float = METRICS_INTERVAL_S) -> None:
         self.counts: Counter[str] = Counter()
         self.kv_hints: Counter[str] = Counter()
-        self.num_lookups = 0
+        self.misses: Counter[str] = Counter()
         self.interval_s, self._reported_s = interval_s, 0.0
         self._before = ManagerStats()
         self._gauges, self._tiers = Gauges(), TierMetrics()
@@ -150,7 +153,6 @@ class Metrics:
         """
         counters = counters or self._before
         counts, self.counts = self.counts, Counter()
-        counts["lookup_blocks"], self.num_lookups = self.num_lookups, 0
         before, self._before = self._before, counters
         taken = OffloadingConnectorStats()
         counts["stored_blocks"] += counters.stored - before.stored
@@ -160,6 +162,9 @@ class Metrics:
         for name in COUNTERS if is_first else counts:
             if is_first or counts[name]:
                 taken.increase_counter(PREFIX + name, counts[name])
+        misses, self.misses = self.misses, Counter()
+        for reason in LIVE_REASONS if is_first else misses:
+            taken.increase_counter(PREFIX + MISSES, misses[reason], (reason,))
         kv_hints, self.kv_hints = self.kv_hints, Counter()
         for action in KV_HINTS if is_first else kv_hints:
             taken.increase_counter(PREFIX + KV_HINT_ACTIONS, kv_hints[action], (action,))
@@ -187,6 +192,15 @@ class Metrics:
             self._show(taken, name, count / counters.capacity, prefix=NATIVE_PREFIX)
         for name, value in policy.stats().items():
             self._show(taken, POLICY, value, (policy.name, name))
+
+    def add_misses(self, num_lookups: int, misses: Counter[str]) -> None:
+        """Add looked-up blocks, and by reason the blocks that were not loaded."""
+        self.counts["lookup_blocks"] += num_lookups
+        self.misses += misses
+
+    def show_reach(self, taken: OffloadingConnectorStats, seconds: float) -> None:
+        """Set the gauge of the record's reach, rounded to two digits so that it changes rarely."""
+        self._show(taken, REACH, float(f"{seconds:.2g}"))
 
     def add_audits(
         self, taken: OffloadingConnectorStats, num_requests: int, results: Counter[str], largest: float

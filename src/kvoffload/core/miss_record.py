@@ -1,0 +1,139 @@
+"""A bounded record of the reasons for which blocks are absent, for `OffloadingManager.count_misses`.
+
+Owns a table of the last events of absent blocks. Knows hashes, not keys, and decides nothing: a wrong entry
+can only make an explanation wrong.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.core import miss_reasons as reasons
+from kvoffload.structures.jit import U64Array, inline, prefetch
+from kvoffload.structures.structs import Struct
+
+READY, EVICTED, NOT_ADMITTED, REFUSED, NO_ROOM, DAMAGED, FAILED_STORE, RESET = range(8)
+NOT_OFFERED, TIER_GAVE_UP, NEVER_SEEN, UNKNOWN, BEHIND_A_GAP, IN_FLIGHT, BUSY = range(8, 15)
+"""Codes of the states of a block. `EVICTED` to `TIER_GAVE_UP` are the events that a record holds."""
+
+REASON_OF = (
+    "",
+    reasons.EVICTED,
+    reasons.NOT_ADMITTED,
+    reasons.REFUSED,
+    reasons.NO_ROOM,
+    reasons.DAMAGED,
+    reasons.FAILED_STORE,
+    reasons.RESET,
+    reasons.NOT_OFFERED,
+    reasons.TIER_GAVE_UP,
+    reasons.NEVER_SEEN,
+    reasons.UNKNOWN,
+    reasons.BEHIND_A_GAP,
+    reasons.IN_FLIGHT,
+    reasons.BUSY,
+)
+"""The reason of each code; empty for `READY`."""
+
+NUM_CODES = len(REASON_OF)
+CountArray: TypeAlias = npt.NDArray[np.int64]
+"""Counts by code, shape ``(NUM_CODES,)``."""
+
+ENTRIES_PER_SLOT = 2
+WAYS = 8
+"""Entries of a set: a cache line of 64 bytes."""
+_TAG, _EVENT = 0xFFFF_FFFF_FFFF_FFF0, 15
+
+
+class MissRecord(Struct):
+    """The last event of about twice as many absent blocks as the cache has slots.
+
+    A set-associative table. An entry is 60 bits of the key's hash and the event, and the entries of a set
+    are in the order of their events. A new entry of a full set replaces the oldest entry of the set, which on
+    average is as old as the last `num_entries` events.
+
+    Two keys are confused if 60 bits of their hashes are equal: with a million slots once in 2^39 lookups.
+
+    Memory: 16 bytes a slot, in whole cache lines.
+
+    Attributes:
+        table: uint64, `WAYS` words a set; 0 is an empty entry.
+        num_entered: entries that were ever made; a second event of a key in the table makes none.
+    """
+
+    table: U64Array
+    num_entered: int
+
+    def __init__(self, num_slots: int) -> None:
+        num_words = -(-num_slots * ENTRIES_PER_SLOT // WAYS) * WAYS
+        raw = np.zeros(num_words + WAYS, np.uint64)
+        start = -raw.ctypes.data % 64 // 8
+        super().__init__(table=raw[start : start + num_words])
+        self.table.fill(0)  # the first touch of a page delays a request
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries that fit; 0 if nothing is recorded."""
+        return len(self.table)
+
+
+def by_reason(counts: CountArray) -> dict[str, int]:
+    """Return the counts of codes by reason, without zeros."""
+    return {REASON_OF[code]: count for code, count in enumerate(counts.tolist()) if count}
+
+
+@inline
+def _first_of(table: U64Array, h: np.uint64) -> int:
+    """Return the first entry of the set of a key with hash `h`."""
+    num_sets = np.uint64(table.shape[0] // WAYS)
+    return np.int64(((h >> np.uint64(32)) * num_sets) >> np.uint64(32)) * WAYS
+
+
+@inline
+def prefetch_set(record: MissRecord, h: np.uint64) -> None:
+    """Prefetch the set of a key with hash `h`, if there is a record."""
+    if record.table.shape[0] != 0:
+        prefetch(record.table, _first_of(record.table, h))
+
+
+@inline
+def note(record: MissRecord, h: np.uint64, event: int) -> None:
+    """Record an event of the absent key with hash `h`, if there is a record."""
+    table = record.table
+    if table.shape[0] == 0:
+        return
+    first, tag = _first_of(table, h), h & np.uint64(_TAG)
+    entry = tag | np.uint64(event)
+    is_new = 1
+    for place in range(first, first + WAYS):
+        older = table[place]
+        table[place] = entry
+        if older == 0:
+            break
+        if older & np.uint64(_TAG) == tag:
+            is_new = 0
+            break
+        entry = older
+    record.num_entered += is_new
+
+
+@inline
+def reason_of(record: MissRecord, h: np.uint64) -> int:
+    """Return the last event of the absent key with hash `h`.
+
+    `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
+    """
+    table, tag = record.table, h & np.uint64(_TAG)
+    if table.shape[0] == 0:
+        return UNKNOWN
+    first = _first_of(table, h)
+    for place in range(first, first + WAYS):
+        entry = table[place]
+        if entry == 0:
+            return NEVER_SEEN
+        if entry & np.uint64(_TAG) == tag:
+            return np.int64(entry & np.uint64(_EVENT))
+    return UNKNOWN
