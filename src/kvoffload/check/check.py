@@ -92,7 +92,7 @@ def _prediction(
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One compared quantity.
+    """A compared quantity.
 
     Attributes:
         name: for people. unit: ``requests``, ``share``, ``bytes``, ``s``.
@@ -177,24 +177,24 @@ def _row(name: str, unit: str, measured: float, expected: float, difference: flo
 
 def _settings(server: Served, predicted: Prediction) -> list[str]:
     """Describe the settings that differ."""
-    found = []
+    differences = []
     # Engines that share a pool each report the whole pool.
     same = (0, predicted.capacity_blocks, predicted.capacity_blocks * predicted.instances)
     if server.capacity_blocks not in same:
-        found.append(
+        differences.append(
             f"RAM: the server has {server.capacity_blocks:,} blocks, predicted are "
             f"{predicted.capacity_blocks:,}: --capacity {server.capacity_blocks // predicted.instances}"
         )
     tokens = server.device_blocks * server.device_block_tokens
     if tokens and tokens != predicted.device_blocks * predicted.block_tokens:
         wanted = tokens // predicted.block_tokens
-        found.append(
+        differences.append(
             f"GPU: the server has {tokens:,} tokens, predicted are "
             f"{predicted.device_blocks * predicted.block_tokens:,}: --device-blocks {wanted}"
         )
     if server.policies and predicted.policy not in server.policies:
-        found.append(
+        differences.append(
             f"policy: the server has {', '.join(server.policies)}, predicted is {predicted.policy}: "
             f"--policy {server.policies[0]}"
         )
-    return found
+    return differences
