@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "core": {"structures", "settings", "errors"},
     "policies": {"core", "structures", "errors"},
     "admission": {"core", "structures", "errors"},
+    "calls": {"core", "structures", "settings", "errors", "_version"},
     "node": {"core", "structures", "text", "errors"},
     "transfer": {"structures", "errors"},
     "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
@@ -55,12 +56,13 @@ MAY_IMPORT = {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "integrations": {
-        *("metrics", "tiering", "tiers", "traces", "transfer", "node", "model", "admission", "core"),
+        *("metrics", "tiering", "tiers", "traces", "transfer", "node", "calls", "model", "admission", "core"),
         *("structures", "settings", "errors", "text", "_version"),
     },
     "cli": {
         *(
             "node",
+            "calls",
             "integrations",
             "metrics",
             "calibration",

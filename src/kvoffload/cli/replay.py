@@ -28,6 +28,7 @@ from kvoffload.cli.options import (
     options_of,
 )
 from kvoffload.cli.output import progress_bar, writable, write_output
+from kvoffload.cli.replay_calls import check_alone, replay_calls
 from kvoffload.cli.replay_table import table
 from kvoffload.core.plans import ON_COMPUTE
 from kvoffload.errors import ConfigError, Problems
@@ -122,9 +123,15 @@ class ReplayOptions(CacheOptions, LoadOptions):
     )
     seed: int = option(0, "Seed of --inject.", show_default=True)
     decisions: Path | None = option(None, "Write every decision to a file.")
+    as_recorded: bool = option(
+        False, "TRACE is a recording of calls (NAME.calls): repeat them and compare every decision."
+    )
 
     def check(self) -> None:
         """Check everything that does not need the trace. Raises `ConfigError`, all problems at once."""
+        if self.as_recorded:
+            check_alone()
+            return
         problems, block_tokens, block_bytes = Problems("replay"), 1, None
         with problems:
             block_tokens = block_tokens_of(self.trace, self.block_tokens)
@@ -195,7 +202,15 @@ def replay(options: ReplayOptions) -> None:
     Blocks are stored, evicted, loaded and verified with real bytes. Their contents are computed from their
     keys, so that every wrong byte is found. Exit code 1 if a wrong byte was served. With --check the exit
     code is 1 if the server's numbers differ, and 3 if server and recording have different requests.
+
+    With `--as-recorded`, TRACE is an engine's recording of calls: they are repeated on a new manager, and
+    every decision is compared. Exit code 1 at the first difference, which is shown with its context.
     """
+    if options.as_recorded:
+        path = Path(options.trace)
+        if not replay_calls(path, is_json=options.is_json, output=options.output, quiet=options.quiet):
+            raise SystemExit(1)
+        return
     served = options.served()
     loaded, injection = options.read_requests(options.trace), options.injection()
     config = options.config(loaded, options.known_block_bytes(loaded.block_tokens))

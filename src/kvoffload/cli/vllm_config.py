@@ -64,7 +64,11 @@ class VLLMConfigOptions(TiersOptions):
         "Compute some requests although RAM has their blocks, and compare both.",
         metavar="share=0.001,first=64",
     )
-    record: str | None = option(None, "Record the engine's requests as a trace.", metavar="PATH.jsonl")
+    record: str | None = option(
+        None,
+        "Record the engine's requests as a trace; with ,calls also the calls of the manager.",
+        metavar="PATH.jsonl[,calls]",
+    )
     record_max_bytes: str | None = option(
         None, "Size at which the recording ends.  [default: 1GiB]", metavar="SIZE"
     )

@@ -11,6 +11,30 @@ import numpy as np
 from kvoffload.core import miss_record
 from kvoffload.core.duplicates import is_duplicate, keep_duplicate, mark_duplicates, reuse_duplicates
 from kvoffload.core.expected import num_expected
+from kvoffload.core.log import (
+    ADMITTED,
+    COMPLETE_LOAD,
+    COMPLETE_STORE,
+    ENDED,
+    FINISH,
+    LOOKUP,
+    PIN,
+    PREPARE_LOAD,
+    PREPARE_STORE,
+    STORE_NUMBERS,
+    TOUCH,
+    TOUCH_PATH,
+    UNPIN,
+    Log,
+    end_call,
+    put_call,
+    put_end,
+    put_number,
+    put_runs,
+    put_slots,
+    put_word,
+)
+from kvoffload.core.log import KEEP as LOG_KEEP
 from kvoffload.core.miss_record import note, prefetch_set, reason_of
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, add_batch
 from kvoffload.core.returning import note_use, pop_use
@@ -51,6 +75,8 @@ ALL, OFFER, CHOSEN, KEEP = 0, 1, 2, 3
 """Steps of `prepare_store`. `ALL`: the whole store. `OFFER`: count the missing blocks and the room for them.
 `CHOSEN`: finish, after admission rule and policy have decided in Python. `KEEP`: store nothing, only return
 duplicates to the policy."""
+BY_POLICY, BY_ALL = 1, 2
+"""Values of `admitted` in `prepare_store`."""
 _UNNAMED, _CLAIMED = -2, -3
 _PREFETCH_ROWS = 128
 
@@ -105,17 +131,21 @@ def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
 @kernel
 def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
     """Return the length of the leading run of ready blocks; ``~length`` if a block in flight ends it."""
-    count = add_batch(path, batch)
+    result = count = add_batch(path, batch)
     if path.was_asked == 0 and count >= 0:
         path.was_asked, path.on_device = 1, path.positions[0] if count > 0 else path.length
     for row in range(count):
         _prefetch(cache.index, path, count, row)
         slot = _slot_of(cache, path, path.positions[row])
         if slot == ABSENT:
-            return row
+            result = row
+            break
         if cache.slots.ref_cnt[slot] == WRITING:
-            return ~row
-    return count
+            result = ~row
+            break
+    if cache.log.is_open and count >= 0:
+        put_number(cache.log, path, LOOKUP, count, result)
+    return result
 
 
 @kernel
@@ -199,27 +229,47 @@ def _hold(cache: Cache, slot: int, change: int) -> None:
         cache.holds[slot] += np.int32(change)
 
 
+@inline
+def _log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result: int) -> None:
+    """Number a load and append it to the log: its slots, or a negative result."""
+    place = put_call(log, path, kind, count, count + 1)
+    if place < 0:
+        return
+    if result < 0:
+        end_call(log, place, put_word(log, place, result))
+        return
+    log.num_plans += 1
+    load.number = log.num_plans
+    end_call(log, place, put_slots(log, load.slots, count, place))
+
+
 @kernel
-def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned) -> int:
+def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) -> int:
     """Pin a batch; return the number of blocks, or ``~row`` of the first block that is not ready."""
-    count = add_batch(path, batch)
+    result = count = add_batch(path, batch)
     ref_cnt, slots = cache.slots.ref_cnt, load.slots
     for row in range(count):
         slot = _slot_of(cache, path, path.positions[row])
         if slot == ABSENT or ref_cnt[slot] == WRITING:
-            return ~row
+            result = ~row
+            break
         slots[row] = slot
-    for row in range(count):
+    for row in range(result):
         cache.slots.num_evictable -= ref_cnt[slots[row]] == 0
         ref_cnt[slots[row]] += 1
         _hold(cache, slots[row], 1)
-    load.count = max(0, count)
-    return count
+    load.count = max(0, result)
+    if cache.log.is_open and count >= 0:
+        _log_load(cache.log, path, PREPARE_LOAD if is_load else PIN, count, load, result)
+    return result
 
 
 @kernel
 def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
     """Remove one pin from each block; return the number of condemned slots, which the caller may free."""
+    if cache.log.is_open:
+        kind = COMPLETE_LOAD if is_load else UNPIN
+        put_end(cache.log, kind, load.number, load.slots, load.count, 1)
     slots = cache.slots
     ref_cnt = slots.ref_cnt
     for row in range(load.count):
@@ -306,6 +356,8 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
     count = add_batch(path, batch)
     if count < 0:
         return count
+    if cache.log.is_open:
+        put_number(cache.log, path, TOUCH_PATH if whole_path else TOUCH, count, 0)
     for row in range(count):
         _use(cache, path, path.positions[row], whole_path)
     _observe(cache, path)
@@ -320,6 +372,9 @@ def finish(cache: Cache, path: Path, is_touched: bool) -> int:
     `finish` again to report the end.
     """
     path.used.count = 0
+    if cache.log.is_open and path.recorded != ENDED:
+        put_number(cache.log, path, FINISH, 0, 0)
+        path.recorded = ENDED
     for position in range(0 if is_touched else path.length):
         _use(cache, path, position, True)
     _observe(cache, path)
@@ -607,27 +662,61 @@ def _note_left_out(
     _note_rows(cache, path, new, not_admitted_at, new.num_missing, miss_record.NOT_ADMITTED)
 
 
+@inline
+def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> None:
+    """Number a store and append it to the log: its numbers, slots and missing rows, or a negative result."""
+    if kind == LOG_KEEP:
+        put_number(log, path, kind, new.num_offered, new.num_missing)
+        return
+    most_more = STORE_NUMBERS + max(0, stored) + 2 * new.num_missing
+    place = put_call(log, path, kind, new.num_offered, most_more)
+    if place < 0:
+        return
+    if stored < 0:
+        end_call(log, place, put_word(log, place, stored))
+        return
+    log.num_plans += 1
+    new.number = log.num_plans
+    put_word(log, place, stored)
+    put_word(log, place + 1, new.num_missing)
+    put_word(log, place + 2, new.num_dropped)
+    put_word(log, place + 3, new.num_refused)
+    put_word(log, place + 4, new.num_free)
+    end = put_slots(log, new.slots, stored, place + STORE_NUMBERS)
+    end_call(log, place, put_runs(log, new.rows, new.num_missing, end))
+
+
 @kernel
 def prepare_store(
-    cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: bool
+    cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: int
 ) -> int:
     """Run a step of a store (`ALL`, `OFFER`, `CHOSEN`, `KEEP`); return the number of blocks, or an error.
 
     In a victim tier, `kept` receives the duplicates that are kept. All steps share one kernel, because each
     kernel adds a second of compilation to the first start.
+
+    Args:
+        admitted: 0, or `BY_POLICY` if the policy may refuse no block, or `BY_ALL` if the admission rule may
+            not either.
     """
+    stored = np.int64(0)
     if step != CHOSEN:
         stored = _offer(cache, path, batch, new, step == KEEP)
-        if stored < 0 or step == OFFER:
+        if stored < AGAIN or (step == OFFER and stored >= 0):
             return stored
+    if step != CHOSEN and stored >= 0:
         if not cache.follows_device and step != KEEP:
             _observe(cache, path)
         new.num_dropped = 0 if step == KEEP else new.num_missing - stored
-        new.one_prefix, new.admitted = not cache.follows_device, admitted
+        new.one_prefix, new.admitted = not cache.follows_device, admitted != 0
     num_not_admitted = new.num_refused
-    stored = _store(cache, path, new, kept)
+    if stored >= 0:
+        stored = _store(cache, path, new, kept)
     if stored >= 0:
         _note_left_out(cache, path, new, num_not_admitted, step == KEEP)
+    if cache.log.is_open:
+        kind = PREPARE_STORE | ADMITTED if admitted == BY_ALL else PREPARE_STORE
+        _log_store(cache.log, path, new, LOG_KEEP if step == KEEP else kind, stored)
     return stored
 
 
@@ -640,6 +729,8 @@ def give(cache: Cache, path: Path, new: Entering) -> None:
 @kernel
 def become_ready(cache: Cache, new: Entering) -> None:
     """Make the blocks of a plan readable."""
+    if cache.log.is_open:
+        put_end(cache.log, COMPLETE_STORE, new.number, new.slots, new.count, 1)
     slots = cache.slots
     for i in range(new.count):
         slots.ref_cnt[new.slots[i]] = 0
@@ -652,6 +743,8 @@ def become_ready(cache: Cache, new: Entering) -> None:
 @kernel
 def abandon(cache: Cache, new: Entering) -> None:
     """Forget the in-flight blocks of a failed store."""
+    if cache.log.is_open:
+        put_end(cache.log, COMPLETE_STORE, new.number, new.slots, new.count, 0)
     for i in range(new.count):
         h = hash_row(cache.index.keys, new.slots[i])
         note(cache.misses, h, miss_record.FAILED_STORE)
@@ -661,6 +754,16 @@ def abandon(cache: Cache, new: Entering) -> None:
         _hold(cache, new.slots[i], -WRITING)
     cache.slots.num_writing -= new.count
     cache.store_failed += new.count
+
+
+# ---- the log of calls
+
+
+@kernel
+def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> None:
+    """Append a call to the log whose method has no kernel with a log."""
+    if cache.log.is_open and path.recorded != ENDED:
+        put_number(cache.log, path, kind, count, result)
 
 
 # ---- forgetting

@@ -17,6 +17,7 @@ from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.expected import Expected, Queue
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.log import Log
 from kvoffload.core.miss_record import NUM_CODES, RESET, MissRecord, by_reason
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.on_device_eviction import OnDeviceEviction
@@ -124,6 +125,7 @@ class OffloadingManager:
             expected=Expected(0, key_bytes),
             misses=MissRecord(capacity_blocks if explain_misses else 0),
             holds=np.empty(0, np.int32),
+            log=Log(0),
         )
         self._cache = self._state.memory
         self.miss_counts = np.zeros(NUM_CODES, np.int64)
@@ -152,7 +154,7 @@ class OffloadingManager:
         if keys:
             ctx.add(keys)
         if hints is not NO_HINTS:
-            ctx.set_hints(hints, self._labels.number(hints))
+            self._set_hints(ctx, hints)
         return ctx
 
     def expect(self, ctx: RequestContext) -> None:
@@ -190,8 +192,7 @@ class OffloadingManager:
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
             ctx = self._context(ctx)
         if hints is not NO_HINTS:
-            known = ctx.hints.updated(hints)
-            ctx.set_hints(known, self._labels.number(known))
+            self._set_hints(ctx, ctx.hints.updated(hints))
         if path:
             self._use(path, ctx, whole_path=True)
         num_unreported = kernels.finish(self._cache, ctx.memory, bool(path))
@@ -260,7 +261,7 @@ class OffloadingManager:
             # Packed later, in a batch: packing a single key costs more than the lookup.
             ctx.unpacked_keys.append(key)
             if len(ctx.unpacked_keys) >= 4096:
-                ctx.flush()
+                self._flush(ctx)
         return _RESULTS[state]
 
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
@@ -380,7 +381,7 @@ class OffloadingManager:
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
         cache, plan = self._cache, blank_store(len(keys), self.key_bytes)
         kept = blank_store(len(keys), self.key_bytes) if self._follows_device else plan
-        enters = admitted or not self.policy_may_refuse
+        enters = kernels.BY_ALL if admitted else 0 if self.policy_may_refuse else kernels.BY_POLICY
         step = kernels.ALL if self.store_mode.is_compiled else kernels.OFFER
         while (stored := kernels.prepare_store(cache, ctx.memory, batch, plan, kept, step, enters)) < AGAIN:
             ctx.make_room(keys, stored)
@@ -403,9 +404,7 @@ class OffloadingManager:
         """
         ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
         new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))
-        while (
-            result := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, True)
-        ) < AGAIN:
+        while (result := kernels.prepare_store(cache, ctx.memory, batch, new, kept, kernels.KEEP, 1)) < AGAIN:
             ctx.make_room(keys, result)
         self.store_mode.keep(Entering.over(kept), ctx)
         return Entering.over(new).num_missing
@@ -488,21 +487,33 @@ class OffloadingManager:
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
-            return RequestContext("", self.key_bytes, self)
+            return self._no_request()
         if ctx.owner is not self:
             raise MisuseError(f"request {ctx.request_id!r} was begun by another manager")
         if ctx.finished:
             raise MisuseError(f"request {ctx.request_id!r} has finished")
         if ctx.unpacked_keys:
-            ctx.flush()
+            self._flush(ctx)
         return ctx
+
+    def _no_request(self) -> RequestContext:
+        """Create the context of a call without a request."""
+        return RequestContext("", self.key_bytes, self)
+
+    def _set_hints(self, ctx: RequestContext, hints: Hints) -> None:
+        ctx.set_hints(hints, self._labels.number(hints))
+
+    def _flush(self, ctx: RequestContext) -> None:
+        """Add the keys of single lookups to the request's path."""
+        ctx.flush()
 
     def _pin(self, keys: Sequence[bytes], ctx: RequestContext | None, call: str) -> LoadPlan:
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
         batch = keys if type(keys) is list else batch_of(keys, self.key_bytes)
         plan = blank_load(len(keys))
-        while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan)) < AGAIN:
+        is_load = call == "prepare_load"
+        while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan, is_load)) < AGAIN:
             ctx.make_room(keys, pinned)
         if pinned < 0:
             raise self._not_ready(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
@@ -515,6 +526,8 @@ class OffloadingManager:
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan)} blocks")
         if not self._close(plan, LoadPlan, call):
             return
+        if len(rows):
+            self._note_damage(rows)
         is_load = call == "complete_load"
         if kernels.unpin(self._cache, plan.memory, is_load):
             self.slots.num_evictable -= self.slots.release(plan.slots)
@@ -533,6 +546,9 @@ class OffloadingManager:
             raise MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
+
+    def _note_damage(self, rows: npt.NDArray[np.int32]) -> None:
+        """Called before the blocks of a load are unpinned, if these rows of its plan are damaged."""
 
     def _release(self, plan: StorePlan) -> None:
         """Free the slots of a store whose blocks a `reset` has forgotten."""

@@ -104,12 +104,12 @@ class OnCompute:
 
     # ---- stores
 
-    def store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: bool, admitted: bool) -> int:
+    def store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: int, admitted: bool) -> int:
         """Store the missing blocks of an offer; returns as `kernels.prepare_store`.
 
         Args:
             ctx, new, kept: as for `kernels.prepare_store`.
-            enters: True if the policy may refuse no block.
+            enters: not 0 if the policy may refuse no block; as `admitted` of `kernels.prepare_store`.
             admitted: True if the admission rule may refuse no block.
 
         Raises: `PolicyError` when the policy breaks its contract.
@@ -122,7 +122,7 @@ class OnCompute:
         new.count = min(num_admitted, new.count)
         self.num_not_admitted = num_missing - num_admitted
         new.num_dropped, new.num_refused = num_admitted - new.count, self.num_not_admitted
-        new.one_prefix, new.admitted = self.one_prefix, enters
+        new.one_prefix, new.admitted = self.one_prefix, bool(enters)
         if new.count and not self.cache.replace:
             kernels.give(self.cache.memory, ctx.memory, new.memory)
             self._choose(new, ctx)

@@ -109,6 +109,7 @@ class LoadPlan(_Plan):
         memory = blank_load(len(slots))
         pinned = Pinned.over(memory)
         pinned.slots[: len(slots)], pinned.count = slots, len(slots)
+        pinned.number = -abs(Pinned.over(self.memory).number)
         return LoadPlan(self.request, keys, memory, self.epoch)
 
 
@@ -188,6 +189,7 @@ class StorePlan(_Plan):
         for name in ("keys", "slots", "rows"):
             getattr(new, name)[:count] = Entering.array(self.memory, name, self.num_stored)[rows]
         new.count = new.num_free = new.num_missing = count
+        new.number = -abs(Entering.over(self.memory).number)
         return StorePlan(self.request, memory, count, self.epoch)
 
 

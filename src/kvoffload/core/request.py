@@ -57,6 +57,8 @@ class Path(Struct):
         label: number of the request's hints (`hints.Labels`).
         num_expected: number of leading keys that are expected while the request waits in the engine's queue.
         foreseen: number of expected keys that were reported to the policy.
+        number: number of the request in a recording of calls; 0 before its first recorded call.
+        recorded: number of leading keys that the recording has.
     """
 
     index: Index
@@ -71,6 +73,8 @@ class Path(Struct):
     label: int
     num_expected: int
     foreseen: int
+    number: int
+    recorded: int
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
@@ -90,6 +94,7 @@ def _blank_used(bits: int) -> bytes:
 
 _LENGTH = 8 * Path.fields["length"].at
 _LABEL = 8 * Path.fields["label"].at
+_NUMBER = 8 * Path.fields["number"].at
 _INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
@@ -139,6 +144,10 @@ class RequestContext:
         """Set the request's hints and their label number."""
         self.hints = hints
         self.memory[_LABEL : _LABEL + 8] = label.to_bytes(8, "little")
+
+    def set_number(self, number: int) -> None:
+        """Set the request's number in a recording."""
+        self.memory[_NUMBER : _NUMBER + 8] = number.to_bytes(8, "little", signed=True)
 
     @property
     def length(self) -> int:
@@ -300,3 +309,4 @@ def _enlarge(path: Path, larger: Path) -> None:
     larger.length, larger.observed = path.length, path.observed
     larger.on_device, larger.was_asked, larger.label = path.on_device, path.was_asked, path.label
     larger.num_expected, larger.foreseen = path.num_expected, path.foreseen
+    larger.number, larger.recorded = path.number, path.recorded

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvoffload.core.expected import Expected, most_expected
+from kvoffload.core.log import Log
 from kvoffload.core.miss_record import MissRecord
 from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray, Slots
@@ -44,6 +45,7 @@ class Cache(Struct):
         follows_device: 1 in a victim tier.
         holds: int32: for each slot the number of pins of this process, or `WRITING` while it writes the slot.
             Empty unless processes share the slots.
+        log: the calls, if they are recorded (`log.Log`).
         stored, ...: as in `ManagerStats`.
     """
 
@@ -63,6 +65,7 @@ class Cache(Struct):
     remove: int
     follows_device: int
     holds: I32Array
+    log: Log
     stored: int
     store_failed: int
     loaded: int
@@ -94,6 +97,7 @@ class Entering(Struct):
         num_dropped, num_refused: as in `StorePlan`.
         one_prefix: 1 if the blocks follow one another in one request.
         admitted: 1 if the policy may refuse no block.
+        number: number of the plan in a recording of calls, negative for a part of that plan; 0 without one.
     """
 
     keys: U64Matrix
@@ -109,13 +113,15 @@ class Entering(Struct):
     num_refused: int
     one_prefix: int
     admitted: int
+    number: int
 
 
 class Pinned(Struct):
-    """The blocks of one load: `count` slots."""
+    """The blocks of one load: `count` slots. `number` as in `Entering`."""
 
     slots: I32Array
     count: int
+    number: int
 
 
 def blank_store(num_blocks: int, key_bytes: int) -> Any:

@@ -92,6 +92,23 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
     return _finish(h)
 
 
+def words_with_hash(hashes: U64Array) -> U64Array:
+    """Return for each hash the packed key of 8 bytes that `hash_row` maps to it; there is exactly one.
+
+    Shape ``(len(hashes), 1)``.
+    """
+    with np.errstate(over="ignore"):
+        h = hashes ^ (hashes >> np.uint64(29)) ^ (hashes >> np.uint64(58))
+        h = h * _inverse(0xC4CEB9FE1A85EC53)
+        h = (h ^ (h >> np.uint64(32))) * _inverse(0xFF51AFD7ED558CCD)
+        words: U64Array = (h ^ np.uint64(0x9E3779B97F4A7C15)).reshape(-1, 1)
+    return words
+
+
+def _inverse(odd: int) -> np.uint64:
+    return np.uint64(pow(odd, -1, 1 << 64))
+
+
 @inline
 def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
     """Return whether the rows `a[i]` and `b[j]` are the same key."""

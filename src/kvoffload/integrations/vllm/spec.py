@@ -92,7 +92,7 @@ class KVOffloadSpec(OffloadingSpec):
         if self.options.store == ON_DEVICE_EVICTION and not OFFERS_DROPPED.get():
             raise ConfigError("store", self.options.store, allowed)
         if self.options.record is not None and not self._sees_requests:
-            raise ConfigError("record", self.options.record, allowed)
+            raise ConfigError("record", str(self.options.record), allowed)
         self.offload_prompt_only = self.options.prompt_only
         # If all workers hold the same bytes, one worker stores a block, and all workers load it.
         self.replicated_layout = self.facts.replicated

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from vllm.v1.kv_offload.base import LookupResult as VLLMResult
 from vllm.v1.kv_offload.base import OffloadingManager, PrepareStoreOutput, RequestOffloadingContext
 
+from kvoffload.calls.recorded import RecordedManager
 from kvoffload.core import manager as core
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.miss_reasons import AUDIT, BEHIND_A_GAP, BUSY, KEPT_OUT, PAUSED
@@ -37,6 +38,7 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
 )
 from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
 from kvoffload.integrations.vllm.scheduler_side.misses import Asked, Misses, Reach
+from kvoffload.integrations.vllm.scheduler_side.recording import call_recorder
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
 from kvoffload.integrations.vllm.shared.node_pool import USUAL_KEY_BYTES
@@ -156,6 +158,7 @@ class KVOffloadManager(OffloadingManager):
         self._verifier: Verifier | None = None
         self.audits: Audits | None = None
         self._tiered: TieredManager | None = None
+        self._call_recorder = call_recorder(options)
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
@@ -175,6 +178,8 @@ class KVOffloadManager(OffloadingManager):
             if key_bytes != USUAL_KEY_BYTES:
                 raise ConfigError("ram", "shared", f"keys have {key_bytes} bytes; needed: {USUAL_KEY_BYTES}")
             make_ram_manager = partial(NodeManager, directory=self._node_pool)
+        if self._call_recorder is not None:
+            make_ram_manager = partial(RecordedManager, recorder=self._call_recorder)
         if self._tiered is not None:
             self._tiered.close()
             self._tiered = None
@@ -678,6 +683,8 @@ class KVOffloadManager(OffloadingManager):
         ram = self.core.ram_manager if isinstance(self.core, TieredManager) else self.core
         if isinstance(ram, NodeManager):
             ram.close()
+        if isinstance(ram, RecordedManager):
+            ram.end_recording()
         self._pool.close()
 
     def stop_after_error(self, method: str) -> None:

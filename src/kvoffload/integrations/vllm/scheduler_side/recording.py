@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvoffload.calls.recorder import CallRecorder
 from kvoffload.core.hints import Hints
 from kvoffload.integrations.vllm.scheduler_side.hints import (
     arrival_hints,
@@ -111,9 +112,28 @@ def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], 
     if options.record is None:
         return None
     try:
-        recorder = Recorder(Path(options.record), options.record_max_bytes, block_tokens)
+        recorder = Recorder(Path(options.record.path), options.record_max_bytes, block_tokens)
     except OSError as error:
-        logger.error("kvoffload: requests are NOT recorded: %s: %s", options.record, error.strerror or error)
+        logger.error(
+            "kvoffload: requests are NOT recorded: %s: %s", options.record.path, error.strerror or error
+        )
         return None
     logger.info("kvoffload: requests are recorded to %s, as salted hashes", recorder.path)
     return Recording(recorder, block_tokens, count_lost)
+
+
+def call_recorder(options: VLLMOptions) -> CallRecorder | None:
+    """Start a recording of the manager's calls if the options request it; None as for `recording`."""
+    if options.record is None or not options.record.calls:
+        return None
+    path = Path(options.record.path).with_suffix(".calls")
+    try:
+        recorder = CallRecorder(path, options.record_max_bytes)
+    except OSError as error:
+        logger.error("kvoffload: calls are NOT recorded: %s: %s", path, error.strerror or error)
+        return None
+    logger.info(
+        "kvoffload: calls of the manager are recorded to %s, with unsalted hashes of blocks: a reader who "
+        "guesses a prompt can check the guess", recorder.path
+    )  # fmt: skip
+    return recorder

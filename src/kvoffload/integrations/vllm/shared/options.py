@@ -132,6 +132,45 @@ class _RamParser:
         return within(field, RamOptions, given)
 
 
+@dataclass(frozen=True)
+class RecordOptions:
+    """A recording: ``/var/log/kv.jsonl``, ``/var/log/kv.jsonl,calls``, or ``{"path": ..., "calls": true}``.
+
+    Attributes:
+        path: an absolute path for a trace of the engine's requests (`record.Recorder`).
+        calls: also record the calls of RAM's manager, to ``NAME.calls`` (`calls.recorder.CallRecorder`).
+    """
+
+    path: str
+    calls: bool = False
+
+    def __str__(self) -> str:
+        return self.path + ",calls" * self.calls
+
+
+class _RecordParser:
+    allowed = "an absolute path, NAME.jsonl; with the calls of the manager NAME.jsonl,calls"
+
+    def parse(self, field: str, value: object) -> RecordOptions:
+        given = value
+        if isinstance(value, str):
+            path, *settings = value.split(",")
+            calls = bool(settings) and settings in (["calls"], ["calls=true"])
+            if settings and not calls and settings != ["calls=false"]:
+                raise ConfigError(field, value, f"allowed: {self.allowed}")
+            given = {"path": path, "calls": calls}
+        if isinstance(given, Mapping):
+            given = within(field, RecordOptions, given)
+        if not isinstance(given, RecordOptions):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        if not (os.path.isabs(given.path) and given.path.endswith(".jsonl")):
+            raise ConfigError(field, given.path, f"allowed: {self.allowed}")
+        return given
+
+
+Record: TypeAlias = Annotated[RecordOptions, _RecordParser()]
+
+
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
     """Read options that are the value of the option `field`; errors name ``field.option``."""
     try:
@@ -167,8 +206,8 @@ class VLLMOptions:
         recompute_tokens_per_s: the engine's prefill speed; reads slower than that are skipped. None if
             unknown.
         audit: the requests that are computed although RAM holds their blocks, to compare both; None for none.
-        record: an absolute path for a trace of the engine's requests (`record.Recorder`).
-        record_max_bytes: size limit of the recording.
+        record: a trace of the engine's requests, and the calls of RAM's manager; None for none.
+        record_max_bytes: size limit of each file of the recording.
     """
 
     ram: Ram
@@ -184,7 +223,7 @@ class VLLMOptions:
     tier_deadline_s: Positive = 2.0
     recompute_tokens_per_s: Positive | None = None
     audit: Audit | None = None
-    record: str | None = None
+    record: Record | None = None
     record_max_bytes: Size = 2**30
 
     @property
@@ -257,10 +296,9 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
         problems.append(ConfigError("store", options.store, why))
     if options.store == ON_DEVICE_EVICTION and (options.blocks_per_chunk or 1) > 1:
         problems.append(ConfigError("blocks_per_chunk", options.blocks_per_chunk, ONE_BY_ONE))
-    if options.record is not None and not (
-        os.path.isabs(options.record) and options.record.endswith(".jsonl")
-    ):
-        problems.append(ConfigError("record", options.record, "allowed: an absolute path, NAME.jsonl"))
+    if options.ram.shared and options.record is not None and options.record.calls:
+        why = "with shared RAM only without calls, because decisions depend on the calls of other processes"
+        problems.append(ConfigError("record", str(options.record), why))
     if problems:
         raise CombinedConfigError(WHERE, problems)
     return options

@@ -1,0 +1,235 @@
+"""The file of recorded calls: header, frames, end mark (docs/formats.md).
+
+Owns bytes on disk. A frame has its length and a checksum, so that a torn tail is cut at the last whole frame.
+The frames are one zstd stream: requests repeat the keys of earlier requests.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+import zstandard
+
+from kvoffload._version import __version__
+from kvoffload.core.admission import ADMISSIONS
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import TraceError
+from kvoffload.settings.registry import Registry
+from kvoffload.structures.jit import I32Array
+from kvoffload.structures.keys import words_per_key
+
+MAGIC, VERSION = b"KVOCALLS", 1
+HASHES, WHOLE = "hashes", "whole"
+"""Contents of a recording's keys: their 64-bit hashes, or all bytes."""
+HEADER, CALLS, END = 1, 2, 3
+"""Kinds of frames: the header, records of calls, the end mark."""
+CLOSED = "closed"
+"""The reason in the end mark of a recording that was closed by its manager."""
+MAX_FRAME_BYTES = 1 << 30
+_FRAME = struct.Struct("<4sIIIqQ")
+"""``KVOF``, kind, number of bytes, number of words, time in ns since 1970, checksum."""
+_FRAME_MAGIC, _CHECKSUM_AT = b"KVOF", 24
+_WINDOW_LOG = 24
+"""The stream refers to the last 16 MiB of records."""
+
+
+class Header(msgspec.Struct, frozen=True):
+    """The configuration of the recorded manager.
+
+    Attributes:
+        kvoffload: version of the package.
+        keys: `HASHES`, or `WHOLE` for policies and admission rules of other packages, which may read keys.
+        key_bytes: length of the engine's keys.
+        policy, admission, store: as for `OffloadingManager`.
+        policy_may_refuse: False if tiers behind RAM need every block.
+    """
+
+    kvoffload: str
+    keys: str
+    key_bytes: int
+    capacity_blocks: int
+    policy: str
+    admission: str
+    store: str
+    policy_may_refuse: bool
+
+    @property
+    def key_words(self) -> int:
+        """Number of 64-bit words of a recorded key; 0 for hashes."""
+        return words_per_key(self.key_bytes) if self.keys == WHOLE else 0
+
+
+class End(msgspec.Struct, frozen=True):
+    """The end mark: the reason of the end, and the manager's counters if it is ``closed``."""
+
+    reason: str
+    counters: dict[str, Any] = {}
+
+
+class Frame(NamedTuple):
+    """Records of calls, written at `time_ns` since 1970."""
+
+    words: I32Array
+    time_ns: int
+
+
+def header_of(manager: OffloadingManager, policy: object, admission: object) -> Header:
+    """Describe a manager that was created with this policy and this admission rule."""
+    used = [manager.policy, *([manager.admission] if manager.admission is not None else [])]
+    is_ours = all(type(rule).__module__.startswith("kvoffload.") for rule in used)
+    return Header(
+        kvoffload=__version__,
+        keys=HASHES if is_ours else WHOLE,
+        key_bytes=manager.key_bytes,
+        capacity_blocks=manager.capacity_blocks,
+        policy=_text_of(POLICIES, policy),
+        admission=_text_of(ADMISSIONS, admission),
+        store=ON_DEVICE_EVICTION if manager.store_mode.follows_device else ON_COMPUTE,
+        policy_may_refuse=manager.policy_may_refuse,
+    )
+
+
+def _text_of(registry: Registry[Any], given: object) -> str:
+    """Return the text that creates a given policy or admission rule."""
+    if isinstance(given, str):
+        return given
+    if given is None:
+        return "all"
+    cls = given if isinstance(given, type) else type(given)
+    settings = [
+        f",{parameter.name}={getattr(given, parameter.name)}" for parameter in registry.parameters(cls)
+    ]
+    return f"{cls.__module__}:{cls.__qualname__}{''.join(settings)}"
+
+
+class FrameWriter:
+    """Encodes the frames of a file, in order. Thread: one at a time."""
+
+    def __init__(self) -> None:
+        parameters = zstandard.ZstdCompressionParameters.from_level(
+            1, window_log=_WINDOW_LOG, enable_ldm=True
+        )
+        self._stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+
+    def header(self, header: Header) -> bytes:
+        """Encode the beginning of the file."""
+        return MAGIC + struct.pack("<I", VERSION) + _frame(HEADER, msgspec.json.encode(header))
+
+    def calls(self, words: I32Array) -> bytes:
+        """Encode records of calls. Releases the GIL while it compresses."""
+        body = self._stream.compress(words.data) + self._stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+        return _frame(CALLS, body, len(words))
+
+    def end(self, end: End) -> bytes:
+        """Encode the end mark."""
+        return _frame(END, msgspec.json.encode(end))
+
+
+def _frame(kind: int, body: bytes, num_words: int = 0) -> bytes:
+    head = _FRAME.pack(_FRAME_MAGIC, kind, len(body), num_words, time.time_ns(), 0)
+    return head[:_CHECKSUM_AT] + _checksum(head, body).to_bytes(8, "little") + body
+
+
+def _checksum(head: bytes, body: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(body, xxhash.xxh3_64_intdigest(head[:_CHECKSUM_AT]))
+
+
+class FrameReader:
+    """Reads a file of recorded calls, frame by frame, up to the first incomplete or damaged frame.
+
+    Attributes:
+        header: the configuration.
+        end: the end mark; None until it was read, and if it is missing.
+        num_cut: number of bytes behind the last whole frame.
+
+    Raises: `TraceError` for a file that is not a recording, or of another format version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.num_cut = path, 0
+        self.end: End | None = None
+        self._stream = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG).decompressobj()
+        self._file = path.open("rb")
+        try:
+            self.header = self._read_header(self._file)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> FrameReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def _read_header(self, file: IO[bytes]) -> Header:
+        begin = file.read(len(MAGIC) + 4)
+        if begin[: len(MAGIC)] != MAGIC:
+            raise TraceError(
+                f"{self._path}: not a recording of calls: it begins with {begin[:8]!r}, not {MAGIC!r}"
+            )
+        version = int.from_bytes(begin[len(MAGIC) :], "little")
+        if version != VERSION:
+            raise TraceError(
+                f"{self._path}: format version {version}; this kvoffload reads version {VERSION}"
+            )
+        frame = self._next()
+        if frame is None or frame[0] != HEADER:
+            raise TraceError(f"{self._path}: the header is incomplete or damaged")
+        try:
+            return msgspec.json.decode(frame[1], type=Header)
+        except msgspec.MsgspecError as error:
+            raise TraceError(f"{self._path}: the header is invalid: {error}") from None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._path.stat().st_size
+
+    @property
+    def num_read(self) -> int:
+        """Number of bytes read so far."""
+        return self._file.tell()
+
+    def frames(self) -> Iterator[Frame]:
+        """Yield the records of calls up to the end mark or the first frame that is not whole."""
+        while (frame := self._next()) is not None:
+            kind, body, num_words, time_ns = frame
+            if kind == END:
+                self._read_end(body)
+                return
+            try:
+                words = np.frombuffer(self._stream.decompress(body), np.int32)
+            except zstandard.ZstdError as error:
+                raise TraceError(f"{self._path}: a frame cannot be decompressed: {error}") from None
+            if len(words) != num_words:
+                raise TraceError(f"{self._path}: a frame has {len(words)} words instead of {num_words}")
+            yield Frame(words, time_ns)
+
+    def _read_end(self, body: bytes) -> None:
+        try:
+            self.end = msgspec.json.decode(body, type=End)
+        except msgspec.MsgspecError as error:
+            raise TraceError(f"{self._path}: the end mark is invalid: {error}") from None
+
+    def _next(self) -> tuple[int, bytes, int, int] | None:
+        """Read a frame: kind, body, words, time; None if it is incomplete or damaged."""
+        begin = self._file.tell()
+        head = self._file.read(_FRAME.size)
+        if len(head) == _FRAME.size:
+            magic, kind, num_bytes, num_words, time_ns, checksum = _FRAME.unpack(head)
+            if magic == _FRAME_MAGIC and num_bytes <= MAX_FRAME_BYTES:
+                body = self._file.read(num_bytes)
+                if len(body) == num_bytes and checksum == _checksum(head, body):
+                    return kind, body, num_words, time_ns
+        self.num_cut = self.num_bytes - begin
+        return None

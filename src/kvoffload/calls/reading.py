@@ -1,0 +1,93 @@
+"""Records of calls, decoded from the frames of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffload.calls.format import FrameReader
+from kvoffload.core.log import HEADER, KIND_BITS, Call
+from kvoffload.structures.index import words_with_hash
+from kvoffload.structures.jit import I32Array, U64Matrix
+
+
+class Record(NamedTuple):
+    """A record.
+
+    Attributes:
+        number: number of the call, from 1; records that are no calls have the number of the next call.
+        call, flags: its kind, and `ADMITTED` or `FAILED`.
+        subject: number of the request, or of the plan that ends.
+        new_keys: keys that the request's path gains, packed.
+        runs: start and length of each run of the batch's path positions.
+        further: further words: arguments and results.
+        time_ns: time at which its last frame was written.
+        num_words: its length.
+    """
+
+    number: int
+    call: Call
+    flags: int
+    subject: int
+    new_keys: U64Matrix
+    runs: list[int]
+    further: I32Array
+    time_ns: int
+    num_words: int
+
+
+class DamagedError(ValueError):
+    """A sound frame with words that no writer writes."""
+
+
+def read_records(reader: FrameReader) -> Iterator[Record]:
+    """Yield the records of a file, in order; a record may continue in the next frame.
+
+    Raises `DamagedError`.
+    """
+    key_words, number = reader.header.key_words, 1
+    unread = np.empty(0, np.int32)
+    for frame, time_ns in reader.frames():
+        words, at = np.concatenate([unread, frame]) if len(unread) else frame, 0
+        while (record := _record(words, at, key_words, number, time_ns)) is not None:
+            yield record
+            number += record.call <= Call.RESET
+            at += record.num_words
+        unread = words[at:]
+
+
+def _record(words: I32Array, at: int, key_words: int, number: int, time_ns: int) -> Record | None:
+    """Decode the record at a word; None if it is incomplete."""
+    if at + HEADER > len(words):
+        return None
+    kind, subject, num_new, num_runs, num_more = words[at : at + HEADER].tolist()
+    if min(num_new, num_runs, num_more) < 0:
+        raise DamagedError(f"call {number}: negative sizes {num_new}, {num_runs}, {num_more}")
+    try:
+        call = Call(kind & ((1 << KIND_BITS) - 1))
+    except ValueError:
+        raise DamagedError(f"call {number}: kind {kind} is unknown") from None
+    runs_at = at + HEADER + 2 * max(1, key_words) * num_new
+    further_at = runs_at + 2 * num_runs
+    end = further_at + num_more
+    if end > len(words):
+        return None
+    return Record(
+        number,
+        call,
+        kind >> KIND_BITS << KIND_BITS,
+        subject,
+        _keys(words[at + HEADER : runs_at], key_words),
+        words[runs_at:further_at].tolist(),
+        words[further_at:end],
+        time_ns,
+        end - at,
+    )
+
+
+def _keys(words: I32Array, key_words: int) -> U64Matrix:
+    """Return packed keys: the recorded keys, or keys of 8 bytes with the recorded hashes."""
+    values = words.copy().view(np.uint64)
+    return words_with_hash(values) if key_words == 0 else values.reshape(-1, key_words)

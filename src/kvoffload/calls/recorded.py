@@ -1,0 +1,192 @@
+"""A manager that records its calls with their results.
+
+The kernels of `OffloadingManager` append most calls to the log. This class adds the calls that have no such
+kernel, hints, damaged rows, and exceptions of policies and rules in Python. Single lookups are left out,
+because they only read.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.calls.format import Header, header_of
+from kvoffload.calls.hints import HintNumbers
+from kvoffload.calls.recorder import CallRecorder
+from kvoffload.core import kernels
+from kvoffload.core.admission import DEFAULT_ADMISSION
+from kvoffload.core.hints import Hints
+from kvoffload.core.log import ADMITTED, FAILED, NO_REQUEST, Call, Log
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import StorePlan
+from kvoffload.core.policy import DEFAULT_POLICY
+from kvoffload.core.request import RequestContext
+from kvoffload.core.state import Entering
+from kvoffload.errors import MisuseError
+from kvoffload.structures.keys import wrong_key
+
+RING_WORDS = 1 << 21
+"""8 MiB: seconds of the calls of a busy engine."""
+_MAY_RAISE = ("touch", "finish_request", "prepare_load", "complete_load", "unpin", "prepare_store",
+              "complete_store", "keep", "discard", "expect", "withdraw", "reset")  # fmt: skip
+
+
+class RecordedManager(OffloadingManager):
+    """An `OffloadingManager` that records every call that decides something, for `replay --as-recorded`.
+
+    If a policy or admission rule in Python raises an exception, the call is recorded with its name.
+
+    Args:
+        recorder: writes the records; `end_recording` closes it.
+        capacity_blocks, and other keywords: as for `OffloadingManager`.
+
+    Attributes:
+        recorder: the recording; its `ended` is None while it continues.
+
+    Thread: as `OffloadingManager`; no call waits for the file. Cost: bench/call_recording.py.
+    """
+
+    def __init__(self, capacity_blocks: int, *, recorder: CallRecorder, **manager: Any) -> None:
+        super().__init__(capacity_blocks, **manager)
+        self._texts = manager.get("policy", DEFAULT_POLICY), manager.get("admission", DEFAULT_ADMISSION)
+        self.recorder, self._hint_numbers = recorder, HintNumbers()
+        self._log = Log(RING_WORDS, self._header().key_words)
+        self._state.exchange("log", self._log)
+        recorder.begin(self._log, self._header)
+        if not self.store_mode.is_compiled:
+            for name in _MAY_RAISE:
+                setattr(self, name, self._noting_errors(getattr(self, name), name))
+
+    def _header(self) -> Header:
+        return header_of(self, *self._texts)
+
+    def end_recording(self) -> None:
+        """Write the recorded calls and the manager's counters, and close the file. Idempotent."""
+        self.recorder.close(msgspec.to_builtins(self.counters()))
+
+    # ---- calls without a kernel that records them
+
+    def expect(self, ctx: RequestContext) -> None:
+        """Register a waiting request, see `OffloadingManager.expect`."""
+        ctx = self._context(ctx)
+        try:
+            super().expect(ctx)
+        finally:
+            self._note(ctx, Call.EXPECT)
+
+    def withdraw(self, ctx: RequestContext) -> None:
+        """Unregister a waiting request, see `OffloadingManager.withdraw`."""
+        if self.queue.has(ctx):
+            try:
+                super().withdraw(ctx)
+            finally:
+                self._note(ctx, Call.WITHDRAW)
+
+    def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
+        """Return which blocks are present, see `OffloadingManager.contains`."""
+        present = super().contains(keys, ctx)
+        if ctx is not None:
+            self._note(ctx, Call.EXTEND)
+        return present
+
+    def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
+        """Count missing blocks, see `OffloadingManager.count_misses`."""
+        num_missed = super().count_misses(ctx, start, keys)
+        self._note(ctx, Call.EXTEND)
+        return num_missed
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Forget blocks, see `OffloadingManager.discard`."""
+        ctx, num_resident = self._context(None), 0
+        ctx.add(keys)
+        try:
+            num_resident = super().discard(keys)
+        finally:
+            self._note(ctx, Call.DISCARD, len(keys), num_resident)
+        return num_resident
+
+    def reset(self, *, drop_in_flight: bool = False) -> None:
+        """Forget everything, see `OffloadingManager.reset`."""
+        try:
+            super().reset(drop_in_flight=drop_in_flight)
+        finally:
+            self._put(Call.RESET, 0, np.array([drop_in_flight], np.int32))
+
+    # ---- hooks of the manager
+
+    def _no_request(self) -> RequestContext:
+        ctx = super()._no_request()
+        ctx.set_number(NO_REQUEST)
+        return ctx
+
+    def _flush(self, ctx: RequestContext) -> None:
+        super()._flush(ctx)
+        self._note(ctx, Call.EXTEND)
+
+    def _set_hints(self, ctx: RequestContext, hints: Hints) -> None:
+        super()._set_hints(ctx, hints)
+        number, text = self._hint_numbers.number(hints)
+        if text:
+            self._put(Call.HINTS, number, _words_of(text))
+        self._note(ctx, Call.SET_HINTS, 0, number)
+
+    def _note_damage(self, rows: npt.NDArray[np.int32]) -> None:
+        self._put(Call.DAMAGED, 0, rows)
+
+    def _release(self, plan: StorePlan) -> None:
+        self._note_end(plan)
+        super()._release(plan)
+
+    # ---- records
+
+    def _note(self, ctx: RequestContext, kind: int, count: int = 0, result: int = 0) -> None:
+        kernels.log_call(self._cache, ctx.memory, kind, count, result)
+
+    def _put(self, kind: int, subject: int, further: npt.NDArray[np.int32]) -> None:
+        self._log.put(kind, subject, further)
+
+    def _noting_errors(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Record the exceptions of a method, unless its arguments were wrong and nothing has changed."""
+
+        @functools.wraps(method)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            num_calls = self._log.num_calls
+            try:
+                return method(*arguments, **keywords)
+            except Exception as error:
+                if isinstance(error, MisuseError):
+                    raise
+                if self._log.num_calls == num_calls and name == "prepare_store":
+                    self._note_offer(*arguments, **keywords)
+                if self._log.num_calls == num_calls and name == "complete_store":
+                    self._note_end(*arguments, **keywords)
+                if self._log.num_calls > num_calls:
+                    self._put(Call.RAISED, 0, _words_of(type(error).__name__.encode()))
+                raise
+
+        return call
+
+    def _note_offer(
+        self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
+    ) -> None:
+        """Record a store that failed before its kernel has recorded it, unless its keys were wrong."""
+        if wrong_key(keys, self.key_bytes) is None:
+            ctx = self._context(ctx)
+            ctx.add(keys)
+            self._note(ctx, Call.PREPARE_STORE | FAILED | ADMITTED * admitted, len(keys))
+
+    def _note_end(self, plan: StorePlan, success: bool = False) -> None:
+        """Record the end of a store that failed before its kernel has recorded it, or that a reset voided."""
+        number = Entering.over(plan.memory).number
+        of_part = plan.slots if number < 0 else plan.slots[:0]
+        self._put(Call.COMPLETE_STORE, abs(number), np.append(np.int32(success), of_part))
+
+
+def _words_of(text: bytes) -> npt.NDArray[np.int32]:
+    """Pad a text with zero bytes to whole words."""
+    return np.frombuffer(text + bytes(-len(text) % 4), np.int32)

@@ -1,0 +1,370 @@
+"""The replay of recorded calls on a new manager, which must decide as the recorded manager did.
+
+Owns the translation of records into calls, and the comparison. The first difference ends a replay: later
+calls refer to blocks that one of the two managers does not have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload._version import __version__
+from kvoffload.calls.explain import Difference, block_states, result_of
+from kvoffload.calls.format import CLOSED, FrameReader, Header
+from kvoffload.calls.hints import hints_of
+from kvoffload.calls.reading import DamagedError, Record, read_records
+from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.core.kernels import FIRST_WRONG, NO_ROOM
+from kvoffload.core.log import ADMITTED, FAILED, Call
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import MisuseError, PolicyError
+from kvoffload.structures.jit import U64Matrix
+from kvoffload.structures.keys import Keys
+
+_KEPT_CALLS = 20
+_NO_ROWS = np.empty(0, np.int32)
+
+
+@dataclass
+class _Request:
+    """A request of the replay, its path and its latest calls."""
+
+    ctx: RequestContext
+    words: U64Matrix
+    calls: deque[str] = field(default_factory=lambda: deque(maxlen=_KEPT_CALLS))
+    path_at_end: Sequence[bytes] = ()
+    hints_at_end: Hints = NO_HINTS
+
+
+@dataclass
+class _OpenPlan:
+    """A plan, and how many of its blocks are not completed."""
+
+    plan: LoadPlan | StorePlan
+    num_open: int
+
+
+class _Result(NamedTuple):
+    """The result of a call, in the form of `Record.further`, and its plan."""
+
+    words: list[int]
+    plan: LoadPlan | StorePlan | None
+
+
+@dataclass
+class Outcome:
+    """The result of a replay.
+
+    Attributes:
+        header: the recorded configuration.
+        calls: number of replayed calls by kind.
+        difference: the first difference; None if all decisions are equal.
+        end: reason of the recording's end; empty if the end mark is missing.
+        num_cut: bytes behind the last whole frame, which were ignored.
+        warnings: sentences for the user.
+    """
+
+    header: Header
+    calls: Counter[str] = field(default_factory=Counter)
+    difference: Difference | None = None
+    end: str = ""
+    num_cut: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_calls(self) -> int:
+        return sum(self.calls.values())
+
+
+def manager_of(header: Header) -> OffloadingManager:
+    """Create the manager of a replay. Raises `ConfigError`, also for a policy that cannot be imported."""
+    manager = OffloadingManager(
+        header.capacity_blocks,
+        key_bytes=header.key_bytes if header.key_words else 8,
+        policy=header.policy,
+        admission=header.admission,
+        store=header.store,
+    )
+    manager.policy_may_refuse = header.policy_may_refuse
+    return manager
+
+
+class CallReplay:
+    """Feeds the calls of a recording to a manager and compares each result.
+
+    Args:
+        reader: the recording.
+        manager: a new manager; by default with the recorded configuration.
+    """
+
+    def __init__(self, reader: FrameReader, manager: OffloadingManager | None = None) -> None:
+        self._reader = reader
+        self.manager = manager_of(reader.header) if manager is None else manager
+        self._requests: dict[int, _Request] = {}
+        self._plans: dict[int, _OpenPlan] = {}
+        self._num_plans = 0
+        self._hints: dict[int, Hints] = {}
+        self._damaged = _NO_ROWS
+
+    def run(self, progress: Callable[[float], None] = lambda done: None) -> Outcome:
+        """Replay all calls, up to the first difference. `progress` gets the number of bytes read."""
+        outcome = Outcome(self._reader.header)
+        if outcome.header.kvoffload != __version__:
+            outcome.warnings.append(
+                f"recorded by kvoffload {outcome.header.kvoffload}, replayed by {__version__}: decisions "
+                f"may differ"
+            )
+        try:
+            for record, raised in _calls(read_records(self._reader)):
+                if record.call > Call.RESET:
+                    self._take_note(record)
+                    continue
+                outcome.calls[record.call.name.lower()] += 1
+                outcome.difference = self._replay(record, raised)
+                if outcome.difference is not None:
+                    break
+                if record.number % 1024 == 0:
+                    progress(self._reader.num_read)
+        except DamagedError as error:
+            outcome.warnings.append(f"the recording is damaged: {error}")
+        self._finish(outcome)
+        return outcome
+
+    def _finish(self, outcome: Outcome) -> None:
+        end, outcome.num_cut = self._reader.end, self._reader.num_cut
+        if end is None or outcome.difference is not None:
+            return
+        outcome.end = end.reason
+        counters = msgspec.to_builtins(self.manager.counters())
+        if end.reason == CLOSED and counters != end.counters:
+            outcome.difference = Difference(
+                outcome.num_calls, "the counters at the end", 0, 0, end.counters, counters
+            )
+
+    def _take_note(self, record: Record) -> None:
+        if record.call is Call.HINTS:
+            try:
+                self._hints[record.subject] = hints_of(record.further.tobytes())
+            except msgspec.MsgspecError as error:
+                raise DamagedError(f"call {record.number}: invalid hints: {error}") from None
+        elif record.call is Call.DAMAGED:
+            self._damaged = record.further
+        elif record.call is Call.SET_HINTS:
+            self._set_hints(record, self._hints.get(int(record.further[0]), NO_HINTS))
+
+    def _set_hints(self, record: Record, hints: Hints) -> None:
+        request = self._requests.get(record.subject)
+        if request is None:
+            self._begin(record, hints)
+        else:
+            self._extend(record, request)
+            request.hints_at_end = hints
+
+    # ---- one call
+
+    def _replay(self, record: Record, raised: str) -> Difference | None:
+        request = self._request(record)
+        keys = self._batch(record, request)
+        expected = [] if record.flags & FAILED else record.further.tolist()
+        error, result = "", _Result([], None)
+        try:
+            result = _CALLS[record.call](self, record, request, keys)
+        except PolicyError:
+            # A kernel has recorded the row of the wrong victim, which a policy in Python does not tell.
+            error = raised if expected and expected[0] <= FIRST_WRONG else PolicyError.__name__
+            result = _Result(expected, None)
+        except MisuseError as misuse:
+            is_recorded = record.call in (Call.PREPARE_LOAD, Call.PIN) and min(expected, default=0) < 0
+            error, result = "" if is_recorded else type(misuse).__name__, _Result(expected, None)
+        except Exception as problem:
+            error = type(problem).__name__
+        if record.call in _MAKE_PLANS and (record.call is not Call.PREPARE_STORE or expected[:1] >= [0]):
+            self._num_plans += min(expected, default=0) >= 0
+            if result.plan is not None:
+                self._plans[self._num_plans] = _OpenPlan(result.plan, len(result.plan))
+        is_equal = error == raised and (bool(error) or result.words == expected)
+        if is_equal:
+            self._note(record, request, keys)
+            return None
+        return self._difference(record, request, keys, _Results(raised, expected, error, result))
+
+    def _note(self, record: Record, request: _Request, keys: Keys) -> None:
+        """Keep the call for the context of a later difference, and drop what no later record refers to."""
+        request.calls.append(f"{record.number} {record.call.name.lower()}, {len(keys)} blocks")
+        if record.call is Call.FINISH:
+            del self._requests[record.subject]
+
+    def _difference(self, record: Record, request: _Request, keys: Keys, results: _Results) -> Difference:
+        def named(words: list[int]) -> dict[str, Any]:
+            return result_of(record.call, words, self.manager, results.result.plan)
+
+        return Difference(
+            record.number,
+            record.call.name.lower(),
+            record.subject,
+            record.time_ns,
+            {"raised": results.raised} if results.raised else named(results.expected),
+            {"raised": results.error} if results.error else named(results.result.words),
+            block_states(self.manager, keys),
+            [*request.calls],
+        )
+
+    def _begin(self, record: Record, hints: Hints = NO_HINTS) -> _Request:
+        keys = Keys(record.new_keys, self.manager.key_bytes)
+        ctx = self.manager.begin_request(f"request {record.subject}", keys, hints=hints)
+        request = _Request(ctx, record.new_keys)
+        if record.subject:
+            self._requests[record.subject] = request
+        return request
+
+    def _extend(self, record: Record, request: _Request) -> None:
+        """Add the new keys of a record to its request's path."""
+        if len(record.new_keys):
+            request.ctx.add(Keys(record.new_keys, self.manager.key_bytes))
+            request.words = np.concatenate([request.words, record.new_keys])
+
+    def _request(self, record: Record) -> _Request:
+        """Return the request of a record with its new keys; a new request for a call without a request."""
+        if record.call in _ENDS:
+            return _Request(self.manager.begin_request(""), record.new_keys)
+        request = self._requests.get(record.subject)
+        if request is None:
+            return self._begin(record)
+        self._extend(record, request)
+        return request
+
+    def _batch(self, record: Record, request: _Request) -> Keys:
+        starts, lengths = record.runs[::2], record.runs[1::2]
+        parts = [request.words[at : at + length] for at, length in zip(starts, lengths, strict=True)]
+        words = parts[0] if len(parts) == 1 else np.concatenate([request.words[:0], *parts])
+        return Keys(np.ascontiguousarray(words), self.manager.key_bytes)
+
+    def _end_plan(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        opened, slots = self._plans[record.subject], record.further[1:]
+        damaged, self._damaged = self._damaged, _NO_ROWS
+        plan = opened.plan
+        opened.num_open -= len(slots) or len(plan)
+        if opened.num_open <= 0:
+            del self._plans[record.subject]
+        if len(slots):
+            order = np.argsort(plan.slots, kind="stable")
+            (plan,) = plan.split([order[np.searchsorted(plan.slots, slots, sorter=order)]])
+        if isinstance(plan, StorePlan):
+            self.manager.complete_store(plan, success=bool(record.further[0]))
+        elif record.call is Call.UNPIN:
+            self.manager.unpin(plan, damaged)
+        else:
+            self.manager.complete_load(plan, damaged)
+        return _Result(record.further.tolist(), None)
+
+    def _path_grows(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        return _Result([0], None)
+
+    def _expect(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        self.manager.expect(request.ctx)
+        return _Result([0], None)
+
+    def _withdraw(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        self.manager.withdraw(request.ctx)
+        return _Result([0], None)
+
+    def _lookup(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        num_ready, stopped_by = self.manager.lookup(keys, request.ctx)
+        return _Result([~num_ready if stopped_by is LookupResult.HIT_PENDING else num_ready], None)
+
+    def _touch(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        self.manager.touch(keys, request.ctx)
+        return _Result([0], None)
+
+    def _keep_path(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        request.path_at_end = keys
+        return _Result([0], None)
+
+    def _finish_request(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        self.manager.finish_request(request.ctx, request.path_at_end, hints=request.hints_at_end)
+        return _Result([0], None)
+
+    def _prepare_load(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        plan = self.manager.prepare_load(keys, request.ctx)
+        return _Result(plan.slots.tolist(), plan)
+
+    def _pin(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        plan = self.manager.pin(keys)
+        return _Result(plan.slots.tolist(), plan)
+
+    def _prepare_store(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        plan = self.manager.prepare_store(keys, request.ctx, admitted=bool(record.flags & ADMITTED))
+        if plan is None:
+            return _Result([NO_ROOM], None)
+        missing = plan.missing_rows
+        numbers = [len(plan), len(missing), plan.num_dropped, plan.num_refused, len(plan) - plan.num_evicted]
+        return _Result([*numbers, *plan.slots.tolist(), *_runs_of(missing)], plan)
+
+    def _keep(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        return _Result([self.manager.keep(keys)], None)
+
+    def _discard(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        return _Result([self.manager.discard(keys)], None)
+
+    def _reset(self, record: Record, request: _Request, keys: Keys) -> _Result:
+        self.manager.reset(drop_in_flight=bool(record.further[0]))
+        return _Result(record.further.tolist(), None)
+
+
+class _Results(NamedTuple):
+    """The results of a call: exception and words of the recording, exception and result of the replay."""
+
+    raised: str
+    expected: list[int]
+    error: str
+    result: _Result
+
+
+_ENDS = (Call.COMPLETE_LOAD, Call.UNPIN, Call.COMPLETE_STORE)
+_MAKE_PLANS = (Call.PREPARE_LOAD, Call.PIN, Call.PREPARE_STORE)
+_CALLS: dict[Call, Callable[[CallReplay, Record, _Request, Keys], _Result]] = {
+    Call.EXTEND: CallReplay._path_grows,
+    Call.EXPECT: CallReplay._expect,
+    Call.WITHDRAW: CallReplay._withdraw,
+    Call.LOOKUP: CallReplay._lookup,
+    Call.TOUCH: CallReplay._touch,
+    Call.TOUCH_PATH: CallReplay._keep_path,
+    Call.FINISH: CallReplay._finish_request,
+    Call.PREPARE_LOAD: CallReplay._prepare_load,
+    Call.PIN: CallReplay._pin,
+    Call.PREPARE_STORE: CallReplay._prepare_store,
+    Call.KEEP: CallReplay._keep,
+    Call.DISCARD: CallReplay._discard,
+    Call.RESET: CallReplay._reset,
+    **dict.fromkeys(_ENDS, CallReplay._end_plan),
+}
+
+
+def _calls(records: Iterator[Record]) -> Iterator[tuple[Record, str]]:
+    """Yield each record with the name of the exception that its call raised, or an empty text."""
+    previous: Record | None = None
+    for record in records:
+        is_error = record.call is Call.RAISED
+        if previous is not None:
+            yield previous, record.further.tobytes().rstrip(b"\0").decode() if is_error else ""
+        previous = None if is_error else record
+    if previous is not None:
+        yield previous, ""
+
+
+def _runs_of(rows: npt.NDArray[np.int32]) -> list[int]:
+    """Return numbers as runs of consecutive numbers: start and length of each run."""
+    if not len(rows):
+        return []
+    starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)
+    lengths = np.diff(starts, append=len(rows))
+    return np.stack([rows[starts], lengths], axis=1).ravel().tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,215 @@
+"""The log of a manager's calls: a ring of 32-bit words, to which the manager's kernels append records.
+
+Owns the layout of records. Does not know who reads the ring, files or threads. A record refers to a request's
+path, so each key is written once a request, and the blocks of a call are runs of path positions.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from kvoffload.core.request import HASH, Path
+from kvoffload.structures.jit import I32Array, ReadI32Array, inline
+from kvoffload.structures.structs import Struct
+
+
+class Call(IntEnum):
+    """The kinds of records, by the number in their first word. Those after `RESET` are no calls."""
+
+    EXTEND = 1
+    """The path has grown by single lookups or `contains`."""
+    EXPECT = 2
+    WITHDRAW = 3
+    LOOKUP = 4
+    TOUCH = 5
+    TOUCH_PATH = 6
+    """The path that `finish_request` received; its `FINISH` follows."""
+    FINISH = 7
+    PREPARE_LOAD = 8
+    COMPLETE_LOAD = 9
+    PIN = 10
+    UNPIN = 11
+    PREPARE_STORE = 12
+    COMPLETE_STORE = 13
+    KEEP = 14
+    DISCARD = 15
+    RESET = 16
+    SET_HINTS = 17
+    """The request has hints of this number: from its begin, or for its end."""
+    HINTS = 18
+    """The text of the hints with this number."""
+    DAMAGED = 19
+    """The damaged rows of the following `COMPLETE_LOAD` or `UNPIN`."""
+    RAISED = 20
+    """The exception of the previous call."""
+
+
+LOOKUP, TOUCH, TOUCH_PATH, FINISH, LAST_CALL = 4, 5, 6, 7, 16
+PREPARE_LOAD, COMPLETE_LOAD, PIN, UNPIN = 8, 9, 10, 11
+PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
+"""Kinds for kernels, which know no enumerations."""
+
+KIND_BITS = 8
+ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
+"""Flags beside the kind: argument of `prepare_store`; the call has only this record, because it raised an
+exception before it changed anything but the path."""
+
+KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
+"""Words of a record's header: kind and flags; number of the request (0: the call has none) or of the plan
+that ends; new keys of the path, runs, further words. `HEADER`: their number. The new keys, the runs (start
+and length) and the further words follow."""
+
+STORE_NUMBERS = 5
+"""Numbers before the slots of a store: stored, missing, dropped, refused, taken from free slots."""
+NO_REQUEST, ENDED = -1, -1
+"""``path.number`` of a call without a request; ``path.recorded`` after `FINISH`."""
+_LOST = -1
+_LOW = 0xFFFFFFFF
+
+
+class Log(Struct):
+    """A ring of records.
+
+    Attributes:
+        words: int32; their number is a power of two. Word number `i` is at ``i`` modulo their number.
+        head, tail: number of words written and taken, since the beginning.
+        is_open: 1 while calls are recorded. A record without room closes the log, because a gap would make
+            the other records useless.
+        num_requests, num_plans, num_calls: recorded so far.
+        key_words: number of 64-bit words that are written of a key; 0 to write its hash.
+    """
+
+    words: I32Array
+    head: int
+    tail: int
+    is_open: int
+    num_requests: int
+    num_plans: int
+    num_calls: int
+    key_words: int
+
+    def __init__(self, num_words: int, key_words: int = 0) -> None:
+        # Written now, so that no later call waits for the system to provide the pages.
+        words = np.full(num_words, 0, np.int32)
+        super().__init__(words=words, key_words=key_words, is_open=int(num_words > 0))
+
+    def put(self, kind: int, subject: int, further: ReadI32Array) -> None:
+        """Append a record without keys. For rare records."""
+        if not self.is_open or self.head - self.tail + HEADER + len(further) > len(self.words):
+            self.is_open = 0
+            return
+        record = np.array([kind, subject, 0, 0, len(further), *further.tolist()], np.int32)
+        self.words[(self.head + np.arange(len(record))) % len(self.words)] = record
+        self.num_calls += kind & ((1 << KIND_BITS) - 1) <= Call.RESET
+        self.head += len(record)
+
+
+@inline
+def put_word(log: Log, at: int, value: int) -> int:
+    log.words[at & (log.words.shape[0] - 1)] = value
+    return at + 1
+
+
+@inline
+def _put_u64(log: Log, at: int, value: np.uint64) -> int:
+    put_word(log, at, np.int32(value & np.uint64(_LOW)))
+    put_word(log, at + 1, np.int32(value >> np.uint64(32)))
+    return at + 2
+
+
+@inline
+def _put_new_keys(log: Log, path: Path, at: int) -> int:
+    """Write the keys that the path has gained since the request's last record."""
+    for position in range(path.recorded, path.length):
+        if log.key_words == 0:
+            at = _put_u64(log, at, path.records[position, HASH])
+        for word in range(log.key_words):
+            at = _put_u64(log, at, path.index.keys[position, word])
+    path.recorded = path.length
+    return at
+
+
+@inline
+def put_runs(log: Log, rows: I32Array, count: int, at: int) -> int:
+    """Write numbers as runs of consecutive numbers: start and length of each run."""
+    start = 0
+    for row in range(1, count + 1):
+        if row == count or rows[row] != rows[row - 1] + 1:
+            put_word(log, at, rows[start])
+            put_word(log, at + 1, row - start)
+            at, start = at + 2, row
+    return at
+
+
+@inline
+def has_room(log: Log, most: int) -> bool:
+    """Return whether a record of `most` words has room; otherwise close the log."""
+    if log.head + most - log.tail > log.words.shape[0]:
+        log.is_open = 0
+    return log.is_open != 0
+
+
+@inline
+def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int:
+    """Write header, new keys and runs of a call whose batch of `count` keys is ``path.positions``.
+
+    Returns the place of the further words, of which there are at most `most_more`, or `_LOST` if there is no
+    room. `end_call` ends the record.
+    """
+    num_new = path.length - path.recorded
+    most = HEADER + 2 * max(1, log.key_words) * num_new + 2 * count + most_more
+    if not has_room(log, most):
+        return np.int64(_LOST)
+    if path.number == 0:
+        log.num_requests += 1
+        path.number = log.num_requests
+    start = log.head
+    put_word(log, start + KIND, kind)
+    put_word(log, start + SUBJECT, max(0, path.number))
+    put_word(log, start + NUM_NEW, num_new)
+    at = _put_new_keys(log, path, start + HEADER)
+    end = put_runs(log, path.positions, count, at)
+    put_word(log, start + NUM_RUNS, (end - at) // 2)
+    log.num_calls += kind & ((1 << KIND_BITS) - 1) <= LAST_CALL
+    return end
+
+
+@inline
+def end_call(log: Log, place: int, end: int) -> None:
+    """End a record whose further words are from `place` to `end`."""
+    put_word(log, log.head + NUM_MORE, end - place)
+    log.head = end
+
+
+@inline
+def put_number(log: Log, path: Path, kind: int, count: int, number: int) -> None:
+    """Append a call with one further word."""
+    place = put_call(log, path, kind, count, 1)
+    if place != _LOST:
+        end_call(log, place, put_word(log, place, number))
+
+
+@inline
+def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
+    """Write slots."""
+    for row in range(count):
+        put_word(log, at + row, slots[row])
+    return at + count
+
+
+@inline
+def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, success: int) -> None:
+    """Append the end of a plan; its slots only if it is a part of a plan, whose number is negative."""
+    num_slots = count if number < 0 else 0
+    if not has_room(log, HEADER + 1 + num_slots):
+        return
+    start = log.head
+    put_word(log, start + KIND, kind)
+    put_word(log, start + SUBJECT, abs(number))
+    for word in range(NUM_NEW, NUM_MORE):
+        put_word(log, start + word, 0)
+    log.num_calls += 1
+    place = start + HEADER
+    end_call(log, place, put_slots(log, slots, num_slots, put_word(log, place, success)))

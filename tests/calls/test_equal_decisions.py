@@ -1,0 +1,247 @@
+"""Random calls on every kind of manager are recorded and replayed: all decisions are equal."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from kvoffload.calls import recorded as recorded_module
+from kvoffload.calls.recorded import RecordedManager
+from kvoffload.core.admission import ADMISSIONS
+from kvoffload.core.hints import Hints
+from kvoffload.core.plans import ON_COMPUTE, STORES
+from kvoffload.core.policy import POLICIES
+from kvoffload.core.protection import Protected
+from kvoffload.core.slots import SlotArray
+from kvoffload.structures.jit import BoolArray
+from kvoffload.structures.keys import Keys
+from kvoffload.testing import machine as machine_module
+from kvoffload.testing.machine import ManagerMachine
+from support.naive.lru import NaiveLRU
+from support.recorded_calls import recorded, replayed
+
+RULES = ["all", "reuse:2", "tinylfu", "worth"]
+IN_PYTHON = [
+    "support.naive.lru:NaiveLRU",
+    "support.naive.arc:NaiveARC",
+    "support.naive.wtinylfu:NaiveWTinyLFU",
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_module, "RING_WORDS", 1 << 16)
+    # A refused call is a call: it is recorded, and the copy of a manager would have to copy threads.
+    monkeypatch.setattr(machine_module, "snapshot", lambda *_, **__: None)
+
+
+class RecordedMachine(ManagerMachine):
+    """The state machine of managers, whose calls are replayed at the end."""
+
+    def teardown(self) -> None:
+        manager = self.manager
+        assert isinstance(manager, RecordedManager)
+        manager.end_recording()
+        assert manager.recorder.ended == "closed"
+        outcome = replayed(manager.recorder.path)
+        assert outcome.difference is None, outcome.difference
+        assert (outcome.num_cut, outcome.warnings, outcome.end) == (0, [], "closed")
+        manager.recorder.path.unlink()
+
+
+def check(policy: str, admission: str, store: str, key_bytes: int, share: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+
+        def make() -> RecordedManager:
+            return recorded(
+                Path(folder) / "random.calls",
+                policy=policy,
+                admission=admission,
+                store=store,
+                key_bytes=key_bytes,
+                enable_events=True,
+            )
+
+        machine: Any = type("Machine", (RecordedMachine,), {"make": staticmethod(make)})
+        examples = max(2, round(settings().max_examples * share))
+        run_state_machine_as_test(
+            machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None)
+        )
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_a_policy(policy: str, store: str) -> None:
+    check(policy, "all", store, 36, 0.25)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", IN_PYTHON)
+def test_a_policy_in_python(policy: str, store: str) -> None:
+    check(policy, "all", store, 13, 0.15)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("admission", ADMISSIONS.names())
+@pytest.mark.slow
+def test_an_admission_rule(admission: str, store: str) -> None:
+    check("lru", admission, store, 32, 0.1)
+    check("support.naive.lru:NaiveLRU", admission, store, 32, 0.1)
+
+
+def traffic(manager: RecordedManager, seed: int, requests: int = 200) -> None:
+    """Requests that share prefixes, with single lookups, parts of plans, damage, pins, hints and resets."""
+    chance = random.Random(seed)
+    prefixes = [[chance.randbytes(36) for _ in range(20)] for _ in range(6)]
+    for number in range(requests):
+        keys = chance.choice(prefixes)[: chance.randint(1, 20)] + [chance.randbytes(36) for _ in range(3)]
+        hints = Hints(tenant=f"team {number % 3}", priority=number % 2)
+        ctx = manager.begin_request(f"request-{number}", keys[:2] if number % 3 else keys, hints=hints)
+        if number % 4 == 0:
+            manager.expect(ctx)
+        if number % 5 == 0:
+            for key in keys[:4]:
+                manager.lookup_key(key, ctx)
+            manager.contains(keys[:6], ctx)
+        ready = manager.lookup(keys, ctx).num_ready
+        if number % 8 == 0:
+            manager.withdraw(ctx)
+        if ready:
+            *parts, last = manager.prepare_load(keys[:ready], ctx).split()
+            for part in parts:
+                manager.complete_load(part)
+            manager.complete_load(last, damaged=[0] if chance.random() < 0.1 else [])
+            pins, _ = manager.pin_ready(keys)
+            manager.unpin(pins)
+        plan = manager.prepare_store(
+            keys if number % 7 else Keys.pack(keys, 36), ctx, admitted=number % 9 == 0
+        )
+        if plan is not None and number % 2:
+            for part in plan.split():
+                manager.complete_store(part, success=chance.random() < 0.9)
+        elif plan is not None:
+            if number % 10 == 0:
+                manager.reset()
+            manager.complete_store(plan, success=chance.random() < 0.9)
+        if number % 11 == 0:
+            manager.discard(keys[:2])
+            manager.keep(keys[:3])
+            manager.touch(keys[:5])
+        end = Hints(finish_reason="stop" if number % 2 else "the user's own words")
+        manager.finish_request(ctx, keys if number % 6 == 0 else (), hints=end)
+        if number % 60 == 59:
+            manager.reset(drop_in_flight=True)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", ["hazard", "wtinylfu", "arc", "gdsf", "support.naive.lru:NaiveLRU"])
+def test_traffic(policy: str, store: str, tmp_path: Path) -> None:
+    for seed in range(3):
+        manager = recorded(tmp_path / "kv.calls", 64, policy=policy, store=store, key_bytes=36)
+        traffic(manager, seed)
+        manager.end_recording()
+        outcome = replayed(manager.recorder.path)
+        assert outcome.difference is None, (seed, outcome.difference)
+        assert outcome.header.keys == ("whole" if ":" in policy else "hashes")
+        assert {"lookup", "prepare_store", "prepare_load", "unpin", "reset", "discard"} < set(outcome.calls)
+
+
+def test_a_recording_has_no_key_and_no_text(tmp_path: Path) -> None:
+    manager = recorded(tmp_path / "kv.calls", key_bytes=36)
+    key = b"the engine's hash of a prompt, 36 B."
+    assert len(key) == 36
+    ctx = manager.begin_request("the id", [key], hints=Hints(tenant="the tenant", finish_reason="the stop"))
+    manager.prepare_store([key], ctx)
+    manager.finish_request(ctx)
+    manager.end_recording()
+    with open(manager.recorder.path, "rb") as file:
+        content = file.read()
+    assert replayed(manager.recorder.path).difference is None
+    for secret in (b"the engine", b"the id", b"the tenant", b"the stop"):
+        assert secret not in content
+
+
+class Failing(NaiveLRU):
+    """A policy with a bug: each of its methods raises from time to time, after it has worked."""
+
+    name = "failing"
+    _num_calls = 0
+
+    def _fail(self, error: type[Exception]) -> None:
+        self._num_calls += 1
+        if self._num_calls % 5 == 0:
+            raise error("a bug")
+
+    def access(self, slots: SlotArray, reused: BoolArray) -> None:
+        super().access(slots, reused)
+        self._fail(KeyError)
+
+    def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
+        self._fail(ValueError)
+        super().replace(keys, slots, num_free, protected)
+
+    def remove(self, slots: SlotArray) -> None:
+        super().remove(slots)
+        self._fail(ZeroDivisionError)
+
+
+class NamesFreeSlots(NaiveLRU):
+    """A policy that names slot 0 as every victim."""
+
+    name = "wrong"
+
+    def victim(self, key: bytes, protected: Protected) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "store"),
+    [*((Failing, store) for store in STORES), (NamesFreeSlots, ON_COMPUTE)],
+)
+def test_exceptions_of_a_policy_are_decisions(policy: type[NaiveLRU], store: str, tmp_path: Path) -> None:
+    manager = recorded(tmp_path / "kv.calls", 4, policy=policy, store=store, key_bytes=36)
+    chance, raised = random.Random(2), list[str]()
+
+    def attempt(call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except Exception as error:
+            raised.append(type(error).__name__)
+            return None
+
+    keys = [chance.randbytes(36) for _ in range(9)]
+    for number in range(60):
+        batch = keys[number % 7 : number % 7 + 3]
+        ctx = manager.begin_request("x", batch)
+        if ready := manager.lookup(batch, ctx).num_ready:
+            load = attempt(lambda: manager.prepare_load(batch[:ready], ctx))  # noqa: B023
+            if load is not None:
+                attempt(lambda: manager.complete_load(load, damaged=[0]))  # noqa: B023
+        plan = attempt(lambda: manager.prepare_store(batch, ctx))  # noqa: B023
+        if plan is not None:
+            attempt(lambda: manager.complete_store(plan, success=bool(number % 3)))  # noqa: B023
+        attempt(lambda: manager.touch(batch))  # noqa: B023
+        attempt(lambda: manager.finish_request(ctx))  # noqa: B023
+        if number % 20 == 19:
+            manager.reset(drop_in_flight=True)
+    manager.end_recording()
+    assert len({*raised}) >= (3 if policy is Failing else 1)
+    outcome = replayed(manager.recorder.path)
+    assert outcome.difference is None, outcome.difference
+
+
+def test_wrong_arguments_are_no_calls(tmp_path: Path) -> None:
+    manager = recorded(tmp_path / "kv.calls", policy=NaiveLRU, store=ON_COMPUTE)
+    ctx = manager.begin_request("x")
+    for call in (manager.lookup, manager.touch, manager.prepare_store, manager.prepare_load):
+        with pytest.raises(ValueError, match="has 5 bytes"):
+            call([b"short"], ctx)
+    manager.end_recording()
+    assert not replayed(manager.recorder.path).calls
