@@ -27,6 +27,8 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.instances import replay_of
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.report import ReplayReport
+from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
@@ -269,6 +271,44 @@ def test_damaged_blocks_are_named(kind: str) -> None:
     assert counts["damaged"] == report.mismatches_caught > 0
     assert counts["behind_a_gap"] > 0, "sound blocks behind a damaged block are not used"
     assert UNKNOWN not in counts
+
+
+def test_damage_on_a_disk_is_named(tmp_path: Path) -> None:
+    trace = generate(builtin("chat", sessions=60))
+    blocks = trace.unique_blocks
+    disk = DiskOptions(path=(str(tmp_path),), capacity=str(blocks))
+    config = ReplayConfig(blocks // 3, tiers=(disk,))
+
+    def explained_with_bytes() -> tuple[ReplayReport, Misses]:
+        data = DataPlane(config.capacity_blocks, 4096)
+        try:
+            return find_misses(trace, config, data=data)
+        finally:
+            data.close()
+
+    explained_with_bytes()
+    (slab,) = tmp_path.glob("*.slab")
+    with slab.open("r+b") as file:
+        size = slab.stat().st_size
+        for offset in np.random.default_rng(3).integers(size // 2, size, 100).tolist():
+            file.seek(offset)
+            file.write(b"\xa5")
+    report, found = explained_with_bytes()
+    counts = found.counts()
+    assert report.mismatches_served == 0
+    assert report.tiers[1].mismatches_caught > 0
+    assert counts["damaged"] > 0
+    assert counts["behind_a_gap"] > 0
+    assert UNKNOWN not in counts
+
+
+def test_many_continuations_of_a_beginning_are_new_conversations() -> None:
+    few = trace_of([1, 2], *([1, block] for block in range(10, 17)))
+    many = trace_of([1, 2], *([1, block] for block in range(10, 18)))
+    assert {name for names in explained(few, ReplayConfig(99))[1:] for name in names} == {PREFIX_DIFFERS}
+    assert {name for names in explained(many, ReplayConfig(99))[1:] for name in names} == {
+        AFTER_SHARED_PROMPT
+    }
 
 
 @pytest.mark.slow
