@@ -160,6 +160,24 @@ def test_a_recording_of_a_server_is_compared_with_the_replay(tmp_path: Path) -> 
     assert explained(path, "--capacity", "1")["served"]["requests_with_more"] == 1
 
 
+def test_a_turn_that_differs_from_its_own_session_is_counted(tmp_path: Path) -> None:
+    lines = [
+        {"hash_ids": [1, 2, 3], "session": "a"},
+        {"hash_ids": [1, 9, 8], "session": "a"},
+        {"hash_ids": [1, 7], "session": "b"},
+    ]
+    written = [
+        {"timestamp": at, "input_length": 512 * len(line["hash_ids"]), "output_length": 1, **line}
+        for at, line in enumerate(lines)
+    ]
+    (path := tmp_path / "turns.jsonl").write_text("\n".join(json.dumps(line) for line in written))
+    found = explained(path, "--capacity", "9")
+    (place,) = found["differing"]
+    assert (place["block"], place["requests"], place["in_session"]) == (1, 2, 1)
+    done = kvoffload("explain", path, "--capacity", "9")
+    assert "request 1 differs from 0; 1 differs from its own session" in " ".join(done.stdout.split())
+
+
 def test_tiers_are_simulated_and_write_nothing(chat: str, tmp_path: Path) -> None:
     disk = explained(chat, "--tier", f"disk:{tmp_path / 'kv'}:10%,policy=arc")
     simulated = explained(chat, "--tier", "simulated:10%,policy=arc")

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.explain.explanation import explain
+from kvoffload.explain.misses import find_misses
+from kvoffload.replay.replay import ReplayConfig
 from kvoffload.traces.format import read_trace
 from support.vllm_needs import CONNECTOR, needs
 from support.vllm_traffic import Expected
@@ -50,8 +52,13 @@ def test_what_was_asked_is_recorded(
     trace = read_trace(path)
     assert np.diff(trace.offsets).tolist() == [9, 9, 9, 9, 9, 1]
     # Without a limit a replay finds what device and RAM served together.
-    report = Replay(trace, ReplayConfig(trace.unique_blocks)).run()
+    config = ReplayConfig(trace.unique_blocks)
+    report, found = find_misses(trace, config)
     assert report.prefix_hit_blocks * 32 == sum(sum(item.values()) for item in served)
+    explained = explain(report, found, config)
+    assert explained.served is not None
+    assert (explained.served.tokens_less, explained.served.tokens_more) == (0, 0)
+    assert explained.reasons == {"new_prompt": 27}
     assert engine.manager.metrics.counts["unrecorded_requests"] == 0
 
 
