@@ -25,12 +25,11 @@ from kvoffload.replay.observer import IN_TIER, NOWHERE, Codes, Decision, Places
 from kvoffload.traces.trace import Trace
 
 NO_REQUEST = -1
-HIT = 0
-"""Reason number of a reference that is a hit."""
 
 _REASONS = ("", NEVER_SEEN, UNKNOWN, EVICTED, NOT_ADMITTED, REFUSED, NO_ROOM, DAMAGED, NOT_OFFERED,
             BEHIND_A_GAP, TIER_GAVE_UP)  # fmt: skip
 NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
+"""Number of each reason in `History.reasons`; 0 is a hit."""
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
 """Reason of an absent block by the last decision about it. A stored block cannot be absent without one."""
@@ -51,7 +50,7 @@ class History:
 
     Attributes:
         hits: shape ``(requests,)``, int32; leading blocks of each request that were hits.
-        reasons: shape ``(block_refs,)``, int8; number of the reason (`name_of`), or `HIT`.
+        reasons: shape ``(block_refs,)``, int8; number of the reason (`NUMBER_OF`), 0 for a hit.
         caused_by: shape ``(block_refs,)``, int32; request at which the last decision about the missing block
             was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; request at which the block was last stored in RAM, or
@@ -117,8 +116,3 @@ class History:
         # No block before these is absent, so the tier's blocks were usable and were not promoted.
         reasons[:first_absent][place[:first_absent] >= IN_TIER] = NUMBER_OF[TIER_GAVE_UP]
         return reasons.astype(np.int8)
-
-
-def name_of(number: int) -> str:
-    """Return the name of a reason number."""
-    return _REASONS[number]

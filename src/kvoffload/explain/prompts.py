@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.explain.history import NO_REQUEST
 from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
-NO_REQUEST = -1
 _WINDOW = 16
 """Tokens that must be equal for two places of two prompts to count as alike."""
 _MOST_COMPARED = 32_768

@@ -91,8 +91,8 @@ def _differing(explained: Explanation) -> Table:
         if place.difference is not None:
             text = f"{place.request:,}: {difference_in_words(place.difference, place.nearest_request)}"
         if place.in_session:
-            one = place.in_session == 1
-            text += f"; {place.in_session:,} {'differs from its' if one else 'differ from their'} own session"
+            differ = "differs from its" if place.in_session == 1 else "differ from their"
+            text += f"; {place.in_session:,} {differ} own session"
         where = place_in_words(place, explained.block_tokens)
         rows.append((where, f"{place.requests:,}", f"{place.blocks:,}", text))
     title = (
