@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,46 @@ class Prometheus:
         """Return the alerts that fire, by name."""
         alerts = self.ask("alerts")["alerts"]
         return {alert["labels"]["alertname"]: alert for alert in alerts if alert["state"] == "firing"}
+
+
+_HURRIED = {
+    r"\[10m\]": "[6s]",
+    r"\[(15m|30m|1h)\]": "[8s]",
+    r"\[1d\]": "[20s]",
+    r"(?<=offset )1d": "15s",
+    r"(?<=for: )\w+": "1s",
+}
+
+
+def hurried(rules: str) -> str:
+    """Return rules whose periods are seconds, for tests that do not wait for hours."""
+    for period, short in _HURRIED.items():
+        rules = re.sub(period, short, rules)
+    return rules
+
+
+@contextmanager
+def serving(text: str) -> Iterator[str]:
+    """Serve a text as ``/metrics``; yields ``host:port``."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with suppress(OSError):  # Prometheus has given up this scrape
+                self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @contextmanager

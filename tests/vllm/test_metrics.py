@@ -1,0 +1,138 @@
+"""vLLM's server under Prometheus: every query of the dashboard has data, and real faults raise alarms."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
+from kvoffload.canary.verdict import Verdict
+from kvoffload.metrics.alarms import rule_file
+from kvoffload.metrics.families import VLLM_PREFIX
+from support import valkey_server
+from support.dashboard import NOT_YET, canary_metrics, queries, without_data
+from support.disk_blocks import slab_in
+from support.prometheus_server import Prometheus, hurried, program, running_prometheus, serving
+from support.run_cli import kvoffload
+from support.vllm_api_server import Server, running
+from support.vllm_traffic import PATIENCE_S, Expected
+
+# vLLM's warnings are not ours.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WAIT_S = 150.0
+"""Seconds until an alarm or a number must be there; a busy machine needs a minute."""
+SEVEN = 7
+"""Prompts of nine whole blocks each: more than RAM and engine have room for, 24 blocks each."""
+BLOCK_BYTES = 4 * 2 * 2 * 64 * 32 * 4
+
+
+class Traffic:
+    """A client that sends prompts one after the other until it is stopped.
+
+    Attributes:
+        wrong: prompts with a wrong answer.
+        num_answers: number of answers.
+    """
+
+    def __init__(self, server: Server, expected: Expected) -> None:
+        self._server, self._pairs = (
+            server,
+            list(zip(expected.prompts[:SEVEN], expected.answers, strict=False)),
+        )
+        self.wrong, self.num_answers = list[list[int]](), 0
+        self._over = threading.Event()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._run)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            for prompt, answer in self._pairs:
+                if self._server.stream(prompt) != answer:
+                    self.wrong.append(prompt)
+                self.num_answers += 1
+
+
+def damage(directory: Path) -> None:
+    """Flip a bit in every half block of the slab, without its first blocks, where the journal is."""
+    slab = slab_in(directory)
+    with slab.open("r+b") as file:
+        for at in range(slab.stat().st_size // 4, slab.stat().st_size, BLOCK_BYTES // 2):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 1]))
+
+
+def wait_for_alarm(prometheus: Prometheus, name: str) -> str:
+    """Return the summary of an alarm as soon as it fires."""
+    deadline = time.monotonic() + WAIT_S
+    while name not in (firing := prometheus.firing()):
+        assert time.monotonic() < deadline, firing
+        time.sleep(0.2)
+    return str(firing[name]["annotations"]["summary"])
+
+
+def wait_for_data(prometheus: Prometheus, still_empty: set[str]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while (empty := without_data(prometheus, VLLM_PREFIX)) - still_empty:
+        assert time.monotonic() < deadline, empty
+        time.sleep(0.5)
+    assert empty == still_empty
+
+
+def test_the_dashboard_has_data_and_faults_raise_alarms(
+    llama: Path, on_llama: Expected, tmp_path: Path
+) -> None:
+    program("prometheus")
+    (tmp_path / "valkey").mkdir()
+    disk = tmp_path / "disk"
+    with ExitStack() as stack:
+        valkey = stack.enter_context(valkey_server.running(tmp_path / "valkey"))
+        options = {
+            "ram": "3MiB",
+            "verify": "always",
+            "audit": "share=0.2",
+            "tiers": [
+                f"disk:{disk}:16MiB,max_write_bytes_per_day=1GiB,label=nvme",
+                f"{valkey.url}/team-a",
+            ],
+        }
+        server, _ = stack.enter_context(running(llama, tmp_path / "server.log", **options))
+        canary = stack.enter_context(serving(canary_metrics(Verdict.EQUAL, time.time())))
+        targets = {"vllm": server.url.removeprefix("http://"), "canary": canary}
+        rules = hurried(rule_file(VLLM_PREFIX))
+        prometheus = stack.enter_context(running_prometheus(tmp_path, targets, rules))
+        traffic = Traffic(server, on_llama)
+        stack.enter_context(traffic.running())
+        (alerts,) = (query for query in queries() if "ALERTS" in query)
+        not_yet = {query for query in queries() if any(name in query for name in NOT_YET)}
+        # Nothing fires on a sound server.
+        wait_for_data(prometheus, {alerts, *not_yet})
+        assert not prometheus.firing()
+        (engine,) = json.loads(kvoffload("top", server.url, "--once", "--format", "json").stdout)
+        assert engine["engine"] == "m 0"
+        assert engine["lookups"] > 0
+        assert {tier["name"] for tier in engine["tiers"]} == {"nvme", "valkey:team-a"}
+        with valkey.stopped():
+            assert wait_for_alarm(prometheus, "KVOffloadTierUnreachable").startswith("1 servers of valkey")
+            damage(disk)
+            summary = wait_for_alarm(prometheus, "KVOffloadDamagedTier")
+            assert "blocks of nvme failed their checksum" in summary
+            wait_for_data(prometheus, not_yet)
+    assert traffic.num_answers
+    assert not traffic.wrong
