@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from kvoffload.metrics.alarms import ALARMS, RUNBOOK
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,3 +20,18 @@ def test_each_alarm_has_a_section_with_the_texts_of_its_rule() -> None:
         # Lines are wrapped for readers.
         text = " ".join(sections[alarm.name].split())
         assert text == f"*{alarm.severity}.* {alarm.cause} **Remedy.** {alarm.remedy}"
+
+
+def test_the_example_of_the_collector_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    client = pytest.importorskip(
+        "prometheus_client", reason="no prometheus_client: pip install 'kvoffload[metrics]'"
+    )
+    page = (ROOT / RUNBOOK).read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, object] = {}
+    try:
+        exec(code, names)
+    finally:
+        client.REGISTRY.unregister(names["metrics"])
+    (printed,) = re.findall(r"It prints `([\d.]+)`", page)
+    assert capsys.readouterr().out == f"{printed}\n"

@@ -20,7 +20,7 @@ from kvoffload.metrics.alarms import alarms, rule_file
 from kvoffload.metrics.families import LIBRARY_PREFIX
 from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiers.contract import TierStats
-from support.dashboard import NOT_YET, canary_metrics, queries, without_data
+from support.dashboard import canary_metrics, queries, without_data
 from support.disk_blocks import slab_in
 from support.prometheus_server import Prometheus, hurried, program, running_prometheus, serving
 
@@ -218,7 +218,7 @@ def test_each_fault_raises_its_alarm(tmp_path: Path, stack: ExitStack) -> None:
 
 def check_queries(world: World, prometheus: Prometheus) -> None:
     """Every query of the dashboard has data, without those of vLLM's own metrics and features."""
-    not_here = ("vllm:", "audited_blocks", *NOT_YET)
+    not_here = ("vllm:", "audited_blocks")
     expected = {query for query in queries() if any(name in query for name in not_here)}
     step_until(
         world,

@@ -10,11 +10,7 @@ from typing import Any
 from kvoffload.canary.run import CanaryReport
 from kvoffload.canary.text_metrics import text_metrics
 from kvoffload.canary.verdict import Verdict
-from kvoffload.metrics.families import FAMILIES
 from support.prometheus_server import Prometheus
-
-NOT_YET = {"miss_blocks_total"} - {family.series_name("") for family in FAMILIES}
-"""Metrics on the dashboard that no engine reports yet."""
 
 
 def panels() -> list[dict[str, Any]]:

@@ -33,6 +33,7 @@ class Collector:
         prometheus_client.start_http_server(9400, addr="127.0.0.1")
         ...
         metrics.count("lookup_blocks", len(keys))   # for each new request
+        manager.count_misses(ctx, num_ready)        # if it computes blocks: the reasons, with explain_misses
         metrics.update()                            # once a step
 
     ``kvoffload metrics --source library`` lists the metrics. A second manager of the process needs a registry

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from kvoffload.core.miss_reasons import LIVE_REASONS
 from kvoffload.metrics.families import (
+    MISSES,
     NOT_OFFERED,
     NOT_PROMOTED,
     NOT_PROMOTED_REASONS,
@@ -50,6 +52,8 @@ def manager_values(manager: AnyManager) -> Iterator[Value]:
         yield Value(name, (), value)
     yield Value(REFUSED, ("admission",), stats.refused)
     yield Value(REFUSED, ("no_room",), stats.dropped)
+    for reason in LIVE_REASONS:
+        yield Value(MISSES, (reason,), stats.misses.get(reason, 0))
     for name, number in stats.policy.items():
         yield Value(POLICY, (manager.policy.name, name), number)
     if tiered is not None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from kvoffload.metrics.families import (
     FAMILIES,
     LIBRARY_PREFIX,
+    MISSES,
     NOT_PROMOTED,
     REFUSED,
     TIER,
@@ -20,7 +21,6 @@ from kvoffload.metrics.families import (
 )
 from kvoffload.metrics.scrape import Sample
 
-MISSES = "miss_blocks"
 _VLLMS = {
     "vllm:request_success_total": "requests",
     "vllm:prompt_tokens_total": "prompt_tokens",
