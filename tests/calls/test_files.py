@@ -6,6 +6,9 @@ import errno
 import io
 import json
 import logging
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import IO
 
@@ -348,6 +351,35 @@ def test_options_that_contradict_the_recording_are_refused(sound: Path, tmp_path
     assert "policy: 'arc' is invalid; --as-recorded replays the recorded configuration" in done.stderr
     assert "capacity: '7'" in done.stderr
     assert kvoffload("replay", tmp_path / "none.calls", "--as-recorded").returncode == 2
+
+
+def test_a_recording_is_no_trace(sound: Path) -> None:
+    done = kvoffload("replay", sound)
+    assert done.returncode == 2
+    assert "it is a recording of calls: add --as-recorded" in done.stderr
+
+
+def test_calls_before_a_kill_are_replayed(tmp_path: Path) -> None:
+    """The records of the last second may be lost; what is in the file is sound."""
+    program = f"""
+import os, signal, sys, time
+from pathlib import Path
+from kvoffload.calls import recorder
+from support.recorded_calls import recorded
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_files import live
+recorder.FLUSH_S = 0.0
+manager = recorded(Path({str(tmp_path / "kv.calls")!r}), 12)
+number = 0
+while manager.recorder.path.stat().st_size < 2000:
+    live(manager, number * 5 % 14)
+    number += 1
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    outcome = replayed(tmp_path / "kv.calls")
+    assert (outcome.difference, outcome.end, outcome.num_calls > 0) == (None, "", True)
 
 
 def test_a_trace_error_names_the_file(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from kvoffload.core.hints import Hints
-from kvoffload.errors import CombinedConfigError, TraceError
+from kvoffload.errors import CombinedConfigError, ConfigError, TraceError
 from kvoffload.integrations.vllm.scheduler_side import record
 from kvoffload.integrations.vllm.scheduler_side.record import MAX_QUEUED, FinishedRequest, Recorder
-from kvoffload.integrations.vllm.scheduler_side.recording import Recording, recording
-from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.integrations.vllm.scheduler_side.recording import Recording, call_recorder, recording
+from kvoffload.integrations.vllm.shared.options import RecordOptions, parse_options
 from kvoffload.traces.format import read_trace
 from support.run_cli import kvoffload
 
@@ -257,6 +257,50 @@ def test_the_option(tmp_path: Path) -> None:
     started = recording(options(record=str(tmp_path / "kv.jsonl")), 16, lambda: None)
     assert started is not None
     started.recorder.close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["/a/b.jsonl,calls", "/a/b.jsonl,calls=true", {"path": "/a/b.jsonl", "calls": True}],
+)
+def test_the_option_with_calls(given: Any) -> None:
+    assert options(record=given).record == RecordOptions("/a/b.jsonl", calls=True)
+    assert str(options(record=given).record) == "/a/b.jsonl,calls"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("/a/b.jsonl,call", r"allowed: an absolute path, NAME\.jsonl; with the calls"),
+        ({"path": "b.jsonl", "calls": True}, r"record: 'b\.jsonl' is invalid"),
+        ({"path": "/a/b.jsonl", "cals": True}, r"record\.cals: .* calls"),
+        ({"calls": True}, r"record\.path"),
+        (7, "record: 7 is invalid"),
+    ],
+)
+def test_wrong_options_of_a_recording(given: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        options(record=given)
+
+
+def test_calls_of_a_shared_pool_are_not_recorded() -> None:
+    with pytest.raises(ConfigError, match="with shared RAM only without calls"):
+        parse_options({"ram": "1GiB,shared=node", "record": "/a/b.jsonl,calls"})
+    assert parse_options({"ram": "1GiB,shared=node", "record": "/a/b.jsonl"}).record == RecordOptions(
+        "/a/b.jsonl"
+    )
+
+
+def test_calls_go_to_a_second_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("vllm.kvoffload").propagate = True
+    assert call_recorder(options()) is None
+    assert call_recorder(options(record=str(tmp_path / "kv.jsonl"))) is None
+    recorder = call_recorder(options(record=f"{tmp_path}/kv.jsonl,calls"))
+    assert recorder is not None
+    assert recorder.path == tmp_path / "kv.calls"
+    recorder.close({})
+    assert call_recorder(options(record=f"{tmp_path}/no/kv.jsonl,calls")) is None
+    assert "calls are NOT recorded" in caplog.text
 
 
 def test_a_place_that_cannot_be_written_costs_the_recording(

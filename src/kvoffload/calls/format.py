@@ -82,6 +82,15 @@ class Frame(NamedTuple):
     time_ns: int
 
 
+def is_recording(path: Path) -> bool:
+    """Return True for a file that begins as a recording of calls."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
 def header_of(manager: OffloadingManager, policy: object, admission: object) -> Header:
     """Describe a manager that was created with this policy and this admission rule."""
     used = [manager.policy, *([manager.admission] if manager.admission is not None else [])]

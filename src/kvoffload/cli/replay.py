@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from kvoffload.calls.format import is_recording
 from kvoffload.check.check import Prediction, check
 from kvoffload.check.served import Served, read_served
 from kvoffload.cli.check_table import exit_with, show_checked
@@ -132,6 +133,8 @@ class ReplayOptions(CacheOptions, LoadOptions):
         if self.as_recorded:
             check_alone()
             return
+        if is_recording(Path(self.trace)):
+            raise ConfigError("trace", self.trace, "it is a recording of calls: add --as-recorded")
         problems, block_tokens, block_bytes = Problems("replay"), 1, None
         with problems:
             block_tokens = block_tokens_of(self.trace, self.block_tokens)
