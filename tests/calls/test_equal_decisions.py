@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -119,7 +120,9 @@ def traffic(manager: RecordedManager, seed: int, requests: int = 200) -> None:
                 manager.complete_load(part)
             manager.complete_load(last, damaged=[0] if chance.random() < 0.1 else [])
             pins, _ = manager.pin_ready(keys)
-            manager.unpin(pins)
+            rows = np.arange(len(pins))
+            for part in pins.split([rows[1:], rows[:1], rows[:0]] if number % 2 else [rows[:0], rows]):
+                manager.unpin(part)
         plan = manager.prepare_store(
             keys if number % 7 else Keys.pack(keys, 36), ctx, admitted=number % 9 == 0
         )

@@ -21,7 +21,7 @@ from kvoffload.calls.recorder import CallRecorder
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION
 from kvoffload.core.hints import Hints
-from kvoffload.core.log import ADMITTED, FAILED, NO_REQUEST, Call, Log
+from kvoffload.core.log import ADMITTED, FAILED, IS_PART, NO_REQUEST, Call, Log
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.policy import DEFAULT_POLICY
@@ -184,7 +184,8 @@ class RecordedManager(OffloadingManager):
         """Record the end of a store that failed before its kernel has recorded it, or that a reset voided."""
         number = Entering.over(plan.memory).number
         of_part = plan.slots if number < 0 else plan.slots[:0]
-        self._put(Call.COMPLETE_STORE, abs(number), np.append(np.int32(success), of_part))
+        result = np.int32(success + IS_PART * (number < 0))
+        self._put(Call.COMPLETE_STORE, abs(number), np.append(result, of_part))
 
 
 def _words_of(text: bytes) -> npt.NDArray[np.int32]:

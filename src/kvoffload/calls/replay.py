@@ -22,7 +22,7 @@ from kvoffload.calls.hints import hints_of
 from kvoffload.calls.reading import DamagedError, Record, read_records
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.kernels import FIRST_WRONG, NO_ROOM
-from kvoffload.core.log import ADMITTED, FAILED, Call
+from kvoffload.core.log import ADMITTED, FAILED, IS_PART, Call
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
@@ -249,17 +249,20 @@ class CallReplay:
         return Keys(np.ascontiguousarray(words), self.manager.key_bytes)
 
     def _end_plan(self, record: Record, request: _Request, keys: Keys) -> _Result:
-        opened, slots = self._plans[record.subject], record.further[1:]
+        slots, is_part = record.further[1:], bool(record.further[0] & IS_PART)
+        if is_part and not len(slots):
+            return _Result(record.further.tolist(), None)  # changes nothing, and its plan may have ended
+        opened = self._plans[record.subject]
         damaged, self._damaged = self._damaged, _NO_ROWS
         plan = opened.plan
-        opened.num_open -= len(slots) or len(plan)
+        opened.num_open -= len(slots) if is_part else len(plan)
         if opened.num_open <= 0:
             del self._plans[record.subject]
-        if len(slots):
+        if is_part:
             order = np.argsort(plan.slots, kind="stable")
             (plan,) = plan.split([order[np.searchsorted(plan.slots, slots, sorter=order)]])
         if isinstance(plan, StorePlan):
-            self.manager.complete_store(plan, success=bool(record.further[0]))
+            self.manager.complete_store(plan, success=bool(record.further[0] & 1))
         elif record.call is Call.UNPIN:
             self.manager.unpin(plan, damaged)
         else:

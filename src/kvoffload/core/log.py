@@ -63,6 +63,8 @@ and length) and the further words follow."""
 
 STORE_NUMBERS = 5
 """Numbers before the slots of a store: stored, missing, dropped, refused, taken from free slots."""
+IS_PART = 2
+"""Added to the success of a plan that ends, 0 or 1, if it is a part of a plan; a part may have no slots."""
 NO_REQUEST, ENDED = -1, -1
 """``path.number`` of a call without a request; ``path.recorded`` after `FINISH`."""
 _LOST = -1
@@ -202,7 +204,8 @@ def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
 @inline
 def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, success: int) -> None:
     """Append the end of a plan; its slots only if it is a part of a plan, whose number is negative."""
-    num_slots = count if number < 0 else 0
+    is_part = number < 0
+    num_slots = count if is_part else 0
     if not has_room(log, HEADER + 1 + num_slots):
         return
     start = log.head
@@ -212,4 +215,4 @@ def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, succe
         put_word(log, start + word, 0)
     log.num_calls += 1
     place = start + HEADER
-    end_call(log, place, put_slots(log, slots, num_slots, put_word(log, place, success)))
+    end_call(log, place, put_slots(log, slots, num_slots, put_word(log, place, success + IS_PART * is_part)))
