@@ -41,7 +41,7 @@ class CallRecorder:
         path: the file: the requested path, or the next free ``NAME-2.calls``.
         ended: reason of the end; None while calls are recorded.
 
-    Memory: the ring, and about 40 MiB for the compression. Thread: `begin` and `close` on the manager's. Only
+    Memory: the ring, and about 20 MiB for the compression. Thread: `begin` and `close` on the manager's. Only
     `close` waits for the file, for up to 5 seconds.
 
     Raises: `OSError` if the file cannot be created; nothing later.
