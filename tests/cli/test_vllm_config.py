@@ -62,7 +62,7 @@ def test_limits_of_waits_and_recordings() -> None:
     assert flag["kv_connector"] == "KVOffloadConnector"
     options = parse_options(flag["kv_connector_extra_config"])
     assert (options.tier_deadline_s, options.recompute_tokens_per_s) == (0.5, 8_000)
-    assert (options.record, options.record_max_bytes) == ("/var/log/kv.jsonl", 10 * 2**30)
+    assert (str(options.record), options.record_max_bytes) == ("/var/log/kv.jsonl", 10 * 2**30)
     done = kvoffload("vllm-config", "--ram", "1GiB", "--record-max-bytes", "much")
     assert done.stderr.startswith("kvoffload: --record-max-bytes: 'much' is invalid; allowed: ")
 
