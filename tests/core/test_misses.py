@@ -74,10 +74,10 @@ def test_the_record_is_a_dictionary_that_forgets_the_oldest(events: Any, capacit
             assert found == REASON_OF[twin.get(key, NEVER_SEEN)]
 
 
-def test_a_record_has_16_bytes_a_slot_and_none_if_it_is_not_wanted() -> None:
+def test_a_record_has_8_bytes_a_slot_and_none_if_it_is_not_wanted() -> None:
     for capacity in (1, 4, 5, 1000, 4096):
         record = MissRecord(capacity)
-        assert 16 * capacity <= record.table.nbytes < 16 * capacity + 64
+        assert 8 * capacity <= record.table.nbytes < 8 * capacity + 32
         assert record.table.ctypes.data % 64 == 0
     manager = OffloadingManager(8, key_bytes=4)
     assert manager.miss_record.num_entries == 0
@@ -164,6 +164,25 @@ def test_a_reset_is_the_reason_of_every_block_that_was_there() -> None:
         assert reason(manager, key) == ("evicted" if key in gone else "reset")
     assert reason(manager, KEYS[8]) == "reset"
     assert reason(manager, KEYS[9]) == "never_seen"
+
+
+@pytest.mark.parametrize("start", [0, 3, 40, 61])
+def test_long_runs_are_sampled_and_their_ends_are_exact(start: int) -> None:
+    """Only every eighth block of a long run with one reason is looked up."""
+    manager = manager_of(400)
+    path = [bytes([9, 9, number // 250, number % 250]) for number in range(300)]
+    manager.note_absent(path[start : start + 100], EVICTED)
+    plan = manager.prepare_store(path[200:230])
+    assert plan is not None
+    manager.complete_store(plan)
+    ctx = manager.begin_request("r", path)
+    assert manager.count_misses(ctx, 0) == 300
+    reasons = manager.stats().misses
+    assert reasons == {"evicted": 100, "behind_a_gap": 30, "never_seen": 170}
+    ready = manager.prepare_store(path[:10])
+    assert ready is not None
+    manager.complete_store(ready)
+    assert manager.count_misses(ctx, 5) == 290, "leading ready blocks do not count"
 
 
 def test_what_the_device_dropped_unoffered() -> None:

@@ -182,6 +182,22 @@ def test_a_pool_is_kept_after_its_last_member(root: Path) -> None:
     again.close()
 
 
+def test_members_share_the_reasons_of_missing_blocks(root: Path) -> None:
+    """One engine evicts, and another explains; each counts its own misses."""
+    first, second = (Engine(root, name, capacity=4, key_bytes=32, explain_misses=True) for name in ("a", "b"))
+    first.store(0)
+    first.store(4)
+    ctx = second.manager.begin_request("r", KEYS[:6])
+    assert second.manager.count_misses(ctx, 0) == 6
+    assert second.manager.stats().misses == {"evicted": 4, "behind_a_gap": 2}
+    assert first.manager.stats().misses == {}
+    first.manager.reset()
+    assert second.manager.count_misses(ctx, 4) == 2
+    assert second.manager.stats().misses == {"evicted": 4, "behind_a_gap": 2, "reset": 2}
+    first.close()
+    second.close()
+
+
 # ---- other versions and damage
 
 

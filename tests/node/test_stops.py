@@ -86,6 +86,16 @@ def test_calls_give_up_quickly_and_once(root: Path, process: Process) -> None:
     audit(manager)
 
 
+def test_misses_without_the_lock_are_busy(root: Path, process: Process) -> None:
+    manager = process.manager
+    store(process, KEYS[:4])
+    ctx = manager.begin_request("r", KEYS[:6])
+    with stopped_inside(root):
+        assert manager.count_misses(ctx, 0) == 6
+        assert manager.count_misses(ctx, 0, KEYS[:2]) == 2
+    assert manager.stats().misses == {"busy": 8}
+
+
 def test_only_a_long_stop_is_logged_once(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

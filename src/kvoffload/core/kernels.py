@@ -79,6 +79,8 @@ BY_POLICY, BY_ALL = 1, 2
 """Values of `admitted` in `prepare_store`."""
 _UNNAMED, _CLAIMED = -2, -3
 _PREFETCH_ROWS = 128
+_PROBES, _SAMPLED_AFTER, _STRIDE = 32, 32, 8
+"""Blocks for which `count_misses` prefetches, and its sampling of long runs of blocks with one reason."""
 
 
 # ---- lookup
@@ -166,37 +168,61 @@ def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) 
         slots[row] = _slot_of(cache, path, positions[row])
 
 
+@inline
+def _code_of(cache: Cache, path: Path, position: int, has_gap: bool) -> int:
+    """Return the reason of a block as a code of `miss_record`; `READY` for a ready block without a gap."""
+    slot = _slot_of(cache, path, position)
+    if slot == ABSENT:
+        return reason_of(cache.misses, path.records[position, HASH])
+    if has_gap:
+        return miss_record.BEHIND_A_GAP
+    return miss_record.IN_FLIGHT if cache.slots.ref_cnt[slot] == WRITING else miss_record.READY
+
+
+@inline
+def _prefetch_misses(cache: Cache, path: Path, row: int, stride: int, count: int) -> None:
+    """Prefetch the cache lines of the next `_PROBES` blocks that `count_misses` looks up."""
+    table, records, positions = cache.index.table, path.records, path.positions
+    for ahead in range(row + stride - 1, min(row + _PROBES * stride, count), stride):
+        h = records[positions[ahead], HASH]
+        prefetch(table, home_bucket(table, h))
+        prefetch_set(cache.misses, h)
+
+
 @kernel
 def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Array) -> int:
     """Add the reasons of blocks that cannot be loaded to `counts`; return the number of these blocks.
 
     Writes the code of each block to ``path.found``: a code of `miss_record`, or `READY` for leading blocks
-    that can be loaded. Blocks in the cache behind a missing block are `BEHIND_A_GAP`.
+    that can be loaded. Blocks in the cache behind a missing block are `BEHIND_A_GAP`. After
+    `_SAMPLED_AFTER` blocks with one reason only every `_STRIDE`-th block is looked up, until its reason
+    differs: then the blocks between are looked up, too.
 
     Args:
         first: path position of the first of `count` blocks; -1 for the blocks of the last batch.
     """
-    positions, records, has_gap, num_missed = path.positions, path.records, False, 0
-    for row in range(count if first >= 0 else 0):
-        positions[row] = first + row
-    for row in range(count):
-        _prefetch(cache.index, path, count, row)
-        if row % _PREFETCH_ROWS == 0:
-            for ahead in range(row, min(row + _PREFETCH_ROWS, count)):
-                prefetch_set(cache.misses, records[positions[ahead], HASH])
-        slot = _slot_of(cache, path, positions[row])
-        code = miss_record.READY
-        if slot == ABSENT:
-            code = reason_of(cache.misses, records[positions[row], HASH])
-        elif has_gap:
-            code = miss_record.BEHIND_A_GAP
-        elif cache.slots.ref_cnt[slot] == WRITING:
-            code = miss_record.IN_FLIGHT
-        path.found[row] = code
+    positions, num_missed, row, run, last, prefetched = path.positions, 0, 0, 0, miss_record.READY, 0
+    for i in range(count if first >= 0 else 0):
+        positions[i] = first + i
+    while row < count:
+        stride = _STRIDE if run >= _SAMPLED_AFTER else 1
+        if row >= prefetched:
+            _prefetch_misses(cache, path, row, stride, count)
+            prefetched = row + _PROBES * stride
+        stop = min(row + stride, count)
+        code = _code_of(cache, path, positions[stop - 1], num_missed > 0)
+        kind = miss_record.NEVER_SEEN if code == miss_record.UNKNOWN else code  # neither has an event
+        if kind != last and stop > row + 1:
+            run = 0
+            prefetched = row
+            continue
+        for i in range(row, stop):
+            path.found[i] = code
         if code != miss_record.READY:
-            has_gap = True
-            counts[code] += 1
-            num_missed += 1
+            run = run + stop - row if kind == last else stop - row
+            counts[code] += stop - row
+            num_missed += stop - row
+        row, last = stop, kind
     return num_missed
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core import miss_reasons as reasons
-from kvoffload.structures.jit import U64Array, inline, prefetch
+from kvoffload.structures.jit import U32Array, inline, prefetch
 from kvoffload.structures.structs import Struct
 
 READY, EVICTED, NOT_ADMITTED, REFUSED, NO_ROOM, DAMAGED, FAILED_STORE, RESET = range(8)
@@ -44,34 +44,35 @@ CountArray: TypeAlias = npt.NDArray[np.int64]
 
 ENTRIES_PER_SLOT = 2
 WAYS = 8
-"""Entries of a set: a cache line of 64 bytes."""
-_TAG, _EVENT = 0xFFFF_FFFF_FFFF_FFF0, 15
+"""Entries of a set. A set of 32 bytes is in one cache line."""
+_EVENT = 15
 
 
 class MissRecord(Struct):
     """The last event of about twice as many absent blocks as the cache has slots.
 
-    A set-associative table. An entry is 60 bits of the key's hash and the event, and the entries of a set
+    A set-associative table. An entry is 28 bits of the key's hash and the event, and the entries of a set
     are in the order of their events. A new entry of a full set replaces the oldest entry of the set, which on
     average is as old as the last `num_entries` events.
 
-    Two keys are confused if 60 bits of their hashes are equal: with a million slots once in 2^39 lookups.
+    A block without an entry gets the event of another block if 28 bits of their hashes are equal: in one of
+    33 million lookups.
 
-    Memory: 16 bytes a slot, in whole cache lines.
+    Memory: 8 bytes a slot, in whole sets.
 
     Attributes:
-        table: uint64, `WAYS` words a set; 0 is an empty entry.
+        table: uint32, `WAYS` entries a set; 0 is an empty entry.
         num_entered: entries that were ever made; a second event of a key in the table makes none.
     """
 
-    table: U64Array
+    table: U32Array
     num_entered: int
 
     def __init__(self, num_slots: int) -> None:
-        num_words = -(-num_slots * ENTRIES_PER_SLOT // WAYS) * WAYS
-        raw = np.zeros(num_words + WAYS, np.uint64)
-        start = -raw.ctypes.data % 64 // 8
-        super().__init__(table=raw[start : start + num_words])
+        num_entries = -(-num_slots * ENTRIES_PER_SLOT // WAYS) * WAYS
+        raw = np.zeros(num_entries + 2 * WAYS, np.uint32)
+        start = -raw.ctypes.data % 64 // 4
+        super().__init__(table=raw[start : start + num_entries])
         self.table.fill(0)  # the first touch of a page delays a request
 
     @property
@@ -86,10 +87,16 @@ def by_reason(counts: CountArray) -> dict[str, int]:
 
 
 @inline
-def _first_of(table: U64Array, h: np.uint64) -> int:
+def _first_of(table: U32Array, h: np.uint64) -> int:
     """Return the first entry of the set of a key with hash `h`."""
     num_sets = np.uint64(table.shape[0] // WAYS)
     return np.int64(((h >> np.uint64(32)) * num_sets) >> np.uint64(32)) * WAYS
+
+
+@inline
+def _tag_of(h: np.uint64) -> np.uint32:
+    """Return the 28 bits of a hash that an entry has. The upper half of the hash selects the set."""
+    return np.uint32(h & np.uint64(0xFFFFFFF0))
 
 
 @inline
@@ -105,15 +112,15 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
     table = record.table
     if table.shape[0] == 0:
         return
-    first, tag = _first_of(table, h), h & np.uint64(_TAG)
-    entry = tag | np.uint64(event)
+    first, tag = _first_of(table, h), _tag_of(h)
+    entry = tag | np.uint32(event)
     is_new = 1
     for place in range(first, first + WAYS):
         older = table[place]
         table[place] = entry
         if older == 0:
             break
-        if older & np.uint64(_TAG) == tag:
+        if older ^ tag <= np.uint32(_EVENT):
             is_new = 0
             break
         entry = older
@@ -126,14 +133,14 @@ def reason_of(record: MissRecord, h: np.uint64) -> int:
 
     `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
     """
-    table, tag = record.table, h & np.uint64(_TAG)
+    table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:
         return UNKNOWN
     first = _first_of(table, h)
-    for place in range(first, first + WAYS):
+    match = np.uint32(0)
+    for place in range(first, first + WAYS):  # without a branch: at most one entry has the tag
         entry = table[place]
-        if entry == 0:
-            return NEVER_SEEN
-        if entry & np.uint64(_TAG) == tag:
-            return np.int64(entry & np.uint64(_EVENT))
-    return UNKNOWN
+        match |= entry if entry ^ tag <= np.uint32(_EVENT) else np.uint32(0)
+    if match != 0:
+        return np.int64(match & np.uint32(_EVENT))
+    return NEVER_SEEN if table[first + WAYS - 1] == 0 else UNKNOWN
