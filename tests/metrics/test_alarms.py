@@ -130,6 +130,11 @@ QUIET = {
         # Too few requests to judge.
         Case({"lookup_blocks_total": steady(100, WEEK + 20), "hit_blocks_total": then(60, WEEK, 10, 20)},
              WEEK + 11, 10),
+        # Too few requests now.
+        Case({"lookup_blocks_total": then(1000, WEEK, 100, 20), "hit_blocks_total": then(600, WEEK, 10, 20)},
+             WEEK + 11, 10),
+        # Few hits at any time.
+        Case(RATIO | {"hit_blocks_total": then(40, WEEK, 10, 20)}, WEEK + 11, 10),
         # As low as yesterday at this time: the work of the night.
         Case(RATIO | {"hit_blocks_total": then(600, WEEK - DAY - 6, 100, DAY + 30)}, WEEK + 11, 10),
         # As low as a week ago: a weekend. 60 % on each other day.
