@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 import time
@@ -21,7 +22,7 @@ from support.disk_blocks import slab_in
 from support.prometheus_server import Prometheus, hurried, program, running_prometheus, serving
 from support.run_cli import kvoffload
 from support.vllm_api_server import Server, running
-from support.vllm_traffic import PATIENCE_S, Expected
+from support.vllm_traffic import PATIENCE_S, Expected, random_prompts
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -60,7 +61,11 @@ class Traffic:
             thread.join(PATIENCE_S)
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        for seed in itertools.count():
+            if self._over.is_set():
+                return
+            # A new prompt in each round: the others are soon in a tier, and no longer stored.
+            self._server.stream(random_prompts(seed, 1, 300)[0])
             for prompt, answer in self._pairs:
                 if self._server.stream(prompt) != answer:
                     self.wrong.append(prompt)
