@@ -209,11 +209,46 @@ def test_replay_and_simulate_print_the_check(server: str) -> None:
     assert found["with_offload"]["requests"] == 25
 
 
+def test_promotions_are_no_stores_of_the_server() -> None:
+    """Two blocks in turn, and room for one of them in RAM: the other comes from the tier."""
+    lines = [
+        {"timestamp": 1000 * number, "input_length": 512, "output_length": 1, "hash_ids": [number % 2]}
+        for number in range(8)
+    ]
+    Path("two.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    Path("metrics.txt").write_text(
+        "vllm:kvoffload_lookup_blocks_total 8\nvllm:prompt_tokens_total 4096\nvllm:request_success_total 8\n"
+        'vllm:prompt_tokens_cached_by_source_total{source="disk"} 3072\n'
+        "vllm:kv_offload_load_bytes_total 3145728\nvllm:kv_offload_store_bytes_total 1048576\n"
+    )
+    done = kvoffload(
+        "replay", "two.jsonl", "--capacity", "1", "--tier", "simulated:10", "--no-data", "--quiet",
+        "--bytes-per-token", "1KiB", "--check", "metrics.txt", "--format", "json",
+    )  # fmt: skip
+    found = json.loads(done.stdout)["check"]
+    assert {row["name"]: row["difference"] for row in found["rows"]}["bytes stored"] == 0
+    assert (done.returncode, found["verdict"]) == (0, "close")
+
+
+@pytest.mark.parametrize("number", ["NaN", "+Inf"])
+def test_numbers_that_are_none_are_skipped(number: str) -> None:
+    assert (
+        scraped(
+            SCRAPE.replace(
+                "capacity_blocks{" + LABELS + "} 40.0", "capacity_blocks{" + LABELS + f"}} {number}"
+            )
+        ).capacity_blocks
+        == 0
+    )
+
+
 def test_wrong_options_are_one_line(server: str) -> None:
     for more, message in (
         (("--since", "nowhere"), "since: 'nowhere' is invalid"),
         (("--check", "nowhere.txt"), "check: 'nowhere.txt' is invalid; allowed: http://HOST:PORT, or a file"),
-        (("--check", "http://127.0.0.1:1"), "the server does not answer: [Errno 111] Connection refused"),
+        (("--check", "http://127.0.0.1:1"), "no answer (Connection refused)"),
+        (("--check", "127.0.0.1:1"), "no answer (Connection refused)"),
+        (("--check", f"{server}/nothing"), "the server answers HTTP 404"),
         (("--check", "http://[bad"), "check: 'http://[bad' is invalid"),
     ):
         done = run("replay", server, "--no-data", *more)

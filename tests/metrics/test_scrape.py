@@ -46,3 +46,8 @@ def test_sums_are_over_labels() -> None:
 @pytest.mark.parametrize("text", ["", "<html>no metrics</html>", "{}", "a{", "# only a comment"])
 def test_other_texts_have_no_samples(text: str) -> None:
     assert samples(text) == []
+
+
+def test_a_line_of_digits_takes_no_quadratic_time() -> None:
+    """Such a line took minutes: half a million digits, which a regular expression tried one by one."""
+    assert samples("x " + "1" * 500_000 + "z") == []

@@ -44,11 +44,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of_replay(cls, report: ReplayReport, trace: Trace, block_bytes: int | None) -> Prediction:
         """Return the prediction of ``replay``; `block_bytes`: of the model, None if unknown."""
-        hits = [tier.hit_blocks for tier in report.tiers]
+        hits, stored = (
+            [tier.hit_blocks for tier in report.tiers],
+            report.blocks_written - report.blocks_promoted,
+        )
         return _prediction(
             report, trace, report.device_hit_blocks, hits,
             loaded_bytes=None if block_bytes is None else block_bytes * report.offload_hit_blocks,
-            stored_bytes=None if block_bytes is None else block_bytes * report.tiers[0].blocks_written,
+            stored_bytes=None if block_bytes is None else block_bytes * stored,
         )  # fmt: skip
 
     @classmethod

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import urllib.error
-import urllib.request
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from http.client import HTTPException
 from pathlib import Path
 
 from kvoffload.errors import ConfigError
 from kvoffload.metrics.families import VLLM_PREFIX
+from kvoffload.metrics.fetch import fetch
 from kvoffload.metrics.scrape import Sample, samples
 
 GPU, RAM, TIERS = "gpu", "ram", "tiers"
@@ -90,6 +89,8 @@ def served(field: str, source: str, read: Sequence[Sample]) -> Served:
     has_sources, device = False, (0, 0)
     policies: list[str] = []
     for sample in read:
+        if not math.isfinite(sample.value):
+            continue
         name = sample.name.removesuffix("_total")
         totals[name] = totals.get(name, 0.0) + sample.value
         if name == "vllm:prompt_tokens_cached_by_source":
@@ -129,17 +130,11 @@ def _whole(sample: Sample, label: str) -> int:
 
 
 def _text(field: str, source: str) -> str:
-    if "://" not in source:
-        try:
-            return Path(source).read_text(errors="replace")
-        except OSError as error:
-            why = f"allowed: http://HOST:PORT, or a file with saved metrics ({error.strerror})"
-            raise ConfigError(field, source, why) from None
-    url = source if source.endswith("/metrics") else f"{source.rstrip('/')}/metrics"
+    path = Path(source)
     try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read()
-    except (OSError, ValueError, HTTPException) as error:  # HTTPException: half a reply
-        reason = getattr(error, "reason", error)
-        raise ConfigError(field, source, f"the server does not answer: {reason}") from None
-    return content.decode(errors="replace")
+        if "://" not in source and (path.exists() or ":" not in source):
+            return path.read_text(errors="replace")
+    except OSError as error:
+        why = f"allowed: http://HOST:PORT, or a file with saved metrics ({error.strerror})"
+        raise ConfigError(field, source, why) from None
+    return fetch(source, _TIMEOUT_S, field=field)

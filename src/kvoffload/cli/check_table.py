@@ -54,7 +54,9 @@ def _table(checked: Check) -> RenderableType:
     ]
     styles = ["" if row.is_close else "bad" for row in checked.rows]
     headings = ("Server and replay", "server#", "predicted#", "difference#", "limit#")
-    lines = [_SENTENCES[Verdict(checked.verdict)], *(f"Differs: {text}" for text in checked.settings)]
+    lines = [_SENTENCES[Verdict(checked.verdict)]]
+    if checked.settings:
+        lines += ["The replay has another set-up than the server:", *checked.settings]
     return Group(terminal_table(Table("", headings, rows, styles)), Lines(lines), Text())
 
 

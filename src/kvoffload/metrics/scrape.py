@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|inf|nan)"
+_NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:e[-+]?\d+)?|inf|nan)"
 _VALUE = r'"((?:[^"\\]|\\.)*)"'
 _PAIRS = r'(?:\w+="(?:[^"\\]|\\.)*"[ ,]*)*'
 _SAMPLE = re.compile(rf"([a-z_:][\w:]*)(?:\{{({_PAIRS})\}})?[ \t]+({_NUMBER})(?:[ \t].*)?", re.IGNORECASE)

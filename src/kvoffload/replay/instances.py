@@ -32,9 +32,9 @@ from kvoffload.transfer import Blocks, Rows
 
 _SUMMED = (
     "requests", "block_refs", "prefix_hit_blocks", "device_hit_blocks", "offload_hit_blocks", "tokens",
-    "tokens_saved", "blocks_written", "blocks_evicted", "blocks_refused", "blocks_dropped", "bytes_stored",
-    "bytes_loaded", "blocks_verified", "mismatches_caught", "mismatches_served", "damage_injected",
-    "control_plane_s", "data_plane_s",
+    "tokens_saved", "blocks_written", "blocks_evicted", "blocks_refused", "blocks_dropped",
+    "blocks_promoted", "bytes_stored", "bytes_loaded", "blocks_verified", "mismatches_caught",
+    "mismatches_served", "damage_injected", "control_plane_s", "data_plane_s",
 )  # fmt: skip
 
 

@@ -476,6 +476,7 @@ class Replay:
             tokens_saved=hits * trace.block_tokens,
             share_outside_blocks=trace.share_outside_blocks,
             assumed=trace.assumed,
+            blocks_promoted=0 if self._tiered is None else self._tiered.counts.promoted,
             blocks_written=stats.stored,
             blocks_evicted=stats.evicted,
             blocks_refused=stats.refused,

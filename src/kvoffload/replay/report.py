@@ -56,6 +56,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
             admission rule or the policy. Dropped: because there was no room.
+        blocks_promoted: blocks among `blocks_written` that came from lower tiers.
         writes_per_ref: blocks written per block reference.
         block_bytes, bytes_stored, bytes_loaded: 0 without data.
         blocks_verified: blocks whose checksum was compared when they were read.
@@ -101,6 +102,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     blocks_evicted: int
     blocks_refused: int
     blocks_dropped: int
+    blocks_promoted: int = 0
     writes_per_ref: float
     block_bytes: int
     bytes_stored: int
