@@ -77,6 +77,7 @@ def test_every_family_is_on_the_dashboard_or_has_a_reason() -> None:
         "kv_hint_actions_total": "says what clients ask for, not how the cache does",
         "unrecorded_requests_total": "has an alarm",
         "miss_record_reach_s": "only explains the reason unknown",
+        "paused": "has an alarm",
         "audited_requests_total": "audited blocks say more",
         "audit_difference": "audited blocks say more",
         "tier_written_total": "in bytes",

@@ -191,7 +191,8 @@ def test_each_fault_raises_its_alarm(tmp_path: Path, stack: ExitStack) -> None:
     now = time.time()
     targets = {engine.name: engine.address for engine in world.engines}
     targets["different"] = stack.enter_context(serving(canary_metrics(Verdict.DIFFERENT, now)))
-    targets["failed"] = stack.enter_context(serving(text_metrics(None, {}, now)))
+    targets["failed"] = stack.enter_context(serving(lambda: text_metrics(None, {}, time.time())))
+    targets["ended"] = stack.enter_context(serving(canary_metrics(Verdict.WITHIN_NOISE, now - 90_000)))
     rules = hurried(rule_file(LIBRARY_PREFIX))
     prometheus = stack.enter_context(running_prometheus(tmp_path, targets, rules))
     expected, seen = {alarm.name for alarm in alarms(LIBRARY_PREFIX)}, dict[str, dict[str, Any]]()

@@ -12,7 +12,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -72,6 +72,9 @@ _HURRIED = {
     r"\[10m\]": "[6s]",
     r"\[(15m|30m|1h)\]": "[8s]",
     r"\[1d\]": "[20s]",
+    r"\[2d:5m\]": "[20s:1s]",
+    r"\[6h\]": "[20s]",
+    r"(?<=offset )(30m|1h)": "8s",
     r"(?<=offset )1d": "15s",
     r"(?<=for: )\w+": "1s",
 }
@@ -85,15 +88,15 @@ def hurried(rules: str) -> str:
 
 
 @contextmanager
-def serving(text: str) -> Iterator[str]:
-    """Serve a text as ``/metrics``; yields ``host:port``."""
+def serving(text: str | Callable[[], str]) -> Iterator[str]:
+    """Serve a text as ``/metrics``, or what a function returns for each scrape; yields ``host:port``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
             with suppress(OSError):  # Prometheus has given up this scrape
-                self.wfile.write(text.encode())
+                self.wfile.write((text if isinstance(text, str) else text()).encode())
 
         def log_message(self, *_: Any) -> None:
             pass

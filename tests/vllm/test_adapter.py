@@ -298,9 +298,11 @@ def test_an_error_of_ours_stops_nothing(world: Callable[..., World], monkeypatch
         assert "'vllm:kvoffload_internal_errors': {(): 1}" in repr(reported.data), (
             "errors are reported all the same"
         )
+        assert "'vllm:kvoffload_paused': {(): 1}" in repr(reported.data), call
         assert rig.manager.lookup(path[0], rig.request("after", path)) is MISS
         rig.manager.reset_cache()
         assert not rig.manager.broken
+        assert "'vllm:kvoffload_paused': {(): 0}" in repr(rig.manager.get_stats().data), call
         rig.manager.take_events()
         rig.resident.clear()
         assert rig.serve("again", path) == (0, path)

@@ -100,6 +100,26 @@ def _lookups(period: str, offset: str = "") -> str:
     return f"sum by ({_SCOPE}) (increase(PREFIX_lookup_blocks_total{at}))"
 
 
+def _grew(counter: str, period: str) -> str:
+    """A counter grew in the period, or was first scraped above 0 in it.
+
+    vLLM shows a counter from the first step on, so `increase` misses events of that step. The comparison with
+    earlier values keeps an engine that could not be scraped for hours from raising old alarms again.
+    """
+    return (
+        f"increase(PREFIX_{counter}[{period}]) > 0\n"
+        f"or (PREFIX_{counter} > 0 unless PREFIX_{counter} >= "
+        f"last_over_time(PREFIX_{counter}[6h] offset {period}))"
+    )
+
+
+_CANARY_FAILED = 'kvoffload_canary_result{result="failed"} == 1'
+_CANARY_FAILS = f"""{_CANARY_FAILED}
+and ignoring (result) changes((
+  kvoffload_canary_last_run_timestamp_seconds and ignoring (result) {_CANARY_FAILED}
+)[2d:5m]) > 0"""
+"""Two of the runs of two days failed, and the last run did."""
+
 _HALVED = f"""({_ratio("1h")} < 0.5 * ({_ratio("1h", "1d")}))
 unless ({_ratio("1h")} >= 0.5 * ({_ratio("1h", "7d")}))
 and {_lookups("1h")} > 1000
@@ -108,7 +128,10 @@ and {_ratio("1h", "1d")} > 0.05"""
 
 _NOTHING_STORED = f"""sum by ({_ENGINE}) (increase(PREFIX_lookup_blocks_total[30m]))
   - sum by ({_ENGINE}) (increase(PREFIX_hit_blocks_total[30m])) > 1000
-and sum by ({_ENGINE}) (increase(PREFIX_stored_blocks_total[30m])) == 0"""
+and sum by ({_ENGINE}) (increase(PREFIX_stored_blocks_total[30m])) == 0
+unless sum by ({_ENGINE}) (increase(PREFIX_refused_blocks_total{{reason="admission"}}[30m]))
+  > 0.5 * (sum by ({_ENGINE}) (increase(PREFIX_lookup_blocks_total[30m]))
+           - sum by ({_ENGINE}) (increase(PREFIX_hit_blocks_total[30m])))"""
 
 _STALLED = """min_over_time(PREFIX_tier_in_flight[10m]) > 0
 and increase(PREFIX_tier_written_total[10m]) + increase(PREFIX_tier_read_total[10m])
@@ -132,38 +155,59 @@ ALARMS: Final = (
     ),
     Alarm(
         name="KVOffloadWrongBlocks",
-        template='increase(PREFIX_audited_blocks_total{result="different"}[1h]) > 0',
+        template='PREFIX_audited_blocks_total{result="different"} > 0',
         hold="",
         severity="critical",
         summary="An audit found {{ $value | humanize }} wrong blocks at {{ $labels.instance }}",
         cause="A stored block differs from the block that the engine computed: the copy, the layout or the "
         "engine is wrong.",
         remedy="Take the engine out of service. Its log names the block, the KV group and the tensor. Report "
-        "it with the log.",
+        "it with the log. The alarm ends when the engine is restarted.",
     ),
     Alarm(
         name="KVOffloadCanaryFails",
-        template='min_over_time(kvoffload_canary_result{result="failed"}[1h]) == 1\n'
-        "or time() - kvoffload_canary_last_run_timestamp_seconds > 86400",
+        template=_CANARY_FAILS,
         hold="15m",
         severity="warning",
-        summary="The canary at {{ $labels.instance }} has had no result for an hour",
-        cause="The server does not answer the canary, or `kvoffload canary --watch` has ended.",
-        remedy="Read the canary's log. Until it runs again nothing notices wrong answers.",
+        summary="The last run of the canary at {{ $labels.instance }} got no result, and an earlier one too",
+        cause="The server did not answer the canary in two runs of the last two days, one of them the last.",
+        remedy="Read the canary's log. Until a run has a result nothing notices wrong answers.",
+    ),
+    Alarm(
+        name="KVOffloadCanaryStopped",
+        template="time() - kvoffload_canary_last_run_timestamp_seconds > 86400",
+        hold="15m",
+        severity="warning",
+        summary="The last run of the canary at {{ $labels.instance }} ended {{ $value | humanizeDuration }} "
+        "ago",
+        cause="`kvoffload canary --watch` has ended or hangs, or its timer no longer starts it.",
+        remedy="Start it again. If it is to run less than once a day, raise the 86400 seconds of this rule.",
+    ),
+    Alarm(
+        name="KVOffloadPaused",
+        template="PREFIX_paused == 1",
+        hold="",
+        severity="critical",
+        summary="Nothing is offloaded at {{ $labels.instance }} until a reset",
+        cause="An internal error of kvoffload, or an audit with `on_difference` `stop`, has paused "
+        "offloading. The engine continues, and computes every block.",
+        remedy="Save the log, which names the reason, and report it. Then reset the cache "
+        "(POST /reset_prefix_cache?reset_external=true) or restart the engine; the alarm ends with the next "
+        "step.",
     ),
     Alarm(
         name="KVOffloadInternalError",
-        template="increase(PREFIX_internal_errors_total[1h]) > 0",
+        template=_grew("internal_errors_total", "1h"),
         hold="",
         severity="critical",
-        summary="A bug of kvoffload at {{ $labels.instance }}: nothing is offloaded until a reset",
-        cause="An exception inside kvoffload. The engine continues, and computes every block.",
-        remedy="Save the log, which has the traceback, and report it. Then reset the cache "
-        "(POST /reset_prefix_cache?reset_external=true) or restart the engine.",
+        summary="A bug of kvoffload at {{ $labels.instance }} in the last hour",
+        cause="An exception inside kvoffload. The engine continues. vLLM's plug-in then offloads nothing "
+        "until a reset: KVOffloadPaused holds as long.",
+        remedy="Save the log, which has the traceback, and report it.",
     ),
     Alarm(
         name="KVOffloadDamagedMemory",
-        template="increase(PREFIX_verification_failures_total[1h]) > 0",
+        template=_grew("verification_failures_total", "1h"),
         hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks in RAM at {{ $labels.instance }} failed their checksum",
@@ -174,7 +218,7 @@ ALARMS: Final = (
     ),
     Alarm(
         name="KVOffloadDamagedTier",
-        template="increase(PREFIX_tier_mismatches_total[1h]) > 0",
+        template=_grew("tier_mismatches_total", "1h"),
         hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks of {{ $labels.tier }} failed their checksum",
@@ -185,7 +229,7 @@ ALARMS: Final = (
     ),
     Alarm(
         name="KVOffloadFailedLoads",
-        template="increase(PREFIX_failed_load_blocks_total[30m]) > 0",
+        template=_grew("failed_load_blocks_total", "30m"),
         hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be loaded",
@@ -277,9 +321,10 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
-        cause="The admission rule refuses every block, all of RAM is in use, or offloading has stopped.",
-        remedy="Look at `refused_blocks` by reason and `internal_errors`. With `admission=reuse:2` blocks "
-        "that never come back are refused: then nothing is wrong. `no_room`: add RAM.",
+        cause="All of RAM is in use, the engine offers no blocks, or offloading is paused. Blocks that the "
+        "admission rule refuses raise no alarm.",
+        remedy="Look at `refused_blocks` with reason `no_room` (add RAM), at `paused` and at "
+        "`failed_store_blocks`.",
     ),
     Alarm(
         name="KVOffloadRecordingStopped",

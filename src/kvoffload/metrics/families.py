@@ -44,6 +44,7 @@ GAUGES = {
     "writing_blocks": "Blocks being stored.",
 }
 """Gauges without labels."""
+PAUSED = "paused"
 KV_HINT_ACTIONS = "kv_hint_actions"
 KV_HINTS = {
     "retain": "priority and time to live of the request's blocks",
@@ -159,6 +160,8 @@ def _families() -> Iterator[Family]:
 
 
 def _families_of_vllm() -> Iterator[Family]:
+    text = "1 while offloading is paused, after an internal error or an audit that stops it, until a reset."
+    yield Family(PAUSED, False, text, is_of_vllm=True)
     text = "Seconds for which the reason of an absent block is remembered; older reasons are unknown."
     yield Family(REACH, False, text, is_of_vllm=True)
     for name, text, label, values in (

@@ -657,6 +657,7 @@ class KVOffloadManager(OffloadingManager):
         if taken is None:  # stopped: the reason is still reported
             taken = self.metrics.take()
             self._add_audits(taken)
+        self.metrics.show_paused(taken, self.broken)
         return taken
 
     @_contained(None)

@@ -29,6 +29,7 @@ from kvoffload.metrics.families import (
     NOT_OFFERED,
     NOT_PROMOTED,
     NOT_PROMOTED_REASONS,
+    PAUSED,
     POLICY,
     REACH,
     REFUSED,
@@ -197,6 +198,10 @@ class Metrics:
         """Add looked-up blocks, and by reason the blocks that were not loaded."""
         self.counts["lookup_blocks"] += num_lookups
         self.misses += misses
+
+    def show_paused(self, taken: OffloadingConnectorStats, is_paused: bool) -> None:
+        """Set the gauge of the pause."""
+        self._show(taken, PAUSED, int(is_paused))
 
     def show_reach(self, taken: OffloadingConnectorStats, seconds: float) -> None:
         """Set the gauge of the record's reach, rounded to two digits so that it changes rarely."""
