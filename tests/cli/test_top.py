@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.metrics.live import EngineRates, Reading, rates, read
+from kvoffload.metrics.live import EngineRates, rates, read
 from kvoffload.metrics.scrape import samples
 from support.run_cli import kvoffload
 from support.valkey_server import free_port
@@ -97,13 +98,50 @@ def test_a_gauge_that_falls_is_no_restart() -> None:
     assert (engine.is_restarted, engine.ready) == (False, 3)
 
 
-def test_an_engine_that_comes_counts_from_zero() -> None:
-    assert [engine.lookups for engine in between(metrics(1), metrics(2) + metrics(2, "1"), 1.0)] == [10, 20]
+def test_an_engine_that_comes_has_no_rates_in_its_first_interval() -> None:
+    """Its counters are of its whole life, or the scrape before was incomplete."""
+    first, second = between(metrics(1), metrics(2) + metrics(2, "1"), 1.0)
+    assert (first.lookups, second.lookups, second.hits, second.ram_hits, second.hit_ratio) == (
+        10, None, None, None, None)  # fmt: skip
+    assert second.refused == {"admission": None}
+    assert (second.tiers[0].hits, second.tiers[0].bytes_read, second.tiers[0].ready) == (None, None, 70)
+    assert second.ready == 50
+
+
+def test_a_series_that_comes_has_no_rate_and_makes_no_ratio() -> None:
+    before = "".join(line for line in metrics(100).splitlines(True) if "hit_blocks_total" not in line)
+    (engine,) = between(before, metrics(101))
+    assert (engine.lookups, engine.hits, engine.ram_hits, engine.hit_ratio) == (5, None, None, None)
+
+
+def test_a_ratio_is_at_most_1() -> None:
+    series = 'hit_blocks_total{engine="0",model_name="m"} '
+    after = metrics(2).replace(f"{series}12", f"{series}99")
+    assert after != metrics(2)
+    (engine,) = between(metrics(1), after)
+    assert engine.hit_ratio == 1
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308"])
+def test_numbers_that_are_not_finite_are_unknown(serve: Callable[..., str], value: str) -> None:
+    names = ("hit_blocks_total", "hits_total", "load_bytes_total", "bytes_read_total", "ready",
+             "ready_blocks", "capacity", "in_flight")  # fmt: skip
+    text = "".join(
+        f"{line.rpartition(' ')[0]} {value}\n" if any(f"_{name}{{" in line for name in names) else f"{line}\n"
+        for line in metrics(2).splitlines()
+    )
+    assert text.count(value) == 9
+    done = kvoffload("top", serve(metrics(1), text), *ONCE)
+    assert (done.returncode, done.stderr) == (0, "")
+    if value != "1e308":
+        row = next(line for line in done.stdout.splitlines() if "nvme" in line)
+        assert row.split() == ["nvme", "-", "-", "0", "B", "-", "ok", "-"]
 
 
 def test_the_librarys_collector_is_read_too() -> None:
     text = 'kvoffload_hit_blocks_total{manager="chat"} 8\nkvoffload_lookup_blocks_total{manager="chat"} 16\n'
-    (engine,) = rates(Reading(0.0), read(samples(text), 1.0))
+    before = re.sub(r"\d+$", "0", text, flags=re.MULTILINE)
+    (engine,) = between(before, text, 1.0)
     assert (engine.engine, engine.hits, engine.hit_ratio, engine.requests) == ("chat", 8, 0.5, None)
 
 
@@ -163,6 +201,45 @@ def test_one_table_fits_80_columns(serve: Callable[..., str]) -> None:
     assert "a-model-wit~ 1: since the start: valkey:cache: 7 damaged" in done.stdout
     assert "m 0: no faults since the start" in done.stdout
     assert "not stored: admission" in done.stdout
+
+
+def test_a_long_name_of_a_tier_takes_no_digits(serve: Callable[..., str]) -> None:
+    name = "valkey:cache-of-the-second-row.example.org:6379"
+    many = metrics(1e6, tier=name).replace(" 3\n", " 1234567\n")
+    done = kvoffload("top", serve(metrics(1, tier=name), many), *ONCE, columns=80)
+    (row,) = [line for line in done.stdout.splitlines() if line.strip().startswith("valkey")]
+    assert row.split()[0] == "valkey~rg:6379"
+    assert "1,234,567" in row
+    assert row.rstrip().endswith("####.. 70%")
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+
+
+def test_tiers_of_several_engines_are_under_their_engine(serve: Callable[..., str]) -> None:
+    done = kvoffload("top", serve(metrics(1) + metrics(1, "1")), *ONCE, columns=80)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    heads = [at for at, line in enumerate(lines) if "written/s" in line]
+    assert [lines[at][:2] for at in heads] == [["m", "0"], ["m", "1"]]
+    assert [lines[at + 2][0] for at in heads] == ["nvme", "nvme"]
+
+
+@pytest.mark.parametrize("form", [(), ("--format", "json")])
+def test_a_failed_scrape_ends_no_pipe(serve: Callable[..., str], form: tuple[str, ...]) -> None:
+    """The error goes to stderr, and the next interval to stdout."""
+    address = serve(metrics(1), "gone", metrics(2))
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from kvoffload.cli.main import main; main()",
+         "top", address, "--interval", "0.05s", *form],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+    finally:
+        process.kill()
+        _, errors = process.communicate()
+    assert errors.count("not in the Prometheus text format") == 1
+    assert "Traceback" not in errors
 
 
 def test_json_has_every_rate(serve: Callable[..., str]) -> None:

@@ -7,12 +7,8 @@ import os
 import select
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from http.client import HTTPException
-from urllib.parse import urlsplit
 
 import click
 import msgspec
@@ -23,6 +19,7 @@ from rich.text import Text
 from kvoffload.cli.options import FormatOptions, argument, option, options_of
 from kvoffload.cli.output import terminal_table
 from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.metrics.fetch import fetch, metrics_url
 from kvoffload.metrics.live import EngineRates, Reading, TierRates, rates, read
 from kvoffload.metrics.scrape import samples
 from kvoffload.pages.page import Table
@@ -35,7 +32,6 @@ _BAR_CELLS = 6
 _MOST_NAME = 14
 _UNITS = ((1e7, 1e6, "M"), (1e4, 1e3, "k"))
 """Rates from the first number on are shown in the unit."""
-_MOST_BYTES = 32 * 2**20
 _FAULTS = {
     "verification_failures": "damaged in RAM",
     "failed_load_blocks": "failed loads",
@@ -60,7 +56,7 @@ class TopOptions(FormatOptions):
         """Check URL and interval. Raises `ConfigError`."""
         if self.interval <= 0:
             raise ConfigError("interval", self.interval, "allowed: more than 0 seconds")
-        _address(self.url)
+        metrics_url(self.url)
 
 
 @click.command()
@@ -72,14 +68,20 @@ def top(options: TopOptions) -> None:
     collector. Each engine of the server has a line. q or Ctrl-C ends the display. With --format json every
     interval is one line.
     """
-    url = _address(options.url)
+    url = metrics_url(options.url)
     before = _scrape(url)
     if not options.once and not options.is_json and sys.stdout.isatty():
         _watch(url, before, options.interval)
         return
     while True:
         time.sleep(options.interval)
-        after = _scrape(url)
+        try:
+            after = _scrape(url)
+        except UnavailableError as error:
+            if options.once:
+                raise
+            click.echo(f"kvoffload: {error}", err=True)
+            continue
         shown, before = rates(before, after), after
         if options.is_json:
             click.echo(msgspec.json.encode(shown))
@@ -92,24 +94,9 @@ def top(options: TopOptions) -> None:
 # ---- scrapes
 
 
-def _address(url: str) -> str:
-    """Return the URL of the metrics, from a server's address. Raises `ConfigError`."""
-    full = url if "://" in url else f"http://{url}"
-    try:
-        parts = urlsplit(full)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise ConfigError("url", url, "allowed: an HTTP address, such as http://localhost:8000/metrics")
-    path = parts.path.rstrip("/").removesuffix("/v1") or "/metrics"
-    return parts._replace(path=path).geturl()
-
-
 def _scrape(url: str) -> Reading:
     """Read the server's metrics. Raises `UnavailableError` that says what is missing."""
-    text = _fetch(url)
-    found = samples(text)
+    found = samples(fetch(url, _TIMEOUT_S))
     if not found:
         raise UnavailableError("url", url, "the answer is not in the Prometheus text format")
     reading = read(found, time.monotonic())
@@ -120,19 +107,6 @@ def _scrape(url: str) -> Reading:
         )
         raise UnavailableError("url", url, why)
     return reading
-
-
-def _fetch(url: str) -> str:
-    try:
-        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
-            content: bytes = response.read(_MOST_BYTES)
-    except urllib.error.HTTPError as error:
-        raise UnavailableError("url", url, f"the server answers HTTP {error.code} {error.reason}") from None
-    except (OSError, HTTPException, ValueError) as error:  # HTTPException: not HTTP; ValueError: not a URL
-        reason = getattr(error, "reason", error)
-        why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
-        raise UnavailableError("url", url, f"no answer ({why})") from None
-    return content.decode(errors="replace")
 
 
 # ---- live display
@@ -193,10 +167,13 @@ def _quits(keyboard: int | None, timeout_s: float) -> bool:
 def _view(shown: list[EngineRates], url: str) -> RenderableType:
     title = Text(f"{url}: blocks per second, over {duration(shown[0].seconds)}", "italic")
     parts: list[RenderableType] = [title, terminal_table(_engines(shown), pad_edge=False)]
-    if any(engine.tiers for engine in shown):
-        parts.append(terminal_table(_tiers(shown), pad_edge=False))
+    several = len(shown) > 1
     for engine in shown:
-        parts += _lines(engine, f"{_short(engine.engine)}: " if len(shown) > 1 else "")
+        if engine.tiers:
+            heading = _short(engine.engine) if several else "tier"
+            parts.append(terminal_table(_tiers(engine, heading), pad_edge=False))
+    for engine in shown:
+        parts += _lines(engine, f"{_short(engine.engine)}: " if several else "")
     return Group(*parts)
 
 
@@ -207,7 +184,7 @@ def _engines(shown: list[EngineRates]) -> Table:
             _short(engine.engine),
             _rate(engine.lookups),
             _rate(engine.ram_hits),
-            _rate(sum(tier.hits for tier in engine.tiers)) if engine.tiers else "-",
+            _rate(_hits_of_tiers(engine)),
             "-" if engine.hit_ratio is None else percent(engine.hit_ratio, 0),
             _rate(engine.stored),
             _rate(engine.evicted),
@@ -225,19 +202,30 @@ def _short(engine: str) -> str:
     return f"{model if len(model) <= most else model[: most - 1] + '~'}{space}{number}"
 
 
-def _tiers(shown: list[EngineRates]) -> Table:
-    headings = ("tier", "hits#", "read/s#", "written/s#", "in flight#", "state", "in use")
+def _hits_of_tiers(engine: EngineRates) -> float | None:
+    """Return the hits of all tiers; None without tiers, or if those of a tier are unknown."""
+    known = [tier.hits for tier in engine.tiers if tier.hits is not None]
+    return sum(known) if known and len(known) == len(engine.tiers) else None
+
+
+def _short_tier(name: str) -> str:
+    """Return a tier's name without its middle, if it is long: neither place nor number is lost."""
+    shown, half = printable(name), _MOST_NAME // 2
+    return shown if len(shown) <= _MOST_NAME else f"{shown[: half - 1]}~{shown[-half:]}"
+
+
+def _tiers(engine: EngineRates, heading: str) -> Table:
+    headings = (heading, "hits#", "read/s#", "written/s#", "in flight#", "state", "in use")
     rows = [
         (
-            printable(tier.name),
+            _short_tier(tier.name),
             _rate(tier.hits),
-            size(round(tier.bytes_read), 1000),
-            size(round(tier.bytes_written), 1000),
-            f"{tier.in_flight:,.0f}",
+            _bytes(tier.bytes_read),
+            _bytes(tier.bytes_written),
+            "-" if tier.in_flight is None else f"{tier.in_flight:,.0f}",
             _state(tier),
             _bar(tier.ready, tier.capacity),
         )
-        for engine in shown
         for tier in engine.tiers
     ]
     return Table("", headings, rows)
@@ -258,7 +246,7 @@ def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
         requests = _rate(engine.requests)
         yield Text(f"{prefix}{requests} requests/s, {tokens} prompt tokens/s, {cached} from the GPU's cache")
     if engine.load_bytes is not None and engine.store_bytes is not None:
-        loaded, stored = (size(round(value), 1000) for value in (engine.load_bytes, engine.store_bytes))
+        loaded, stored = _bytes(engine.load_bytes), _bytes(engine.store_bytes)
         yield Text(f"{prefix}copies: {loaded}/s loaded, {stored}/s stored")
     for what, reasons in (
         ("misses", engine.misses),
@@ -275,8 +263,8 @@ def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
         yield Text(f"{prefix}no faults since the start")
 
 
-def _reasons(by_reason: Mapping[str, float]) -> str:
-    ordered = sorted(by_reason.items(), key=lambda row: -row[1])
+def _reasons(by_reason: Mapping[str, float | None]) -> str:
+    ordered = sorted(by_reason.items(), key=lambda row: -(row[1] or 0.0))
     return ", ".join(f"{printable(reason)} {_rate(value)}" for reason, value in ordered if value)
 
 
@@ -291,6 +279,10 @@ def _rate(value: float | None) -> str:
         if value >= limit:
             return f"{value / unit:.0f}{name}"
     return f"{value:,.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
+
+
+def _bytes(value: float | None) -> str:
+    return "-" if value is None else size(round(value), 1000)
 
 
 def _bar(used: float | None, capacity: float | None) -> str:

@@ -5,6 +5,7 @@ Knows names of metrics; fetches nothing.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -52,7 +53,10 @@ class Reading:
 
 
 def read(samples: list[Sample], time_s: float) -> Reading:
-    """Sort the samples of a scrape by engine. Engines without metrics of kvoffload are left out."""
+    """Sort the samples of a scrape by engine.
+
+    Engines without metrics of kvoffload are left out, and values that are not finite.
+    """
     found: dict[str, dict[Key, float]] = defaultdict(lambda: defaultdict(float))
     ours = set[str]()
     for sample in samples:
@@ -64,7 +68,12 @@ def read(samples: list[Sample], time_s: float) -> Reading:
         found[engine][name, own[0] if is_ours and own else ""] += sample.value
         if is_ours:
             ours.add(engine)
-    return Reading(time_s, {engine: dict(values) for engine, values in found.items() if engine in ours})
+    finite = {
+        engine: {key: value for key, value in values.items() if math.isfinite(value)}
+        for engine, values in found.items()
+        if engine in ours
+    }
+    return Reading(time_s, finite)
 
 
 def _plain_name(name: str) -> tuple[str | None, bool]:
@@ -84,18 +93,20 @@ _KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAM
 class TierRates:
     """A tier in an interval. Rates are per second; `faults` count since the server's start.
 
+    A rate is None in the tier's first interval, and a gauge if the server does not report it.
+
     Attributes:
         capacity: None if it is unknown, as of a server.
         write_budget_bytes: None without a limit.
     """
 
     name: str
-    hits: float
-    bytes_read: float
-    bytes_written: float
-    ready: float
+    hits: float | None
+    bytes_read: float | None
+    bytes_written: float | None
+    ready: float | None
     capacity: float | None
-    in_flight: float
+    in_flight: float | None
     circuits_open: float
     faults: Mapping[str, float]
     write_budget_bytes: float | None
@@ -105,7 +116,7 @@ class TierRates:
 class EngineRates:
     """An engine in an interval. Rates are blocks per second unless named; `faults` count since its start.
 
-    A rate is None if the server does not report the metric.
+    A rate is None if the server does not report the metric, or did not at the start of the interval.
 
     Attributes:
         hit_ratio: of the looked-up blocks of the interval; None if there were none.
@@ -125,9 +136,9 @@ class EngineRates:
     hit_ratio: float | None
     stored: float | None
     evicted: float | None
-    misses: Mapping[str, float]
-    refused: Mapping[str, float]
-    not_promoted: Mapping[str, float]
+    misses: Mapping[str, float | None]
+    refused: Mapping[str, float | None]
+    not_promoted: Mapping[str, float | None]
     load_bytes: float | None
     store_bytes: float | None
     capacity: float | None
@@ -155,7 +166,7 @@ class _Engine:
         self._name, self._before, self._after, self._seconds = name, before, after, seconds
 
     def rates(self) -> EngineRates:
-        tiers = tuple(self._tier(name) for name in sorted(self._labels(f"{TIER}hits")))
+        tiers = tuple(self._tier(name) for name in self._tiers())
         hits, lookups = self._rate("hit_blocks"), self._rate("lookup_blocks")
         return EngineRates(
             engine=self._name,
@@ -168,8 +179,8 @@ class _Engine:
             device_tokens=self._rate("device_tokens"),
             lookups=lookups,
             hits=hits,
-            ram_hits=None if hits is None else max(0.0, hits - sum(tier.hits for tier in tiers)),
-            hit_ratio=hits / lookups if hits is not None and lookups else None,
+            ram_hits=_without(hits, [tier.hits for tier in tiers]),
+            hit_ratio=min(1.0, hits / lookups) if hits is not None and lookups else None,
             stored=self._rate("stored_blocks"),
             evicted=self._rate("evicted_blocks"),
             misses=self._by_label(MISSES),
@@ -188,16 +199,19 @@ class _Engine:
     def _tier(self, name: str) -> TierRates:
         return TierRates(
             name=name,
-            hits=self._rate(f"{TIER}hits", name) or 0.0,
-            bytes_read=self._rate(f"{TIER}bytes_read", name) or 0.0,
-            bytes_written=self._rate(f"{TIER}bytes_written", name) or 0.0,
-            ready=self._value(f"{TIER}ready", name) or 0.0,
+            hits=self._rate(f"{TIER}hits", name),
+            bytes_read=self._rate(f"{TIER}bytes_read", name),
+            bytes_written=self._rate(f"{TIER}bytes_written", name),
+            ready=self._value(f"{TIER}ready", name),
             capacity=self._value(f"{TIER}capacity", name) or None,
-            in_flight=self._value(f"{TIER}in_flight", name) or 0.0,
+            in_flight=self._value(f"{TIER}in_flight", name),
             circuits_open=self._value(f"{TIER}circuit_open", name) or 0.0,
             faults={fault: self._value(TIER + fault, name) or 0.0 for fault in _TIER_FAULTS},
             write_budget_bytes=self._value(f"{TIER}write_budget_bytes", name),
         )
+
+    def _tiers(self) -> list[str]:
+        return sorted({label for name, label in self._after if name.startswith(TIER)})
 
     def _labels(self, metric: str) -> list[str]:
         return [label for name, label in self._after if name == metric]
@@ -207,14 +221,20 @@ class _Engine:
 
     def _rate(self, metric: str, label: str = "") -> float | None:
         """Return the increase per second; a counter that fell has counted from 0 again."""
-        value = self._value(metric, label)
-        if value is None:
+        value, before = self._value(metric, label), self._before.get((metric, label))
+        if value is None or before is None:
             return None
-        before = self._before.get((metric, label), 0.0)
-        return (value - before if value >= before else value) / self._seconds
+        rate = (value - before if value >= before else value) / self._seconds
+        return rate if math.isfinite(rate) else None
 
-    def _by_label(self, metric: str) -> dict[str, float]:
-        return {label: self._rate(metric, label) or 0.0 for label in self._labels(metric)}
+    def _by_label(self, metric: str) -> dict[str, float | None]:
+        return {label: self._rate(metric, label) for label in self._labels(metric)}
+
+
+def _without(hits: float | None, parts: list[float | None]) -> float | None:
+    """Return the hits that are none of the parts; None if a number is unknown."""
+    known = [part for part in parts if part is not None]
+    return None if hits is None or len(known) < len(parts) else max(0.0, hits - sum(known))
 
 
 def _counts(key: Key) -> bool:
