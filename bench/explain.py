@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from kvoffload.explain.capacity import kept_with
+from kvoffload.explain.capacity import larger_hits
 from kvoffload.explain.misses import find_misses
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.traces.sources import load_trace
@@ -33,7 +33,7 @@ def main(name: str, rounds: int) -> None:
     sides: dict[str, Callable[[], object]] = {
         "replay": lambda: Replay(trace, config).run(),
         "explained": lambda: find_misses(trace, config),
-        "larger capacities": lambda: kept_with(trace, config),
+        "larger capacities": lambda: larger_hits(trace, config),
     }
     found: dict[str, list[float]] = {side: [] for side in sides}
     for work in sides.values():

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvoffload.explain.misses import HOPELESS, MEANINGS
+from kvoffload.explain.capacity import larger_hits
+from kvoffload.explain.explanation import explain
+from kvoffload.explain.misses import HOPELESS, MEANINGS, NUMBERS, find_misses
 from kvoffload.explain.words import ADVICE
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.traces.sources import load_trace
 from support.run_cli import Done, kvoffload
 
 CACHES = ("--capacity", "5%", "--policy", "hazard", "--admission", "reuse:2", "--tier", "simulated:10%")
@@ -49,15 +55,58 @@ def test_all_runs_add_up_to_the_reasons(chat: str) -> None:
     assert sum(place["blocks"] for place in places) == sum(
         found["reasons"].get(reason, 0) for reason in ("prefix_differs", "after_shared_prompt")
     )
-    assert found["evicted"]["hits_with"] is None
+    assert found["capacities"] is None
 
 
-def test_larger_capacities_hit_more(chat: str) -> None:
-    evicted = explained(chat)["evicted"]
-    hits = list(evicted["hits_with"].values())
-    assert list(evicted["hits_with"]) == ["1.1", "1.3", "1.5", "2", "3", "5", "10"]
-    assert hits == sorted(hits)
-    assert 0 < hits[-1] <= sum(evicted["left"].values())
+def test_larger_capacities_hit_more_with_lru(chat: str) -> None:
+    found = explained(chat)
+    rows = found["capacities"]
+    assert [row["factor"] for row in rows] == [1.1, 1.3, 1.5, 2, 3, 5, 10]
+    for key in ("evicted_hits", "hits"):
+        assert [row[key] for row in rows] == sorted(row[key] for row in rows)
+    assert 0 < rows[-1]["evicted_hits"] <= found["reasons"]["evicted"]
+    assert rows[-1]["hits"] > found["hits"]
+
+
+def blocks_one_by_one(path: Path, *blocks: int) -> Path:
+    lines = [
+        {"timestamp": at, "input_length": 512, "output_length": 1, "hash_ids": [block]}
+        for at, block in enumerate(blocks)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_hits_that_a_larger_capacity_loses_are_shown(tmp_path: Path) -> None:
+    path = blocks_one_by_one(tmp_path / "fifo.jsonl", 1, 2, 3, 4, 1, 2, 5, 1, 2, 3, 4, 5)
+    found = explained(path, "--capacity", "3", "--policy", "fifo", "--request", "4")
+    assert (found["hits"], found["reasons"]) == (3, {"new_prompt": 5, "evicted": 4})
+    rows = [(row["factor"], row["evicted_hits"], row["hits"]) for row in found["capacities"]]
+    # 4 blocks, 5 blocks, and more than all blocks.
+    assert rows[:3] == [(1.1, 2, 2), (1.3, 2, 2), (1.5, 4, 7)]
+    assert found["runs"][0]["kept_with"] == 1.1
+    done = kvoffload("explain", path, "--capacity", "3", "--policy", "fifo", "--quiet")
+    words = " ".join(done.stdout.split())
+    assert "1 times 0 0.0% 3 25.0%" in words
+    assert "1.1 times 2 50.0% 2 16.7%" in words
+
+
+def test_evicted_blocks_that_are_hits_are_those_of_each_replay(chat: str) -> None:
+    """S3-FIFO is not monotone: of the blocks that 5 times the capacity keeps, 10 times loses some."""
+    trace = load_trace(chat)
+    config = ReplayConfig(trace.unique_blocks // 20, "s3fifo")
+    report, found = find_misses(trace, config)
+    found = replace(found, larger_hits=larger_hits(trace, config))
+    rows = explain(report, found, config).capacities
+    assert rows is not None
+    is_evicted = found.reasons == NUMBERS["evicted"]
+    depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], np.diff(trace.offsets))
+    for factor, row in ((5, rows[5]), (10, rows[6])):
+        larger = Replay(trace, replace(config, capacity_blocks=config.capacity_blocks * factor))
+        larger.run()
+        is_hit = depth < np.repeat(larger.hits_per_request, np.diff(trace.offsets))
+        assert (row.factor, row.evicted_hits) == (factor, np.count_nonzero(is_evicted & is_hit))
+        assert row.hits == larger.hits_per_request.sum()
 
 
 def test_one_request(chat: str) -> None:
@@ -125,6 +174,18 @@ def test_another_salt_has_the_same_tokens(tmp_path: Path) -> None:
     found = explained(path, "--capacity", "99")
     assert found["reasons"] == {"other_tenant": 8, "new_prompt": 4, "continues": 1}
     assert found["hits"] == 4
+
+
+def test_a_prompt_of_another_salt_that_goes_on_differs_nowhere(tmp_path: Path) -> None:
+    first, more = [*range(1000, 1064)], [*range(5000, 5032)]
+    lines = [
+        {"timestamp": 0, "prompt_token_ids": first, "cache_salt": "a"},
+        {"timestamp": 1, "prompt_token_ids": first + more, "cache_salt": "b"},
+    ]
+    (path := tmp_path / "salted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = explained(path, "--capacity", "99")
+    assert found["reasons"] == {"new_prompt": 4, "other_tenant": 4, "continues": 2}
+    assert (found["differing"], found["equal_tokens"]) == ([], 0)
 
 
 def test_token_ids_without_times_need_a_pace(tmp_path: Path) -> None:

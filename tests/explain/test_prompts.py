@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.explain.explanation import explain
 from kvoffload.explain.misses import PREFIX_DIFFERS, find_misses
 from kvoffload.explain.prompts import BlockTokens, Difference, beginnings
 from kvoffload.explain.recording import has_tokens, read_with_tokens
@@ -90,6 +91,21 @@ def test_a_next_turn_is_compared_with_nothing(tmp_path: Path) -> None:
     compared = beginnings(trace, tokens)
     assert compared.continues.tolist() == [False, True]
     assert not compared.differences
+
+
+def test_a_difference_from_a_prompt_of_another_salt_has_its_place(tmp_path: Path) -> None:
+    template = words(14, 160)
+    prompts = [[*template[:70], day, *template[70:]] for day in (1, 2)]
+    lines = [
+        {"timestamp": 0, "prompt_token_ids": prompt, "cache_salt": salt}
+        for prompt, salt in zip(prompts, "ab", strict=True)
+    ]
+    (path := tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    trace, tokens = read_with_tokens(str(path))
+    report, found = find_misses(trace, ReplayConfig(99), tokens=tokens)
+    assert found.counts() == {"new_prompt": 10, PREFIX_DIFFERS: 6, "other_tenant": 4}
+    (place,) = explain(report, found, ReplayConfig(99), has_token_ids=True).differing
+    assert (place.block, place.token) == (4, 70)
 
 
 def test_text_behind_a_shared_prompt_is_no_difference_unless_it_is_equal_again(tmp_path: Path) -> None:

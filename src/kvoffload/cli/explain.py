@@ -13,7 +13,7 @@ from kvoffload.cli.output import Lines, progress_bar, show, terminal_table, tier
 from kvoffload.cli.replay import CacheOptions
 from kvoffload.core.miss_reasons import EVICTED
 from kvoffload.errors import ConfigError, Problems
-from kvoffload.explain.capacity import kept_with, num_replayed
+from kvoffload.explain.capacity import larger_hits, num_replayed
 from kvoffload.explain.explanation import Explanation, explain
 from kvoffload.explain.misses import find_misses
 from kvoffload.explain.prompts import BlockTokens
@@ -105,8 +105,8 @@ def command(options: ExplainOptions) -> None:
     with tiers_silenced(), progress_bar("explain", total, options.quiet) as progress:
         report, found = find_misses(trace, config, tokens=tokens, progress=progress)
         if not options.no_capacities and EVICTED in found.counts():
-            larger = kept_with(trace, config, lambda done: progress(trace.requests + done))
-            found = replace(found, kept_with=larger)
+            larger = larger_hits(trace, config, lambda done: progress(trace.requests + done))
+            found = replace(found, larger_hits=larger)
     explained = explain(
         report, found, config,
         has_token_ids=tokens is not None, top=options.top, request=options.request,

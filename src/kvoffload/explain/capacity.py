@@ -1,4 +1,4 @@
-"""Capacities at which missing blocks are hits: replays of the same configuration with larger caches.
+"""Hits with larger capacities: replays of the same configuration with larger caches.
 
 Works for every policy and rule, because it replays them. Knows no reasons.
 """
@@ -22,36 +22,34 @@ FACTORS = (1.1, 1.3, 1.5, 2.0, 3.0, 5.0, 10.0)
 """Multiples of the capacity of RAM and of each tier behind it. The device stays as it is."""
 
 
-def kept_with(
+def larger_hits(
     trace: Trace, config: ReplayConfig, progress: Callable[[int], None] = lambda requests: None
-) -> npt.NDArray[np.int8]:
-    """Find the smallest capacity at which each block reference is a hit.
+) -> npt.NDArray[np.int32]:
+    """Replay each larger capacity.
 
-    Returns shape ``(block_refs,)``: position in `FACTORS`, from 1; 0 for none.
+    Returns shape ``(len(FACTORS), requests)``: leading blocks of each request that are hits. A policy may
+    lose hits at a larger capacity.
 
     Args:
         progress: receives the number of requests of all replays done; `num_replayed` is the total.
 
     Cost: one replay for each different capacity.
     """
-    lengths = np.diff(trace.offsets)
-    depth = np.arange(trace.block_refs) - np.repeat(trace.offsets[:-1], lengths)
-    smallest = np.zeros(trace.block_refs, np.int8)
-    hits: npt.NDArray[np.int32] | None = None
-    for number, factor in enumerate(FACTORS, 1):
-        done = (number - 1) * trace.requests
-        larger = _larger(config, factor)
-        # From here on every block fits, so further capacities decide alike.
-        if hits is None or _larger(config, FACTORS[number - 2]).capacity_blocks < trace.unique_blocks:
-            run = replay_of(trace, larger)
-            run.run(lambda requests, done=done: progress(done + requests))  # type: ignore[misc]
-            hits = run.hits_per_request
-        smallest[(smallest == 0) & (depth < np.repeat(hits, lengths))] = number
-    return smallest
+    hits = np.zeros((len(FACTORS), trace.requests), np.int32)
+    for number, factor in enumerate(FACTORS):
+        # Once every block fits, further capacities decide alike.
+        if number and _larger(config, FACTORS[number - 1]).capacity_blocks >= trace.unique_blocks:
+            hits[number] = hits[number - 1]
+            continue
+        done = number * trace.requests
+        run = replay_of(trace, _larger(config, factor))
+        run.run(lambda requests, done=done: progress(done + requests))  # type: ignore[misc]
+        hits[number] = run.hits_per_request
+    return hits
 
 
 def num_replayed(trace: Trace) -> int:
-    """Return the number of requests that `kept_with` replays, of all replays together."""
+    """Return the number of requests that `larger_hits` replays, of all replays together."""
     return len(FACTORS) * trace.requests
 
 

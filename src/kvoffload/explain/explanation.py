@@ -94,8 +94,6 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
         kept_s, since_s: medians of the times from store to eviction and from eviction to use; null without
             times.
         kept_requests, since_requests: the same in requests.
-        hits_with: for each tried multiple of the capacity, the number of these blocks that are hits; null if
-            none was tried.
     """
 
     left: dict[str, int]
@@ -103,7 +101,20 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float | None
     kept_requests: int
     since_requests: int
-    hits_with: dict[str, int] | None
+
+
+class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
+    """Hits of the replay with a multiple of the capacity of RAM and tiers.
+
+    Attributes:
+        factor: the multiple.
+        evicted_hits: blocks that are hits here and are missed as evicted in the explained replay.
+        hits: all hits; fewer than with a smaller capacity if the policy loses more hits than it wins.
+    """
+
+    factor: float
+    evicted_hits: int
+    hits: int
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +144,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         hits, misses: block references that were served, and the others.
         reasons: missing blocks of each reason; they add up to `misses`.
         meanings: meaning of each reason that occurs.
+        capacities: hits with each larger capacity, the smallest first; null if none was tried.
         seen_before: blocks that were not admitted, by the number of earlier requests that had them.
         differing: places at which prompts differ, by `equal_tokens` and `blocks`, the most first.
         num_differing: number of all such places.
@@ -161,6 +173,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     has_times: bool
     has_token_ids: bool
     evicted: Evicted | None
+    capacities: list[LargerCapacity] | None
     seen_before: dict[str, int]
     differing: list[Differing]
     num_differing: int
@@ -188,7 +201,7 @@ def explain(
     """Summarize the misses of a replay.
 
     Args:
-        found: the misses, with `Misses.kept_with` if larger capacities were tried.
+        found: the misses, with `Misses.larger_hits` if larger capacities were tried.
         top: number of runs and of differing places.
         request: explain all runs of this request instead of the longest runs.
     """
@@ -220,6 +233,7 @@ def explain(
         has_times=facts.has_times,
         has_token_ids=has_token_ids,
         evicted=facts.evicted(),
+        capacities=facts.capacities(),
         seen_before=facts.seen_before(),
         differing=differing[:top],
         num_differing=len(differing),
@@ -267,18 +281,30 @@ class _Facts:
         stored, decided, now = found.stored_at[refs], found.caused_by[refs], self.request_of[refs]
         by_place = np.bincount(found.was_in_tier[refs], minlength=1 + len(self.tiers)).tolist()
         names = ["ram", *self.tiers]
-        tried = None
-        if found.kept_with is not None:
-            sums = np.cumsum(np.bincount(found.kept_with[refs], minlength=len(FACTORS) + 1)[1:]).tolist()
-            tried = {f"{factor:g}": count for factor, count in zip(FACTORS, sums, strict=True)}
         return Evicted(
             left={name: count for name, count in zip(names, by_place, strict=True) if count},
             kept_s=self._median_s(stored, decided),
             since_s=self._median_s(decided, now),
             kept_requests=int(np.median(decided - stored)),
             since_requests=int(np.median(now - decided)),
-            hits_with=tried,
         )
+
+    def capacities(self) -> list[LargerCapacity] | None:
+        """Count the hits at each larger capacity; None if none was tried."""
+        found = self._found
+        if found.larger_hits is None:
+            return None
+        refs = np.flatnonzero(found.reasons == NUMBERS[EVICTED])
+        request = self.request_of[refs]
+        depth = refs - self._trace.offsets[request]
+        return [
+            LargerCapacity(
+                factor=factor,
+                evicted_hits=int(np.count_nonzero(depth < hits[request])),
+                hits=int(hits.sum()),
+            )
+            for factor, hits in zip(FACTORS, found.larger_hits, strict=True)
+        ]
 
     def seen_before(self) -> dict[str, int]:
         """Count the blocks that were not admitted, by the number of their earlier requests."""
@@ -293,12 +319,11 @@ class _Facts:
         decided, stored = int(found.caused_by[start]), int(found.stored_at[start])
         differs = reason in (PREFIX_DIFFERS, AFTER_SHARED_PROMPT)
         is_evicted = reason == EVICTED
-        kept = 0 if found.kept_with is None else int(found.kept_with[start])
-        known = decided != NO_REQUEST
+        first_block, known = start - int(trace.offsets[request]), decided != NO_REQUEST
         return Run(
             request=request,
             arrived_s=(int(trace.timestamps_ms[request]) - self._first_ms) / 1000,
-            first_block=start - int(trace.offsets[request]),
+            first_block=first_block,
             blocks=end - start,
             tokens=(end - start) * trace.block_tokens,
             reason=reason,
@@ -308,10 +333,17 @@ class _Facts:
             kept_s=self._seconds(stored, decided) if is_evicted else None,
             since_s=self._seconds(decided, request) if known else None,
             left=["ram", *self.tiers][found.was_in_tier[start]] if is_evicted else None,
-            kept_with=FACTORS[kept - 1] if kept else None,
+            kept_with=self._kept_with(request, first_block),
             nearest_request=int(compared.nearest[request]) if differs else None,
             difference=compared.differences.get(request) if differs else None,
         )
+
+    def _kept_with(self, request: int, block: int) -> float | None:
+        """Return the smallest tried multiple of the capacity at which a block is a hit."""
+        if self._found.larger_hits is None:
+            return None
+        of_request = zip(FACTORS, self._found.larger_hits[:, request].tolist(), strict=True)
+        return next((factor for factor, hits in of_request if block < hits), None)
 
     def _seconds(self, earlier: int, later: int) -> float | None:
         times = self._trace.timestamps_ms
@@ -364,7 +396,7 @@ def _group(found: Misses, reason: str, requests: list[int], blocks: _Int64s, pre
     before = previous[requests]
     return Differing(
         reason=reason,
-        block=known,
+        block=known if difference is None else difference.start // found.trace.block_tokens,
         token=None if difference is None else difference.start,
         requests=len(requests),
         blocks=int(blocks[requests].sum()),

@@ -54,8 +54,8 @@ class Misses:
         hits: shape ``(requests,)``; leading blocks of each request that were hits.
         reasons: number of the reason (`NUMBERS`), 0 for a hit.
         caused_by, stored_at, was_in_tier: as in `History`.
-        kept_with: position in `explain.capacity.FACTORS`, from 1, of the smallest capacity at which the
-            block is a hit; 0 for none. None if no capacity was tried.
+        larger_hits: hits of each request at each larger capacity, as `explain.capacity.larger_hits` returns;
+            None if no capacity was tried.
         beginnings: the comparison of each prompt with earlier prompts.
     """
 
@@ -66,7 +66,7 @@ class Misses:
     stored_at: npt.NDArray[np.int32]
     was_in_tier: npt.NDArray[np.int8]
     beginnings: Beginnings
-    kept_with: npt.NDArray[np.int8] | None = None
+    larger_hits: npt.NDArray[np.int32] | None = None
 
     def counts(self) -> dict[str, int]:
         """Return the number of missing blocks of each reason, the most frequent first.

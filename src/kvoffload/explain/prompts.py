@@ -5,7 +5,8 @@ Depends on the trace only, not on caches. Token ids are used if the recording ha
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +72,8 @@ class Beginnings:
         nearest: shape ``(requests,)``; the latest earlier request that shares these blocks and has further,
             different blocks, or `NO_REQUEST`.
         continues: shape ``(requests,)``, bool; the request continues an earlier prompt: all known blocks are
-            the earlier prompt, or no earlier prompt is longer.
+            the earlier prompt, or no earlier prompt is longer. Also a prompt whose tokens are those of an
+            earlier prompt with another `cache_salt`, as far as the shorter of both goes.
         shares: shape ``(requests,)``, bool; the known blocks are a shared prompt (`Turns.is_shared_prompt`).
         differences: of requests that differ from the nearest prompt, if token ids are known.
         other_tenant: shape ``(unique_blocks,)``, bool; the first use of the block ends a prefix that an
@@ -107,7 +109,7 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
     differences: dict[int, Difference] = {}
     other_tenant = np.zeros(trace.unique_blocks, np.bool_)
     if tokens is not None:
-        nearest, differences = _compared(trace, tokens.ids, known, nearest, continues)
+        nearest, continues, differences = _compared(trace, tokens, known, nearest, continues)
         # Codes are numbered by first use.
         _, first, prefix = np.unique(tokens.prefixes, return_index=True, return_inverse=True)
         other_tenant = first[prefix.reshape(-1)] < np.arange(trace.unique_blocks)
@@ -129,56 +131,105 @@ def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64
 
 def _compared(
     trace: Trace,
-    tokens: Tokens,
+    tokens: BlockTokens,
     known: npt.NDArray[np.int64],
     nearest: npt.NDArray[np.int64],
     continues: npt.NDArray[np.bool_],
-) -> tuple[npt.NDArray[np.int64], dict[int, Difference]]:
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], dict[int, Difference]]:
     """Choose the nearest prompts by tokens, and find the differences from them."""
-    nearest, differences = nearest.copy(), dict[int, Difference]()
-    latest: defaultdict[int, deque[tuple[int, int]]] = defaultdict(lambda: deque(maxlen=_CANDIDATES))
+    nearest, continues, differences = nearest.copy(), continues.copy(), dict[int, Difference]()
+    latest = _Continuations(trace.unique_blocks)
     offsets = trace.offsets.tolist()
     for request, count in enumerate(known.tolist()):
         codes = trace.refs[offsets[request] : offsets[request + 1]]
         if count == len(codes):
             continue
-        siblings = latest[int(codes[count - 1]) if count else _ROOT]
+        parent = int(codes[count - 1]) if count else _ROOT
+        siblings = latest.of(parent)
         if siblings and not continues[request]:
             best = _best(trace, tokens, codes, count, siblings)
-            if best is not None:
-                nearest[request], differences[request] = best
-        # All further new blocks have one continuation so far.
-        siblings.append((int(codes[count]), request))
-        for parent, child in zip(codes[count:-1].tolist(), codes[count + 1 :].tolist(), strict=True):
-            latest[parent].append((child, request))
-    return nearest, differences
+            if best is not None and best[1] is not None:
+                nearest[request], differences[request] = best[0], best[1]
+            continues[request] = best is not None and best[1] is None
+        latest.add(parent, int(codes[count]), request)
+        latest.add_chain(codes[count:], request)
+    return nearest, continues, differences
+
+
+class _Continuations:
+    """The latest continuations of each block, and of the beginning of a prompt (`_ROOT`).
+
+    Most blocks have one continuation, so the first one is in an array.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        # The last row is that of `_ROOT`.
+        self._first_child, self._first_request = np.full((2, num_blocks + 1), NO_REQUEST, np.int32)
+        self._several: dict[int, deque[tuple[int, int]]] = {}
+
+    def of(self, parent: int) -> Sequence[tuple[int, int]]:
+        """Return pairs of a next block and its request, the latest last."""
+        if parent in self._several:
+            return self._several[parent]
+        request = int(self._first_request[parent])
+        return [] if request == NO_REQUEST else [(int(self._first_child[parent]), request)]
+
+    def add(self, parent: int, child: int, request: int) -> None:
+        """Add a continuation of one block."""
+        if self._first_request[parent] == NO_REQUEST:
+            self._first_child[parent], self._first_request[parent] = child, request
+            return
+        if parent not in self._several:
+            self._several[parent] = deque(self.of(parent), maxlen=_CANDIDATES)
+        self._several[parent].append((child, request))
+
+    def add_chain(self, codes: npt.NDArray[np.int32], request: int) -> None:
+        """Add consecutive new blocks, which have no continuation so far."""
+        self._first_child[codes[:-1]], self._first_request[codes[:-1]] = codes[1:], request
 
 
 def _best(
-    trace: Trace, tokens: Tokens, codes: npt.NDArray[np.int32], count: int, siblings: deque[tuple[int, int]]
-) -> tuple[int, Difference] | None:
+    trace: Trace,
+    tokens: BlockTokens,
+    codes: npt.NDArray[np.int32],
+    count: int,
+    siblings: Sequence[tuple[int, int]],
+) -> tuple[int, Difference | None] | None:
     """Return the request with the most equal tokens, of the latest that share `count` blocks.
 
-    None if they share less than a block, in no known block.
+    Its difference is None if one prompt is the beginning of the other, with another `cache_salt`. None if all
+    share less than a block, in no known block.
     """
     children = np.array([child for child, _ in siblings])
-    equal = tokens[children] == tokens[codes[count]]
+    equal = tokens.ids[children] == tokens.ids[codes[count]]
     common = np.where(equal.all(axis=1), equal.shape[1], (~equal).argmax(axis=1))
     # Ties: the latest.
-    order = np.lexsort((np.arange(len(children)), common))[::-1][:_COMPARED_CANDIDATES]
-    best: tuple[int, Difference] | None = None
-    for number in order.tolist():
+    order = np.lexsort((np.arange(len(children)), common))[::-1][:_COMPARED_CANDIDATES].tolist()
+    best, most_equal = siblings[order[0]][1], -1
+    best_found: Difference | None = None
+    for number in order:
         request = siblings[number][1]
         others = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
-        found = difference(tokens, codes, others, count)
-        if best is None or found.start + found.equal_after > best[1].start + best[1].equal_after:
-            best = request, found
-    assert best is not None
-    is_alike = count > 0 or best[1].start + best[1].equal_after >= trace.block_tokens
-    return best if is_alike else None
+        same = _equal_blocks(tokens.prefixes, codes, others, count)
+        found, num_equal = None, same * trace.block_tokens
+        if same < min(len(codes), len(others)):
+            found = _difference(tokens.ids, codes, others, same)
+            num_equal = found.start + found.equal_after
+        if num_equal > most_equal:
+            best, best_found, most_equal = request, found, num_equal
+    return (best, best_found) if count > 0 or most_equal >= trace.block_tokens else None
 
 
-def difference(
+def _equal_blocks(
+    prefixes: npt.NDArray[np.int64], codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
+) -> int:
+    """Count the leading blocks with equal tokens, at least `count`; more only with another `cache_salt`."""
+    shared = min(len(codes), len(others))
+    differs = prefixes[codes[count:shared]] != prefixes[others[count:shared]]
+    return count + int(differs.argmax()) if differs.any() else shared
+
+
+def _difference(
     tokens: Tokens, codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
 ) -> Difference:
     """Compare two prompts from block `count` on, in which they differ."""

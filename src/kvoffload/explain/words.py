@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from kvoffload.core import miss_reasons as reasons
-from kvoffload.explain.capacity import FACTORS
 from kvoffload.explain.explanation import Differing, Explanation, Run
 from kvoffload.explain.misses import (
     AFTER_SHARED_PROMPT,
@@ -152,13 +151,23 @@ def facts(explained: Explanation) -> list[str]:
     return lines
 
 
-def hits_with(explained: Explanation) -> list[tuple[str, str, str]]:
-    """Return rows of capacity, evicted blocks that are hits, and their share; empty if none was tried."""
-    evicted = explained.evicted
-    if evicted is None or evicted.hits_with is None:
+def capacity_rows(explained: Explanation) -> list[tuple[str, str, str, str, str]]:
+    """Return rows of capacity, evicted blocks that are hits, their share, all hits, and the hit ratio.
+
+    The first row is the explained replay; empty if no larger capacity was tried.
+    """
+    if explained.capacities is None:
         return []
-    count = explained.reasons[reasons.EVICTED]
+    evicted = explained.reasons.get(reasons.EVICTED, 0)
+    rows = [(1.0, 0, explained.hits)]
+    rows += [(row.factor, row.evicted_hits, row.hits) for row in explained.capacities]
     return [
-        (f"{factor:g} times", f"{hits:,}", percent(hits / count))
-        for factor, hits in zip(FACTORS, evicted.hits_with.values(), strict=True)
+        (
+            f"{factor:g} times",
+            f"{evicted_hits:,}",
+            percent(evicted_hits / max(1, evicted)),
+            f"{hits:,}",
+            percent(hits / max(1, explained.block_refs)),
+        )
+        for factor, evicted_hits, hits in rows
     ]

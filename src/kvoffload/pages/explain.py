@@ -8,9 +8,9 @@ from kvoffload.explain.explanation import Explanation
 from kvoffload.explain.misses import AFTER_SHARED_PROMPT
 from kvoffload.explain.words import (
     ADVICE,
+    capacity_rows,
     difference_in_words,
     facts,
-    hits_with,
     place_in_words,
     sentence,
 )
@@ -51,11 +51,11 @@ def summary(explained: Explanation) -> str:
 def tables(explained: Explanation) -> Iterator[Table]:
     """Build the tables: reasons, capacities, places at which prompts differ, runs."""
     yield _reasons(explained)
-    capacities = hits_with(explained)
+    capacities = capacity_rows(explained)
     if capacities:
         yield Table(
-            "Evicted blocks that are hits with a larger capacity of RAM and tiers",
-            ("Capacity#", "blocks#", "share#"),
+            "Hits with a larger capacity of RAM and tiers",
+            ("Capacity#", "evicted blocks hit#", "share#", "all hits#", "hit ratio#"),
             capacities,
         )
     if explained.differing:
