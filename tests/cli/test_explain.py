@@ -253,6 +253,19 @@ def refused(done: Done, *texts: str) -> None:
         assert text in done.stderr
 
 
+def test_options_of_a_comparison_with_a_server_belong_to_replay(chat: str) -> None:
+    for flag in ("--check", "--since"):
+        refused(kvoffload("explain", chat, flag, "metrics.txt"), f"No such option '{flag}'")
+
+
+def test_options_that_the_recording_has_no_use_for_are_refused(chat: str, tmp_path: Path) -> None:
+    recording = token_ids(tmp_path / "requests.jsonl")
+    done = kvoffload("explain", chat, "--tokenizer", tmp_path / "tokenizer.json", "--from", "kv_events")
+    refused(done, "tokenizer.json' is invalid; TRACE has block ids", "from: 'kv_events' is invalid")
+    done = kvoffload("explain", recording, "--capacity", "9", "--time-unit", "ms")
+    refused(done, "time-unit: 'ms' is invalid", "token ids or text")
+
+
 def test_bad_input_is_one_message(chat: str, tmp_path: Path) -> None:
     wrong = ("--tier", "valkey://host/team", "--capacity", "many", "--report", tmp_path / "page.txt")
     refused(kvoffload("explain", chat, *wrong), "simulated:CAPACITY", "capacity: 'many'", "ends in .html")

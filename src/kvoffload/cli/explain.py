@@ -59,8 +59,26 @@ class ExplainOptions(CacheOptions, LoadOptions):
         with problems:
             if self.report is not None:
                 check_report(self.report, force=self.force)
+        self._check_recording(problems)
         self.check_sizes(problems, block_bytes)
         problems.check()
+
+    def _check_recording(self, problems: Problems) -> None:
+        """Refuse options that the kind of TRACE does not use."""
+        with_tokens = has_tokens(self.trace, self.kind)
+        with problems:
+            if with_tokens and self.time_unit is not None:
+                why = (
+                    "leave it out: a recording with token ids or text has seconds, ms since 1970 or ISO 8601"
+                )
+                raise ConfigError("time-unit", self.time_unit, why)
+        with problems:
+            if not with_tokens and self.kind is not None:
+                raise ConfigError("from", self.kind, "allowed: token_ids, text")
+        with problems:
+            if not with_tokens and self.tokenizer is not None:
+                why = "TRACE has block ids: leave it out, or add --from text"
+                raise ConfigError("tokenizer", str(self.tokenizer), why)
 
     def parsed_tiers(self) -> list[TierOptions]:
         """Parse the tiers; all are simulated. Raises `ConfigError`."""

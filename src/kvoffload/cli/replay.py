@@ -48,7 +48,7 @@ from kvoffload.traces.trace import Trace
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
-    """Trace and caches of ``kvoffload replay`` and ``kvoffload simulate``."""
+    """Trace and caches of ``kvoffload replay``, ``simulate`` and ``explain``."""
 
     trace: str = argument("chat")
     policy: PolicyName = option("lru", "Eviction policy: a name, or module:Class.", setting="policy")
@@ -63,27 +63,6 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
     )
     store: Store = option(ON_COMPUTE, "Moment at which a block is offered to RAM.", setting="store")
     output: Path | None = option(None, "Write the report to a file.")
-    server: str | None = option(
-        None,
-        "Compare the result with the metrics of the server that made the recording: http://HOST:PORT, or a "
-        "file with saved metrics.",
-        "--check",
-        metavar="URL|FILE",
-    )
-    since: str | None = option(
-        None,
-        "With --check: metrics saved when the recording began, if the server ran before.",
-        metavar="FILE",
-    )
-
-    def served(self) -> Served | None:
-        """Read the server of ``--check``; None without one. Raises `ConfigError`."""
-        if self.server is None:
-            if self.since is not None:
-                raise ConfigError("since", self.since, "it needs --check")
-            return None
-        now = read_served("check", self.server)
-        return now if self.since is None else now.since(read_served("since", self.since))
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
         """Check the capacities, as far as that is possible before the trace is read."""
@@ -114,7 +93,34 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(CacheOptions, LoadOptions):
+class ServerOptions:
+    """The comparison of a result with the metrics of a server."""
+
+    server: str | None = option(
+        None,
+        "Compare the result with the metrics of the server that made the recording: http://HOST:PORT, or a "
+        "file with saved metrics.",
+        "--check",
+        metavar="URL|FILE",
+    )
+    since: str | None = option(
+        None,
+        "With --check: metrics saved when the recording began, if the server ran before.",
+        metavar="FILE",
+    )
+
+    def served(self) -> Served | None:
+        """Read the server of ``--check``; None without one. Raises `ConfigError`."""
+        if self.server is None:
+            if self.since is not None:
+                raise ConfigError("since", self.since, "it needs --check")
+            return None
+        now = read_served("check", self.server)
+        return now if self.since is None else now.since(read_served("since", self.since))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
     block_bytes: Size = option(
         "64KiB", "Bytes to copy and verify per block, instead of the real size; a multiple of 8."
     )

@@ -11,7 +11,7 @@ from kvoffload.cli.check_table import exit_with, show_checked
 from kvoffload.cli.machine import DEFAULT_MACHINE, MACHINE_HELP, find_machine
 from kvoffload.cli.options import option, options_of
 from kvoffload.cli.output import progress_bar, tiers_silenced, write_output
-from kvoffload.cli.replay import CacheOptions
+from kvoffload.cli.replay import CacheOptions, ServerOptions
 from kvoffload.cli.simulate_table import table
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.settings.read import Count, CountOrNothing, Factor
@@ -20,7 +20,7 @@ from kvoffload.simulate.timed import NO_TIERS_TO_SHARE, replay_in_time
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateOptions(CacheOptions):
+class SimulateOptions(CacheOptions, ServerOptions):
     machine: str = option(DEFAULT_MACHINE, f"Machine: {MACHINE_HELP}", metavar="FILE|CLASS[:PARAMETERS]")
     device_blocks: str = option("1x", "KV blocks of the device: a capacity as for RAM, or 0.5x of RAM.")
     load: Factor = option(1.0, "Arrival rate of sessions, as a multiple of the recording's: 2, 0.5, 2x.")
