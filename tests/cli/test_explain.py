@@ -247,6 +247,17 @@ def test_tiers_are_simulated_and_write_nothing(chat: str, tmp_path: Path) -> Non
     assert (disk["tiers"], simulated["tiers"]) == (["disk"], ["simulated"])
 
 
+def test_evicted_blocks_name_the_slowest_tier(tmp_path: Path) -> None:
+    path = blocks_one_by_one(tmp_path / "two.jsonl", *range(1, 9), 1)
+    behind = ("--capacity", "1", "--tier", "simulated:2", "--tier", "simulated:4")
+    found = explained(path, *behind, "--request", "8")
+    assert found["evicted"]["slowest"] == {"simulated 2": 1}
+    assert found["runs"][0]["slowest"] == "simulated 2"
+    words = " ".join(kvoffload("explain", path, *behind, "--quiet").stdout.split())
+    assert "The slowest place that held them: simulated 2 1." in words
+    assert "; also from simulated 2" in words
+
+
 def refused(done: Done, *texts: str) -> None:
     assert done.returncode == 2
     for text in texts:

@@ -250,6 +250,15 @@ def test_a_tier_evicts_and_a_rule_of_a_tier_refuses() -> None:
     assert refused.was_in_tier[-1] == 0
 
 
+@pytest.mark.parametrize(("tiers", "slowest"), [("simulated:2+simulated:4", 2), ("simulated:4", 1)])
+def test_the_slowest_tier_that_held_a_block_is_named(tiers: str, slowest: int) -> None:
+    # Both tiers get block 1. The first tier of two blocks evicts it long before the second one of four.
+    trace = trace_of(*([block] for block in (1, 2, 3, 4, 5, 6, 7, 8, 1)))
+    _, found = find_misses(trace, ReplayConfig(1, tiers=tuple(parse_tiers("tiers", tiers))))
+    assert named(found)[-1] == ["evicted"]
+    assert found.was_in_tier[-1] == slowest
+
+
 def test_ram_without_room_for_all_blocks_of_a_tier() -> None:
     # The device drops one block after the other, so the tier gets all four; RAM has room for two.
     trace = trace_of([1, 2, 3, 4], [9], [8], [7], [6], [1, 2, 3, 4])

@@ -37,7 +37,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
             evicted, refused or dropped.
         kept_s, since_s: seconds from the store to the eviction, and from the decision to this request; null
             without times.
-        left: the last place that the evicted blocks left: ``ram``, or the name of a tier.
+        slowest: the slowest place that held the evicted block: the name of a tier, or ``ram`` if no tier did.
         kept_with: smallest tried multiple of the capacity at which the first block is a hit.
         nearest_request: the earlier prompt that the request differs from.
         difference: the first differing tokens, if the recording has token ids.
@@ -54,7 +54,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     decided_at: int | None = None
     kept_s: float | None = None
     since_s: float | None = None
-    left: str | None = None
+    slowest: str | None = None
     kept_with: float | None = None
     nearest_request: int | None = None
     difference: Difference | None = None
@@ -90,13 +90,13 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the evicted blocks that were missed.
 
     Attributes:
-        left: blocks by the last place that they left: ``ram``, or the name of a tier.
+        slowest: blocks by the slowest place that held them: the name of a tier, or ``ram``.
         kept_s, since_s: medians of the times from store to eviction and from eviction to use; null without
             times.
         kept_requests, since_requests: the same in requests.
     """
 
-    left: dict[str, int]
+    slowest: dict[str, int]
     kept_s: float | None
     since_s: float | None
     kept_requests: int
@@ -282,7 +282,7 @@ class _Facts:
         by_place = np.bincount(found.was_in_tier[refs], minlength=1 + len(self.tiers)).tolist()
         names = ["ram", *self.tiers]
         return Evicted(
-            left={name: count for name, count in zip(names, by_place, strict=True) if count},
+            slowest={name: count for name, count in zip(names, by_place, strict=True) if count},
             kept_s=self._median_s(stored, decided),
             since_s=self._median_s(decided, now),
             kept_requests=int(np.median(decided - stored)),
@@ -332,7 +332,7 @@ class _Facts:
             decided_at=decided if known else None,
             kept_s=self._seconds(stored, decided) if is_evicted else None,
             since_s=self._seconds(decided, request) if known else None,
-            left=["ram", *self.tiers][found.was_in_tier[start]] if is_evicted else None,
+            slowest=["ram", *self.tiers][found.was_in_tier[start]] if is_evicted else None,
             kept_with=self._kept_with(request, first_block),
             nearest_request=int(compared.nearest[request]) if differs else None,
             difference=compared.differences.get(request) if differs else None,

@@ -55,8 +55,8 @@ class History:
             was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; request at which the block was last stored in RAM, or
             `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; number of the last tier that held the missing block, from
-            1; 0 for none.
+        was_in_tier: shape ``(block_refs,)``, int8; number of the slowest tier that held the missing block
+            after the last offer that a tier took, from 1; 0 for none.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """
@@ -95,7 +95,7 @@ class History:
 
     def ended(self, codes: Codes, places: Places) -> None:
         if places.num_tiers:
-            number = places.of_tiers(codes)
+            number = places.slowest_tiers(codes)
             self._tier[codes] = np.where(number, number, self._tier[codes])
 
     def _reasons_of(self, request: int, missing: Codes, places: Places) -> npt.NDArray[np.int8]:

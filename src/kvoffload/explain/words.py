@@ -83,8 +83,8 @@ def _evicted(run: Run) -> str:
             kept = f", {run.decided_at - run.stored_by:,} requests after the store"
             since = f"{run.request - run.decided_at:,} requests before this use"
     text = f"evicted from RAM for request {run.decided_at:,}{kept}, {since}"
-    if run.left not in (None, "ram"):
-        text += f"; later from {run.left}"
+    if run.slowest not in (None, "ram"):
+        text += f"; also from {run.slowest}"
     return text + (f"; kept with {run.kept_with:g} times the capacity" if run.kept_with else "")
 
 
@@ -129,8 +129,8 @@ def facts(explained: Explanation) -> list[str]:
             times = f"{duration(evicted.kept_s)} after the store, {duration(evicted.since_s)} before"
         lines.append(f"Evicted blocks left RAM {times} the use that missed them (medians).")
         if explained.tiers:
-            places = ", ".join(f"{name} {count:,}" for name, count in evicted.left.items())
-            lines.append(f"The last place that they left: {places}.")
+            places = ", ".join(f"{name} {count:,}" for name, count in evicted.slowest.items())
+            lines.append(f"The slowest place that held them: {places}.")
     if explained.seen_before:
         uses = ", ".join(f"{count:,} had {number}" for number, count in explained.seen_before.items())
         lines.append(f"Earlier requests with the blocks that {explained.admission} did not admit: {uses}.")

@@ -66,19 +66,21 @@ class Places:
 
         Cost: an index probe for each block in RAM and in each tier.
         """
-        keys, places = self._keys.of_blocks(codes), self.of_tiers(codes)
-        places[places > 0] += IN_TIER - 1
+        keys, places = self._keys.of_blocks(codes), np.full(len(codes), NOWHERE, np.int8)
+        if self._tiered is not None:
+            for lane in reversed(self._tiered.lanes):
+                places[lane.tier.contains(keys)] = IN_TIER + lane.row
         places[self._manager.contains(keys)] = IN_RAM
         if self._device is not None:
             places[self._device.contains(codes)] = ON_DEVICE
         return places
 
-    def of_tiers(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return the number of the fastest tier that holds each block, from 1; 0 for none."""
+    def slowest_tiers(self, codes: Codes) -> npt.NDArray[np.int8]:
+        """Return the number of the slowest tier that holds each block, from 1; 0 for none."""
         numbers = np.zeros(len(codes), np.int8)
         if self._tiered is not None:
             keys = self._keys.of_blocks(codes)
-            for lane in reversed(self._tiered.lanes):
+            for lane in self._tiered.lanes:
                 numbers[lane.tier.contains(keys)] = lane.row + 1
         return numbers
 
