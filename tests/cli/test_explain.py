@@ -258,6 +258,30 @@ def test_evicted_blocks_name_the_slowest_tier(tmp_path: Path) -> None:
     assert "; also from simulated 2" in words
 
 
+def test_one_is_singular(tmp_path: Path) -> None:
+    header = {"kvoffload_trace": 1, "block_tokens": 16, "source": "vllm"}
+    line = {
+        "timestamp": 0,
+        "input_length": 16,
+        "output_length": 1,
+        "hash_ids": [1],
+        "served_tokens": {"gpu": 16},
+    }
+    (path := tmp_path / "kv.jsonl").write_text(json.dumps(header) + "\n" + json.dumps(line) + "\n")
+    words = " ".join(kvoffload("explain", path, "--capacity", "1", "--quiet").stdout.split())
+    assert "1 of 1 block reference is a miss (100.0%), in 1 request, with 1 block of RAM" in words
+    assert "The server had fewer in 0 requests (0 tokens) and more in 1 request (16 tokens)." in words
+
+
+def test_equal_tokens_are_those_of_all_places_and_may_be_evicted(tmp_path: Path) -> None:
+    path = token_ids(tmp_path / "requests.jsonl")
+    words = " ".join(kvoffload("explain", path, "--capacity", "9", "--top", "1", "--quiet").stdout.split())
+    assert (
+        "534 tokens behind the differences of all requests are equal to those of an earlier prompt: prompts "
+        "that change only at the end could hit them, if they are still stored."
+    ) in words
+
+
 def refused(done: Done, *texts: str) -> None:
     assert done.returncode == 2
     for text in texts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,19 @@ def test_a_difference_from_a_prompt_of_another_salt_has_its_place(tmp_path: Path
     assert found.counts() == {"new_prompt": 10, PREFIX_DIFFERS: 6, "other_tenant": 4}
     (place,) = explain(report, found, ReplayConfig(99), has_token_ids=True).differing
     assert (place.block, place.token) == (4, 70)
+
+
+def test_the_comparison_keeps_few_bytes_for_each_block() -> None:
+    count = 5000
+    trace, ids = trace_of([*range(count)]), np.zeros((count, BLOCK), np.int64)
+    tracemalloc.start()
+    try:
+        beginnings(trace, BlockTokens(ids, np.arange(count)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # A deque for each block took 950 bytes.
+    assert peak < 200 * count
 
 
 def test_text_behind_a_shared_prompt_is_no_difference_unless_it_is_equal_again(tmp_path: Path) -> None:

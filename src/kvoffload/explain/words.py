@@ -36,11 +36,15 @@ ADVICE: Final = {
 """One line of advice for each reason that a replay can have."""
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a number of things: ``1 block``, ``1,024 blocks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def sentence(run: Run, explained: Explanation) -> str:
     """Explain one run of missing blocks."""
     where = "" if run.decided_at is None else f" at request {run.decided_at:,}"
-    known = f"{run.first_block:,} block{'' if run.first_block == 1 else 's'}"
-    uses = f"{run.earlier_uses:,} earlier request{'' if run.earlier_uses == 1 else 's'}"
+    known, uses = counted(run.first_block, "block"), counted(run.earlier_uses, "earlier request")
     texts = {
         NEW_PROMPT: "first use: no earlier prompt shares a block",
         CONTINUES: f"first use, behind {known} of an earlier prompt",
@@ -80,8 +84,8 @@ def _evicted(run: Run) -> str:
                 f"{duration(run.since_s)} before this use",
             )
         else:
-            kept = f", {run.decided_at - run.stored_by:,} requests after the store"
-            since = f"{run.request - run.decided_at:,} requests before this use"
+            kept = f", {counted(run.decided_at - run.stored_by, 'request')} after the store"
+            since = f"{counted(run.request - run.decided_at, 'request')} before this use"
     text = f"evicted from RAM for request {run.decided_at:,}{kept}, {since}"
     if run.slowest not in (None, "ram"):
         text += f"; also from {run.slowest}"
@@ -97,7 +101,8 @@ def difference_in_words(difference: Difference, nearest: int | None) -> str:
     if difference.end > difference.start + 1:
         place = f"tokens {difference.start:,} to {difference.end - 1:,} differ"
     elif difference.end == difference.start:
-        place = f"{-difference.shift:,} tokens are left out at token {difference.start:,}"
+        verb = "is" if difference.shift == -1 else "are"
+        place = f"{counted(-difference.shift, 'token')} {verb} left out at token {difference.start:,}"
     moved = f", moved by {difference.shift:+,} tokens" if difference.shift else ""
     return (
         f"{place} from request {nearest:,} {ids}; the following {difference.equal_after:,} tokens are "
@@ -123,7 +128,8 @@ def facts(explained: Explanation) -> list[str]:
     evicted = explained.evicted
     if evicted is not None:
         times = (
-            f"{evicted.kept_requests:,} requests after the store, {evicted.since_requests:,} requests before"
+            f"{counted(evicted.kept_requests, 'request')} after the store, "
+            f"{counted(evicted.since_requests, 'request')} before"
         )
         if evicted.kept_s is not None and evicted.since_s is not None:
             times = f"{duration(evicted.kept_s)} after the store, {duration(evicted.since_s)} before"
@@ -136,17 +142,18 @@ def facts(explained: Explanation) -> list[str]:
         lines.append(f"Earlier requests with the blocks that {explained.admission} did not admit: {uses}.")
     if explained.equal_tokens:
         lines.append(
-            f"{explained.equal_tokens:,} tokens behind the differences below are equal to those of an "
-            "earlier prompt: prompts that change only at the end would hit them."
+            f"{explained.equal_tokens:,} tokens behind the differences of all requests are equal to those of "
+            "an earlier prompt: prompts that change only at the end could hit them, if they are still stored."
         )
     served = explained.served
     if served is not None:
         sources = ", ".join(f"{source} {count:,}" for source, count in served.tokens.items() if count)
         lines.append(
             f"The recorded server had {sum(served.tokens.values()):,} tokens cached ({sources or 'none'}), "
-            f"the replay {served.replayed_tokens:,}. The server had fewer in {served.requests_with_less:,} "
-            f"requests ({served.tokens_less:,} tokens) and more in {served.requests_with_more:,} "
-            f"({served.tokens_more:,})."
+            f"the replay {served.replayed_tokens:,}. The server had fewer in "
+            f"{counted(served.requests_with_less, 'request')} ({counted(served.tokens_less, 'token')}) and "
+            f"more in {counted(served.requests_with_more, 'request')} "
+            f"({counted(served.tokens_more, 'token')})."
         )
     return lines
 

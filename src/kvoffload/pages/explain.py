@@ -9,6 +9,7 @@ from kvoffload.explain.misses import AFTER_SHARED_PROMPT
 from kvoffload.explain.words import (
     ADVICE,
     capacity_rows,
+    counted,
     difference_in_words,
     facts,
     place_in_words,
@@ -42,8 +43,9 @@ def summary(explained: Explanation) -> str:
     share = percent(explained.misses / max(1, explained.block_refs))
     behind = f", {' and '.join(explained.tiers)} behind" if explained.tiers else ""
     return (
-        f"{explained.trace}: {explained.misses:,} of {explained.block_refs:,} block references are misses "
-        f"({share}), in {explained.requests:,} requests, with {explained.capacity_blocks:,} blocks of RAM"
+        f"{explained.trace}: {explained.misses:,} of {counted(explained.block_refs, 'block reference')} "
+        f"{'is a miss' if explained.misses == 1 else 'are misses'} ({share}), in "
+        f"{counted(explained.requests, 'request')}, with {counted(explained.capacity_blocks, 'block')} of RAM"
         f"{behind} ({explained.policy}, {explained.admission}, {explained.store})."
     )
 
