@@ -114,6 +114,18 @@ def test_a_counter_is_the_managers_or_the_engines() -> None:
     manager.close()
 
 
+@pytest.mark.parametrize("number", [-5, float("nan"), 2.5, "3", np.int64(-1)])
+def test_a_count_that_is_no_number_of_blocks_is_refused(number: Any) -> None:
+    collector = Collector(OffloadingManager(4, key_bytes=16))
+    with pytest.raises(ConfigError, match=r"number: .*allowed: an integer of at least 0"):
+        collector.count("lookup_blocks", number)
+    collector.count("lookup_blocks", 2)
+    collector.count("lookup_blocks", np.int64(3))
+    collector.count("lookup_blocks", 0)
+    collector.update()
+    assert values_of(collector)["kvoffload_lookup_blocks_total", "kvoffload"] == 5
+
+
 def test_a_scrape_in_another_thread_sees_values_of_one_moment() -> None:
     """`stored == ready + evicted + discarded` holds after every step, and in every scrape."""
     manager = OffloadingManager(8, key_bytes=16)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.options import FormatOptions, option, options_of
-from kvoffload.cli.output import terminal_table, write_output
+from kvoffload.cli.output import show, terminal_table, write_output
 from kvoffload.errors import ConfigError
 from kvoffload.metrics.alarms import rule_file
 from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX, VLLM_PREFIX, Family
@@ -37,6 +36,8 @@ class MetricsOptions(FormatOptions):
         """Check options that exclude each other. Raises `ConfigError`."""
         if self.dashboard and self.rules:
             raise ConfigError("rules", "--dashboard --rules", "allowed: one of them")
+        if self.rules and self.is_json:
+            raise ConfigError("format", "json", "the rules are YAML; allowed: --rules without --format")
 
 
 @click.command()
@@ -54,10 +55,10 @@ def metrics(options: MetricsOptions) -> None:
         text = rule_file(prefix)
     else:
         families = [family for family in FAMILIES if options.source == "vllm" or not family.is_of_vllm]
-        if not options.is_json and options.output is None:
-            Console().print(terminal_table(_table(families, prefix)))
-            return
-        text = json.dumps([_row(family, prefix) for family in families], indent=2) + "\n"
+        listed = json.dumps([_row(family, prefix) for family in families], indent=2) + "\n"
+        table = terminal_table(_table(families, prefix))
+        show(listed.encode(), table, is_json=options.is_json, output=options.output)
+        return
     if options.output is None:
         click.echo(text, nl=False)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -36,8 +37,9 @@ class Collector:
         manager.count_misses(ctx, num_ready)        # if it computes blocks: the reasons, with explain_misses
         metrics.update()                            # once a step
 
-    ``kvoffload metrics --source library`` lists the metrics. A second manager of the process needs a registry
-    of its own.
+    ``kvoffload metrics --source library`` lists the metrics. A registry takes one `Collector`, so each
+    manager of a process needs a registry with an address of its own. The label tells managers apart in
+    Prometheus, also after a restart at another address.
 
     Args:
         name: value of the label ``manager``.
@@ -60,10 +62,19 @@ class Collector:
         self._values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
 
     def count(self, metric: str, number: int = 1) -> None:
-        """Count blocks or errors that only the engine notices: a metric of `ENGINE_COUNTERS`."""
+        """Count blocks or errors that only the engine notices: a metric of `ENGINE_COUNTERS`.
+
+        Raises: `ConfigError` for another metric, and for a number that is no integer or less than 0.
+        """
         if metric not in self._counted:
             raise ConfigError("metric", metric, f"allowed: {', '.join(ENGINE_COUNTERS)}")
-        self._counted[metric] += number
+        try:
+            increase = operator.index(number)
+        except TypeError:
+            increase = -1
+        if increase < 0:
+            raise ConfigError("number", number, "allowed: an integer of at least 0")
+        self._counted[metric] += increase
 
     def update(self) -> None:
         """Copy the counters of the manager and its tiers for the next scrapes. Call it once a step."""
