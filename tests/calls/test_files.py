@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -376,7 +377,8 @@ while manager.recorder.path.stat().st_size < 2000:
     number += 1
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
     assert done.returncode == -signal.SIGKILL, done.stderr
     outcome = replayed(tmp_path / "kv.calls")
     assert (outcome.difference, outcome.end, outcome.num_calls > 0) == (None, "", True)
