@@ -1,4 +1,4 @@
-"""``kvoffload top``: what a running server's KV offloading does now."""
+"""``kvoffload top``: rates, tiers and faults of a running server, in the terminal."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TopOptions(FormatOptions):
 def top(options: TopOptions) -> None:
     """Show hits by place, misses, tiers and faults of the server at URL, in every interval.
 
-    URL is the server's address, such as localhost:8000: vLLM's, or that of an engine with the library's
+    URL is the server's address, such as localhost:8000. The server is vLLM, or an engine with the library's
     collector. Each engine of the server has a line. q or Ctrl-C ends the display. With --format json every
     interval is one line.
     """
@@ -95,7 +95,7 @@ def top(options: TopOptions) -> None:
 
 
 def _scrape(url: str) -> Reading:
-    """Read the server's metrics. Raises `UnavailableError` that says what is missing."""
+    """Read the server's metrics. Raises `UnavailableError` if there are none of kvoffload."""
     found = samples(fetch(url, _TIMEOUT_S))
     if not found:
         raise UnavailableError("url", url, "the answer is not in the Prometheus text format")
@@ -203,7 +203,7 @@ def _short(engine: str) -> str:
 
 
 def _hits_of_tiers(engine: EngineRates) -> float | None:
-    """Return the hits of all tiers; None without tiers, or if those of a tier are unknown."""
+    """Return the hits of all tiers; None without tiers, or if a tier's hits are unknown."""
     known = [tier.hits for tier in engine.tiers if tier.hits is not None]
     return sum(known) if known and len(known) == len(engine.tiers) else None
 

@@ -27,7 +27,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive missing blocks of one request with one reason. Fields that do not apply are null.
 
     Requests and blocks are numbered from 0; a request's number is its position in the trace. Times and
-    numbers of an evicted run are those of its first block.
+    numbers of an evicted run refer to its first block.
 
     Attributes:
         request, arrived_s: the request, and the seconds from the first request to its arrival.

@@ -120,7 +120,7 @@ def find_misses(
 def _joined(
     trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
 ) -> Misses:
-    """Join the histories of several managers, and tell the kinds of first uses apart."""
+    """Join the histories of several managers, and classify first uses."""
     lengths = np.diff(trace.offsets)
     hits = np.zeros(trace.requests, np.int32)
     reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)
