@@ -13,6 +13,10 @@ from kvoffload._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvoffload.admission.reuse import ReuseAdmission
+    from kvoffload.cache.cache import KVCache
+    from kvoffload.cache.layout import KVLayout
+    from kvoffload.cache.open import open
+    from kvoffload.cache.request import KVRequest
     from kvoffload.core.admission import Admission
     from kvoffload.core.hints import Hints
     from kvoffload.core.manager import OffloadingManager
@@ -61,7 +65,10 @@ _HOME = {
     "EvictionPolicy": "core.policy",
     "GoneError": "errors",
     "Hints": "core.hints",
+    "KVCache": "cache.cache",
+    "KVLayout": "cache.layout",
     "KVOffloadError": "errors",
+    "KVRequest": "cache.request",
     "Keys": "structures.keys",
     "LoadPlan": "core.plans",
     "LookupResult": "core.plans",
@@ -90,6 +97,7 @@ _HOME = {
     "copy_blocks": "transfer",
     "copy_engine_for": "transfer",
     "load_trace": "traces.sources",
+    "open": "cache.open",
     "open_tier": "tiers.spec",
     "optimum": "replay.optimum",
     "read_trace": "traces.format",
@@ -104,7 +112,10 @@ __all__ = [
     "EvictionPolicy",
     "GoneError",
     "Hints",
+    "KVCache",
+    "KVLayout",
     "KVOffloadError",
+    "KVRequest",
     "Keys",
     "LoadPlan",
     "LookupResult",
@@ -133,6 +144,7 @@ __all__ = [
     "copy_blocks",
     "copy_engine_for",
     "load_trace",
+    "open",
     "open_tier",
     "optimum",
     "read_trace",

@@ -6,6 +6,8 @@ import contextlib
 import io
 import re
 import shlex
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -64,7 +66,7 @@ def test_a_command_prints_these_numbers(command: str, shown: str, monkeypatch: p
 
 
 def test_the_code_for_engine_authors_has_hits() -> None:
-    out, page = printed("docs/start-engine.md")
+    out, page = printed("docs/start-engine.md", number=1)
     assert out == "0 of 8 blocks from RAM\n8 of 8 blocks from RAM\n"
     assert f"```\n{out}```" in page
 
@@ -73,7 +75,7 @@ def test_the_code_with_tiers_has_hits_from_the_disk_of_an_earlier_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    out, page = printed("docs/start-engine.md", number=1)
+    out, page = printed("docs/start-engine.md", number=2)
     assert out == (
         "first life: 0 blocks from RAM, 0 from the disk\nsecond life: 0 blocks from RAM, 8 from the disk\n"
     )
@@ -83,8 +85,29 @@ def test_the_code_with_tiers_has_hits_from_the_disk_of_an_earlier_life(
 
 def test_the_code_of_the_readme_has_hits() -> None:
     out, readme = printed("README.md")
-    assert out == "8 blocks from RAM, 8 of them sound\n"
-    assert f"# {out.strip()}\n" in readme
+    assert out == "0 of 64 tokens loaded\n63 of 64 tokens loaded\n"
+    assert "# 0, then 63" in readme
+
+
+def test_the_code_for_embedding_finds_the_disk_of_an_earlier_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    out, page = printed("docs/embedding.md")
+    assert out == "first life: 0 of 100 tokens loaded\nsecond life: 96 of 100 tokens loaded\n"
+    assert f"```\n{out}```" in page
+
+
+def test_the_smallest_engine_finds_its_blocks_again(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "embed_minimal.py"
+    done = subprocess.run(
+        [sys.executable, str(example), str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (
+        "first life: 312 of 600 tokens computed, loaded {'ram': 288, 'disk': 0}\n"
+        "second life: 24 of 600 tokens computed, loaded {'ram': 288, 'disk': 288}\n"
+    )
+    assert len(example.read_text().splitlines()) <= 60
 
 
 def test_the_readme_shows_what_a_replay_prints() -> None:

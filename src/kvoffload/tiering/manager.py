@@ -344,6 +344,12 @@ class TieredManager:
                 return False
         return True
 
+    def offer_all(self) -> None:
+        """Queue all blocks of RAM for every tier that lacks them; `poll` offers them, `flush` also waits."""
+        keys = self.index.keys_at(self.slots.ready())
+        for lane in self.lanes:
+            lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
+
     def flush(self, timeout_s: float) -> bool:
         """Write all blocks of RAM to every tier that lacks and admits them.
 
@@ -351,9 +357,7 @@ class TieredManager:
         time-out, or if a tier failed to write or dropped some of the blocks.
         """
         until, num_lost = time.monotonic() + timeout_s, self._num_lost()
-        keys = self.index.keys_at(self.slots.ready())
-        for lane in self.lanes:
-            lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
+        self.offer_all()
         return self.settle(timeout_s) and self._stack.drain(until) and self._num_lost() == num_lost
 
     def reset(self, *, drop_in_flight: bool = False) -> None:

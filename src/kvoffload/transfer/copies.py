@@ -7,7 +7,7 @@ soon. docs/performance.md has measurements.
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 
 STREAM_FROM_BYTES = 16 * 1024
 """Smallest copy that bypasses the caches. The bytes of smaller copies are probably read soon."""
+
+
+STREAM_PARTS_FROM_BYTES = 2 * 1024
+"""The same for a part of a block, which is copied among many others."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -52,6 +56,38 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
         address_of(src), src.strides[0], src_rows, address_of(dst), dst.strides[0], dst_rows, src.shape[1],
         len(src_rows) * src.shape[1] >= STREAM_FROM_BYTES,
     )  # fmt: skip
+
+
+class PartTable(NamedTuple):
+    """The parts of a block in many arrays, for `copy_parts`: part `p` of row `i` begins at
+    ``addresses[p] + i * strides[p]`` and has ``widths[p]`` bytes. The caller keeps the arrays alive.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    strides: npt.NDArray[np.int64]
+    widths: npt.NDArray[np.int64]
+
+
+def copy_parts(
+    table: PartTable, rows: npt.NDArray[np.int64], pool: Blocks, slots: npt.NDArray[np.int64], to_pool: bool
+) -> None:
+    """Copy rows that are spread over many arrays into slots of a pool, or back; in a slot all parts of a row
+    follow each other.
+
+    Args:
+        rows, slots: as `check_rows` returns them. Row ``rows[i]`` belongs to slot ``slots[i]``.
+
+    Cost: 6 µs a call, then memory speed. Thread: as `copy_blocks`.
+    Raises: `ValueError` if the pool has another width than the parts together, or is read-only.
+    """
+    _check_blocks("pool", pool)
+    if pool.shape[1] != table.widths.sum():
+        raise ValueError(f"the pool has blocks of {pool.shape[1]} bytes, the parts of {table.widths.sum()}")
+    if len(rows) != len(slots):
+        raise ValueError(f"{len(rows)} rows but {len(slots)} slots")
+    if to_pool and not pool.flags.writeable:
+        raise ValueError("pool is read-only")
+    _copy_parts(*table, rows, address_of(pool), pool.strides[0], slots, to_pool)
 
 
 def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
@@ -125,6 +161,31 @@ def _copy(
         first = end
     if streaming:
         fence()
+
+
+@long_kernel
+def _copy_parts(
+    addresses: ReadI64Array,
+    strides: ReadI64Array,
+    widths: ReadI64Array,
+    rows: ReadI64Array,
+    pool: int,
+    pool_stride: int,
+    slots: ReadI64Array,
+    to_pool: bool,
+) -> None:
+    """Copy checked rows in parts."""
+    for i in range(len(rows)):
+        slot = pool + slots[i] * pool_stride
+        for part in range(len(addresses)):
+            place, width = addresses[part] + rows[i] * strides[part], widths[part]
+            source, destination = (place, slot) if to_pool else (slot, place)
+            if width >= STREAM_PARTS_FROM_BYTES:
+                stream(destination, source, width)
+            else:
+                memcpy(destination, source, width)
+            slot += width
+    fence()
 
 
 @kernel

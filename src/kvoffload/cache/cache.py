@@ -1,0 +1,103 @@
+"""The cache of a process that owns its KV tensors: begins requests, flushes, closes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvoffload.cache.jobs import CacheStats, Jobs
+from kvoffload.cache.keys import GivenKeys, KeyChain, Tokens
+from kvoffload.cache.layout import KVLayout
+from kvoffload.cache.owner import Limit, Owner
+from kvoffload.cache.request import KVRequest
+from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.errors import ConfigError
+
+_FLUSH_S = 10.0
+
+
+class KVCache:
+    """A cache of KV blocks for one process, from `kvoffload.open`::
+
+        with cache.request(token_ids) as request:
+            hit = request.load_into(kv, block_ids)      # leading tokens that are present
+            ...                                         # compute the other tokens
+            request.store_from(kv, block_ids)
+
+    Blocks are verified against their keys at every load: a damaged block is a miss. Blocks are written to the
+    tiers in the background. A cache that is opened on the same disk finds the blocks of its predecessor.
+
+    Thread: any number; one thread of its own makes all decisions. Use it as a context manager, or call
+    `close`: a process that ends without it loses the blocks that no tier has written.
+    """
+
+    def __init__(self, jobs: Jobs, layout: KVLayout, deadline_s: float) -> None:
+        self.layout, self.deadline_s = layout, deadline_s
+        self._jobs, self._owner = jobs, Owner()
+
+    def request(
+        self,
+        token_ids: Tokens = (),
+        *,
+        salt: str | bytes = "",
+        keys: Sequence[bytes] | None = None,
+        hints: Hints = NO_HINTS,
+    ) -> KVRequest:
+        """Begin a request: a context manager, also for ``async with``.
+
+        Args:
+            token_ids: the prompt, without padding.
+            salt: requests of different salts share no blocks: a tenant, or the hash of an image.
+            keys: hashes of 32 bytes in place of tokens, one for each full block. Each must identify the
+                block and everything before it.
+            hints: labels for the policy.
+        """
+        chain: KeyChain | GivenKeys
+        if keys is None:
+            chain = KeyChain(self.layout.block_tokens, salt)
+            chain.extend(token_ids)
+        else:
+            if len(token_ids) or salt:
+                raise ConfigError("keys", "given", "allowed: without token_ids and salt")
+            chain = GivenKeys(self.layout.block_tokens)
+            chain.extend(keys)
+        return KVRequest(
+            chain,
+            hints,
+            owner=self._owner,
+            jobs=self._jobs,
+            layout=self.layout,
+            deadline_s=self.deadline_s,
+        )
+
+    def flush(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Write all blocks of RAM to the tiers; False if a tier lacks some of them at the end."""
+        limit = Limit(timeout_s)
+        return self._owner.run(self._jobs.flush(limit), limit)
+
+    async def flush_async(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Flush, as `flush`."""
+        limit = Limit(timeout_s)
+        return await self._owner.run_async(self._jobs.flush(limit), limit)
+
+    def reset(self) -> None:
+        """Forget every block, in RAM and in the tiers, for all machines: the weights have changed."""
+        self._owner.run(self._jobs.reset(), Limit(math.inf))
+
+    def stats(self) -> CacheStats:
+        """Return counters: ``hit_tokens`` by source, ``ram`` and ``tiers``."""
+        return self._owner.run(self._jobs.stats(), Limit(math.inf))
+
+    def close(self, flush_s: float = _FLUSH_S) -> None:
+        """End the running jobs, write the blocks of RAM to the tiers for at most `flush_s`, and close all.
+
+        Loads that wait for a tier end at once with the tokens that are present. Later calls raise
+        `MisuseError`, except this one and the end of a request.
+        """
+        self._owner.close(self._jobs.close(flush_s))
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

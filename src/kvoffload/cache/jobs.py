@@ -1,0 +1,221 @@
+"""The jobs of requests: load a prefix, store blocks, finish, flush, close.
+
+Jobs are coroutines on the thread that owns the manager. They decide by the manager's plans, wait for tiers,
+and let other threads copy and verify bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.cache.owner import Limit
+from kvoffload.core.hints import Hints
+from kvoffload.core.plans import LookupResult, ManagerStats
+from kvoffload.core.request import RequestContext
+from kvoffload.errors import MisuseError
+from kvoffload.structures.keys import Keys
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.contract import Mask, TierStats
+from kvoffload.tiers.memory import MemoryTier
+from kvoffload.transfer.parts import Parts
+
+T = TypeVar("T")
+BlockIds = npt.NDArray[np.int64]
+
+_WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
+_ATTEMPTS = 3
+"""Lookups of a load: after damage in RAM a tier may still have the block."""
+_CHUNK_BYTES = 4 * 1024 * 1024
+_COPY_THREADS = 2
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
+
+
+class CacheStats(NamedTuple):
+    """Counters of a `KVCache`.
+
+    Attributes:
+        hit_tokens: loaded tokens by source: ``ram`` and the name of each tier.
+        ram: counters of RAM.
+        tiers: counters of each tier, by name.
+    """
+
+    hit_tokens: dict[str, int]
+    ram: ManagerStats
+    tiers: dict[str, TierStats]
+
+
+class Work:
+    """The state of a request that jobs share. Jobs of one request run one after the other."""
+
+    def __init__(self, hints: Hints) -> None:
+        self.hints = hints
+        self.turn = asyncio.Lock()
+        self.ctx: RequestContext | None = None
+        self.finished = False
+
+
+class Jobs:
+    """The jobs of one cache.
+
+    Args:
+        manager: owned by the thread that runs the coroutines.
+        ram: the memory of RAM's slots.
+        block_tokens: tokens of a block, for the counters.
+
+    Thread: the owner's, except `__init__`.
+    """
+
+    def __init__(self, manager: TieredManager, ram: MemoryTier, block_tokens: int) -> None:
+        self._manager, self._ram, self._block_tokens = manager, ram, block_tokens
+        self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvoffload-copy")
+        self._polling: asyncio.Task[None] | None = None
+
+    async def load(
+        self, work: Work, keys: Keys, first: int, parts: Parts, ids: BlockIds, limit: Limit
+    ) -> int:
+        """Load the leading blocks of `keys` from `first` on into the engine's blocks `ids`.
+
+        Returns the number of leading blocks that are present: at least `first`. A damaged block is looked up
+        again, since a tier may have it, and else ends the prefix.
+        """
+        async with work.turn:
+            ctx = self._begun(work, keys)
+            present = first
+            for _ in range(_ATTEMPTS):
+                rest = keys[present:]
+                num_ready = await self._num_ready(rest, ctx, limit)
+                if num_ready == 0:
+                    break
+                plan = self._manager.prepare_load(rest[:num_ready], ctx)
+                rows, damaged = ids[present : present + num_ready], np.empty(0, np.intp)
+                try:
+                    copy = functools.partial(self._copy_out, plan.keys, plan.slots, parts, rows)
+                    sound = await self._in_thread(copy)
+                    damaged = np.flatnonzero(~sound)
+                finally:
+                    self._manager.complete_load(plan, damaged)
+                if not len(damaged):
+                    present += num_ready
+                    break
+                present += int(damaged[0])
+            self._poll()
+            return present
+
+    async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
+        """Store the blocks of `keys` that RAM lacks from the engine's blocks `ids`; returns their number."""
+        async with work.turn:
+            plan = self._manager.prepare_store(keys, self._begun(work, keys))
+            if plan is None:
+                return 0
+            rows, arrived = ids[plan.rows], False
+            try:
+                if len(plan):
+                    copy = functools.partial(self._copy_in, plan.keys, plan.slots, parts, rows)
+                    await self._in_thread(copy)
+                arrived = True
+            finally:
+                self._manager.complete_store(plan, success=arrived)
+                self._poll()
+            return len(plan)
+
+    async def finish(self, work: Work, keys: Keys) -> None:
+        """Finish a request, after its other jobs. A second call does nothing."""
+        async with work.turn:
+            if not work.finished:
+                ctx = self._begun(work, keys)
+                work.finished = True
+                self._manager.finish_request(ctx)
+                self._poll()
+
+    async def flush(self, limit: Limit) -> bool:
+        """Write all blocks of RAM to the tiers that lack them; see `TieredManager.flush`."""
+        self._manager.offer_all()
+        while self._manager.poll() and limit.left_s():
+            await asyncio.sleep(_SHORTEST_PAUSE_S)
+        return self._manager.flush(limit.left_s())
+
+    async def reset(self) -> None:
+        """Forget every block, in RAM and in the tiers."""
+        self._manager.reset()
+
+    async def stats(self) -> CacheStats:
+        """Return the counters."""
+        names = ["ram", *self._manager.tier_names]
+        tokens = [self._block_tokens * blocks for blocks in self._manager.hit_blocks]
+        return CacheStats(
+            dict(zip(names, tokens, strict=True)),
+            self._manager.stats(),
+            dict(zip(names[1:], self._manager.tier_stats(), strict=True)),
+        )
+
+    async def close(self, flush_s: float) -> None:
+        """End the running jobs, flush, and close the tiers and the pool."""
+        others = asyncio.all_tasks() - {asyncio.current_task(), self._polling}
+        if others:
+            await asyncio.wait(others)
+        self._manager.flush(flush_s)
+        self._manager.close()
+        if self._polling is not None:
+            self._polling.cancel()
+        self._threads.shutdown()
+        self._ram.close()
+
+    # ---- private
+
+    def _begun(self, work: Work, keys: Keys) -> RequestContext:
+        if work.finished:
+            raise MisuseError("this request has finished")
+        if work.ctx is None:
+            work.ctx = self._manager.begin_request("", keys, hints=work.hints)
+        return work.ctx
+
+    async def _num_ready(self, keys: Keys, ctx: RequestContext, limit: Limit) -> int:
+        """Return the number of leading blocks that are ready; waits for tiers and for stores of others."""
+        pause_s = _SHORTEST_PAUSE_S
+        while True:
+            self._manager.poll()
+            found = self._manager.lookup(keys, ctx)
+            if found.stopped_by not in _WAITS or not limit.left_s():
+                return found.num_ready
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _in_thread(self, copy: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, copy)
+
+    def _poll(self) -> None:
+        """Poll the manager until its jobs have ended."""
+        if self._polling is None or self._polling.done():
+            self._polling = asyncio.create_task(self._poll_until_idle())
+
+    async def _poll_until_idle(self) -> None:
+        while self._manager.poll():
+            await asyncio.sleep(_LONGEST_PAUSE_S)
+
+    def _copy_out(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> Mask:
+        """Verify blocks and copy the sound blocks to the engine. Thread: any."""
+        sound = np.empty(len(slots), np.bool_)
+        for batch in self._chunks(len(slots)):
+            sound[batch] = good = self._ram.verify_slots(keys[batch], slots[batch])
+            if good.any():
+                parts.load(self._ram.pool, slots[batch][good], rows[batch][good])
+        return sound
+
+    def _copy_in(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> None:
+        """Copy blocks from the engine and compute their checksums. Thread: any."""
+        self._ram.erase(slots)
+        for batch in self._chunks(len(slots)):
+            parts.store(rows[batch], self._ram.pool, slots[batch])
+            self._ram.seal(keys[batch], slots[batch])
+
+    def _chunks(self, count: int) -> list[slice]:
+        """Divide blocks, so that a block is still in the CPU's cache when it is copied after its check."""
+        step = max(1, _CHUNK_BYTES // self._ram.block_bytes)
+        return [slice(begin, begin + step) for begin in range(0, count, step)]

@@ -1,0 +1,88 @@
+"""The identity of a block: chained hashes of its tokens, and the fingerprint of its producer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.errors import ConfigError
+
+KEY_BYTES = 32
+_FORMAT = 1
+"""Version of the keys and of the order of bytes in a slot; increment it with every change of either."""
+
+Tokens: TypeAlias = Any
+"""Token ids: a sequence of ints, or a numpy array or torch tensor of one dimension."""
+
+
+def fingerprint(model: str, layout: dict[str, Any]) -> str:
+    """Return the text that identifies the producer of the blocks: all that determines KV besides tokens."""
+    fields = {"model": model, "layout": layout, "byteorder": sys.byteorder, "format": _FORMAT}
+    return json.dumps(fields, sort_keys=True)
+
+
+class KeyChain:
+    """The keys of a growing sequence of tokens, one for each full block.
+
+    A key is the SHA-256 of the previous key and the block's token ids, so it identifies the block and
+    everything before it. The first block continues a hash of `salt`: sequences of different salts share no
+    key.
+
+    Attributes:
+        keys: the keys so far.
+        num_tokens: number of tokens so far.
+    """
+
+    def __init__(self, block_tokens: int, salt: str | bytes = "") -> None:
+        self._block_tokens = block_tokens
+        self._parent = hashlib.sha256(salt.encode() if isinstance(salt, str) else salt).digest()
+        self._rest = np.empty(0, np.int64)
+        self.keys: list[bytes] = []
+        self.num_tokens = 0
+
+    def extend(self, token_ids: Tokens) -> None:
+        """Append tokens. Cost: 1 µs a block. Raises `ConfigError` for anything but integers."""
+        new = _integers(token_ids)
+        self.num_tokens += len(new)
+        tokens = np.concatenate((self._rest, new))
+        full = len(tokens) // self._block_tokens * self._block_tokens
+        data, width = tokens[:full].tobytes(), 8 * self._block_tokens
+        for begin in range(0, len(data), width):
+            self._parent = hashlib.sha256(self._parent + data[begin : begin + width]).digest()
+            self.keys.append(self._parent)
+        self._rest = tokens[full:]
+
+
+class GivenKeys:
+    """Keys that the engine computes, one for each full block; otherwise as `KeyChain`."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self.keys: list[bytes] = []
+        self.num_tokens = 0
+
+    def extend(self, keys: Sequence[bytes]) -> None:
+        """Append keys. Raises `ConfigError` for anything but 32 bytes."""
+        for number, key in enumerate(keys, len(self.keys)):
+            if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+                raise ConfigError(f"keys[{number}]", key, f"allowed: {KEY_BYTES} bytes, such as a SHA-256")
+        self.keys += keys
+        self.num_tokens = len(self.keys) * self._block_tokens
+
+
+def _integers(token_ids: Tokens) -> npt.NDArray[np.int64]:
+    given = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        array = np.asarray(None)  # rows of different lengths
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size) or isinstance(given, (str, bytes)):
+        kind = f"{array.dtype} of shape {array.shape}"
+        raise ConfigError("token_ids", kind, "allowed: one dimension of integers")
+    return array.astype("<i8")

@@ -1,0 +1,94 @@
+"""`kvoffload.open`: creates manager, RAM and tiers for a process, and checks all options first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+from kvoffload.cache.cache import KVCache
+from kvoffload.cache.jobs import Jobs
+from kvoffload.cache.keys import KEY_BYTES, fingerprint
+from kvoffload.cache.layout import KVLayout
+from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
+from kvoffload.errors import ConfigError, Problems
+from kvoffload.settings.read import Duration, Positive, Size, convert
+from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiers.memory import MemoryTier
+from kvoffload.tiers.spec import TierOwner, open_tiers, parse_tiers
+
+TierText: TypeAlias = str | Mapping[str, Any]
+
+
+def open(
+    *,
+    model: str,
+    layout: KVLayout,
+    ram: str | int = "1GiB",
+    tiers: str | Iterable[TierText] = (),
+    policy: str | type[EvictionPolicy] = DEFAULT_POLICY,
+    admission: str | Admission = DEFAULT_ADMISSION,
+    deadline_s: float = 2.0,
+    recompute_tokens_per_s: float | None = None,
+) -> KVCache:
+    """Open a cache for the KV blocks of this process, in RAM and in tiers behind it.
+
+    Args:
+        model: identity of everything that determines KV besides the tokens: weights with their revision,
+            adapters, quantization, rope settings, library versions. Blocks of another model or layout are
+            never served.
+        layout: the layout of the engine's tensors.
+        ram: size of RAM: ``8GiB``, or a number of bytes.
+        tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
+        policy, admission: of RAM, as for `OffloadingManager`.
+        deadline_s: longest time that a load waits for tiers.
+        recompute_tokens_per_s: speed of the engine; tiers are then read only if that is faster.
+
+    Raises:
+        ConfigError: all problems at once.
+        UnavailableError: a tier cannot be opened now.
+    """
+    problems = Problems("open")
+    with problems:
+        if not isinstance(model, str) or not model.strip():
+            raise ConfigError("model", model or None, "give a text that names weights, revision and settings")
+    with problems:
+        if not isinstance(layout, KVLayout):
+            raise ConfigError("layout", layout, "allowed: a KVLayout")
+    with problems:
+        ram_bytes = convert("ram", ram, Size)
+    with problems:
+        options = parse_tiers("tiers", tiers)
+    with problems:
+        POLICIES.find(policy)
+    with problems:
+        create_admission(admission, KEY_BYTES, 1)
+    with problems:
+        deadline_s = convert("deadline_s", deadline_s, Duration)
+    with problems:
+        if recompute_tokens_per_s is not None:
+            convert("recompute_tokens_per_s", recompute_tokens_per_s, Positive)
+    problems.check()
+    if (blocks := ram_bytes // layout.block_bytes) < 1:
+        raise ConfigError("ram", ram, f"allowed: {layout.block_bytes:,} bytes or more, the size of a block")
+    owner = TierOwner(layout.block_bytes, KEY_BYTES, fingerprint(model, layout.describe()))
+    with ExitStack() as undo:
+        opened = open_tiers(options, owner)
+        for tier in opened:
+            undo.callback(tier.close)
+        memory = MemoryTier(blocks, layout.block_bytes)
+        undo.callback(memory.close)
+        manager = TieredManager(
+            blocks,
+            ram=memory,
+            tiers=opened,
+            key_bytes=KEY_BYTES,
+            policy=policy,
+            admission=admission,
+            deadline_s=deadline_s,
+            recompute_s_per_block=recompute_tokens_per_s and layout.block_tokens / recompute_tokens_per_s,
+        )
+        cache = KVCache(Jobs(manager, memory, layout.block_tokens), layout, deadline_s)
+        undo.pop_all()
+    return cache

@@ -1,0 +1,53 @@
+"""The place of a request in the engine's tensors: numbers of blocks, or a row and a position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.cache.layout import KVLayout, KVTensors
+from kvoffload.errors import ConfigError
+from kvoffload.transfer.parts import Parts, parts_of
+
+BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
+
+
+class Place(NamedTuple):
+    """The place of a request, as for `KVRequest.load_into`."""
+
+    block_ids: BlockIds | None
+    row: int | None
+    start: int
+
+    def in_tensors(self, kv: KVTensors, layout: KVLayout) -> tuple[Parts, npt.NDArray[np.int64]]:
+        """Check tensors and place; return the tensors' parts, and the request's blocks in order.
+
+        Raises: `ConfigError`.
+        """
+        views = layout.views(kv, self.row, self.start)
+        count = len(views[0])
+        if self.row is None:
+            return parts_of(views), _checked(self.block_ids, count)
+        if self.block_ids is not None:
+            raise ConfigError("block_ids", "given", "allowed: only with the axis block; give row and start")
+        return parts_of(views), np.arange(count)
+
+
+def _checked(block_ids: BlockIds | None, count: int) -> npt.NDArray[np.int64]:
+    if block_ids is None:
+        raise ConfigError("block_ids", None, "give the engine's blocks for the request, in order")
+    given = block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids
+    ids = np.asarray(given)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+        raise ConfigError(
+            "block_ids", f"{ids.dtype} of shape {ids.shape}", "allowed: one dimension of integers"
+        )
+    outside = np.flatnonzero((ids < 0) | (ids >= count))
+    if len(outside):
+        raise ConfigError(f"block_ids[{outside[0]}]", given[outside[0]], f"allowed: 0 to {count - 1}")
+    if len(np.unique(ids)) < len(ids):
+        raise ConfigError("block_ids", given, "allowed: each block once")
+    return ids.astype(np.int64)

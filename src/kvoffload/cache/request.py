@@ -1,0 +1,189 @@
+"""One inference request: load its prefix, extend it, store its blocks.
+
+Checks arguments in the caller's thread and starts jobs; the jobs decide and copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+from kvoffload.cache.jobs import Jobs, Work
+from kvoffload.cache.keys import KEY_BYTES, GivenKeys, KeyChain, Tokens
+from kvoffload.cache.layout import KVLayout, KVTensors
+from kvoffload.cache.owner import Limit, Owner
+from kvoffload.cache.place import BlockIds, Place
+from kvoffload.core.hints import Hints
+from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
+
+
+class KVRequest:
+    """One inference request, from `KVCache.request`.
+
+    A prefix of whole blocks is loaded and stored. Methods that end in ``_async`` are for `asyncio`; a
+    cancelled call ends when its copy has ended.
+
+    Thread: one at a time. Use it as a context manager: at its end the uses of its blocks are counted, and an
+    exception stores nothing.
+
+    """
+
+    def __init__(
+        self,
+        chain: KeyChain | GivenKeys,
+        hints: Hints,
+        *,
+        owner: Owner,
+        jobs: Jobs,
+        layout: KVLayout,
+        deadline_s: float,
+    ) -> None:
+        self._chain, self._work, self._num_computed = chain, Work(hints), chain.num_tokens
+        self._owner, self._jobs, self._layout, self._deadline_s = owner, jobs, layout, deadline_s
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the request so far."""
+        return self._chain.num_tokens
+
+    def load_into(
+        self,
+        kv: KVTensors,
+        block_ids: BlockIds | None = None,
+        *,
+        row: int | None = None,
+        start: int = 0,
+        present: int = 0,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Load the longest known prefix into the engine's tensors; return the number of tokens present.
+
+        At most all tokens but the last: an engine computes the last token to get its logits. The last block
+        is loaded nevertheless.
+
+        Args:
+            kv: the tensors of `KVLayout`.
+            block_ids: the engine's blocks for the request, in order. Without the axis ``block``: `row` and
+                `start`, the row of the sequence and the position of its first token.
+            present: leading tokens that the tensors already hold. They count, and are not loaded.
+            timeout_s: longest wait for tiers; by default the cache's `deadline_s`.
+
+        Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
+        """
+        job, limit = self._loading(kv, Place(block_ids, row, start), present, timeout_s)
+        return self._usable(self._owner.run(job, limit), present)
+
+    async def load_into_async(
+        self,
+        kv: KVTensors,
+        block_ids: BlockIds | None = None,
+        *,
+        row: int | None = None,
+        start: int = 0,
+        present: int = 0,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Load the longest known prefix, as `load_into`."""
+        job, limit = self._loading(kv, Place(block_ids, row, start), present, timeout_s)
+        return self._usable(await self._owner.run_async(job, limit), present)
+
+    def extend(self, token_ids: Tokens) -> None:
+        """Append generated tokens; for a request of `keys`, further keys."""
+        self._chain.extend(token_ids)
+        if len(token_ids):
+            self._num_computed = self._chain.num_tokens - isinstance(self._chain, KeyChain)
+
+    def store_from(
+        self,
+        kv: KVTensors,
+        block_ids: BlockIds | None = None,
+        *,
+        row: int | None = None,
+        start: int = 0,
+        num_tokens: int | None = None,
+    ) -> int:
+        """Store the full blocks that RAM lacks from the engine's tensors; return the number of stored tokens.
+
+        The tensors may change after the call. Blocks for which RAM has no room, or which policy or admission
+        rule refuse, are not stored.
+
+        Args:
+            kv, block_ids, row, start: as for `load_into`.
+            num_tokens: leading tokens whose KV is computed. By default the whole prompt, and after `extend`
+                all tokens but the last: engines compute the KV of a sampled token in the next step.
+
+        Raises: as `load_into`.
+        """
+        job = self._storing(kv, Place(block_ids, row, start), num_tokens)
+        return self._layout.block_tokens * self._owner.run(job, Limit(math.inf))
+
+    async def store_from_async(
+        self,
+        kv: KVTensors,
+        block_ids: BlockIds | None = None,
+        *,
+        row: int | None = None,
+        start: int = 0,
+        num_tokens: int | None = None,
+    ) -> int:
+        """Store the full blocks that RAM lacks, as `store_from`."""
+        job = self._storing(kv, Place(block_ids, row, start), num_tokens)
+        return self._layout.block_tokens * await self._owner.run_async(job, Limit(math.inf))
+
+    def finish(self) -> None:
+        """End the request, after the jobs that are under way. A second call does nothing."""
+        if not self._owner.is_closed:
+            self._owner.run(self._jobs.finish(self._work, self._keys()), Limit(math.inf))
+
+    async def finish_async(self) -> None:
+        """End the request, as `finish`."""
+        if not self._owner.is_closed:
+            await self._owner.run_async(self._jobs.finish(self._work, self._keys()), Limit(math.inf))
+
+    def __enter__(self) -> KVRequest:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    async def __aenter__(self) -> KVRequest:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.finish_async()
+
+    # ---- private
+
+    def _keys(self, count: int | None = None) -> Keys:
+        return Keys.pack(self._chain.keys[:count], KEY_BYTES)
+
+    def _usable(self, num_blocks: int, present: int) -> int:
+        tokens = max(present, num_blocks * self._layout.block_tokens)
+        at_most = self.num_tokens - isinstance(self._chain, KeyChain)
+        return max(0, min(tokens, at_most))
+
+    def _loading(
+        self, kv: KVTensors, place: Place, present: int, timeout_s: float | None
+    ) -> tuple[Coroutine[Any, Any, int], Limit]:
+        """Check the arguments of a load; return its job and limit."""
+        if not 0 <= present <= self.num_tokens:
+            raise ConfigError(
+                "present", present, f"allowed: 0 to {self.num_tokens}, the tokens of the request"
+            )
+        parts, ids = place.in_tensors(kv, self._layout)
+        limit = Limit(self._deadline_s if timeout_s is None else timeout_s)
+        first = present // self._layout.block_tokens
+        return self._jobs.load(self._work, self._keys(len(ids)), first, parts, ids, limit), limit
+
+    def _storing(self, kv: KVTensors, place: Place, num_tokens: int | None) -> Coroutine[Any, Any, int]:
+        """Check the arguments of a store; return its job."""
+        computed = self._num_computed if num_tokens is None else num_tokens
+        if not 0 <= computed <= self.num_tokens:
+            raise ConfigError(
+                "num_tokens", num_tokens, f"allowed: 0 to {self.num_tokens}, the tokens of the request"
+            )
+        parts, ids = place.in_tensors(kv, self._layout)
+        count = min(len(ids), computed // self._layout.block_tokens)
+        return self._jobs.store(self._work, self._keys(count), parts, ids)

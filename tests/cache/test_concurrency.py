@@ -1,0 +1,307 @@
+"""Deadlines, threads, `asyncio`, closing with work in flight, and killed processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvoffload
+from kvoffload import KVCache, MemoryTier, TieredManager
+from kvoffload.cache.jobs import Jobs
+from kvoffload.cache.keys import KEY_BYTES, KeyChain
+from kvoffload.testing.scripted_tier import ScriptedTier
+from support.timeouts import HANGS_S
+from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of
+
+LAYOUT = layout_of()
+TOKENS, IDS = [*range(17)], [*range(5)]
+
+
+class Rig:
+    """A cache over a tier whose jobs the test ends."""
+
+    def __init__(self, deadline_s: float = HANGS_S) -> None:
+        self.tier = ScriptedTier(LAYOUT.block_bytes)
+        self.memory = MemoryTier(64, LAYOUT.block_bytes)
+        self.manager = TieredManager(
+            64, ram=self.memory, tiers=[self.tier], key_bytes=KEY_BYTES, deadline_s=deadline_s
+        )
+        self.cache = KVCache(Jobs(self.manager, self.memory, BLOCK_TOKENS), LAYOUT, deadline_s)
+        self.engine = TokenEngine(LAYOUT)
+
+    def put_below(self, tokens: list[int]) -> None:
+        """Put the blocks of a prompt into the tier only."""
+        chain = KeyChain(BLOCK_TOKENS)
+        chain.extend(tokens)
+        source = TokenEngine(LAYOUT)
+        source.compute(tokens, {"block_ids": IDS})
+        for number, key in enumerate(chain.keys):
+            self.tier.blocks[key] = b"".join(array[number].tobytes() for array in source.arrays)
+
+    def wait_for_job(self) -> None:
+        until(lambda: bool(self.tier.jobs))
+
+    def end_jobs(self) -> None:
+        for job in [*self.tier.jobs]:
+            self.tier.end(job)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + HANGS_S
+    while not condition():
+        assert time.monotonic() < limit, "nothing happened"
+        time.sleep(0.001)
+
+
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def test_a_load_waits_for_the_tier() -> None:
+    rig = Rig()
+    rig.put_below(TOKENS)
+    with rig.cache, rig.cache.request(TOKENS) as request:
+        load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
+        rig.wait_for_job()
+        assert not load.done()
+        rig.end_jobs()
+        assert load.result(HANGS_S) == 16
+        rig.engine.check(TOKENS, {"block_ids": IDS}, 16)
+
+
+def test_a_load_ends_at_its_deadline_with_the_blocks_that_are_ready() -> None:
+    rig = Rig()
+    with rig.cache:
+        with rig.cache.request(TOKENS[:9]) as request:
+            rig.engine.compute(TOKENS, {"block_ids": IDS})
+            request.store_from(rig.engine.kv, IDS)
+        rig.put_below(TOKENS)
+        with rig.cache.request(TOKENS) as request:
+            assert request.load_into(rig.engine.kv, IDS, timeout_s=0.01) == 8
+            assert any(job.is_read for job in rig.tier.jobs), "the read has not ended"
+        rig.end_jobs()
+        with rig.cache.request(TOKENS) as request:
+            assert request.load_into(rig.engine.kv, IDS) == 16
+
+
+def test_the_deadline_of_the_cache_holds_for_each_load() -> None:
+    rig = Rig(deadline_s=0.01)
+    rig.put_below(TOKENS)
+    with rig.cache, rig.cache.request(TOKENS) as request:
+        assert request.load_into(rig.engine.kv, IDS) == 0
+        rig.end_jobs()
+
+
+def test_closing_ends_a_load_that_waits() -> None:
+    rig = Rig()
+    rig.put_below(TOKENS)
+    request = rig.cache.request(TOKENS)
+    load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
+    rig.wait_for_job()
+    closing = in_thread(rig.cache.close)
+    assert load.result(HANGS_S) == 0
+    closing.result(HANGS_S)
+    assert rig.tier.closed
+    request.finish()
+
+
+def test_a_cancelled_load_ends_its_wait_and_the_request_goes_on() -> None:
+    rig = Rig()
+    rig.put_below(TOKENS)
+
+    async def serve() -> int:
+        async with rig.cache.request(TOKENS) as request:
+            load = asyncio.create_task(request.load_into_async(rig.engine.kv, IDS))
+            while not rig.tier.jobs:
+                await asyncio.sleep(0.001)
+            load.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await load
+            rig.end_jobs()
+            return await request.load_into_async(rig.engine.kv, IDS)
+
+    with rig.cache:
+        assert asyncio.run(serve()) == 16
+
+
+def test_a_cancelled_load_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the call nothing writes into the engine's tensors."""
+    copying, may_go_on = threading.Event(), threading.Event()
+    rig = Rig()
+    rig.tier.immediate = True
+    load_parts = kvoffload.transfer.parts.HostParts.load
+
+    def slowly(*arguments: Any) -> None:
+        copying.set()
+        assert may_go_on.wait(HANGS_S)
+        load_parts(*arguments)
+
+    async def serve() -> bool:
+        async with rig.cache.request(TOKENS) as request:
+            load = asyncio.create_task(request.load_into_async(rig.engine.kv, IDS))
+            while not copying.is_set():
+                await asyncio.sleep(0.001)
+            load.cancel()
+            await asyncio.sleep(0.01)
+            was_done = load.done()
+            may_go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await load
+            rig.engine.check(TOKENS, {"block_ids": IDS}, 16)
+            return was_done
+
+    rig.put_below(TOKENS)
+    monkeypatch.setattr("kvoffload.transfer.parts.HostParts.load", slowly)
+    with rig.cache:
+        assert not asyncio.run(serve())
+
+
+def test_an_interrupted_caller_waits_for_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig()
+    rig.put_below(TOKENS)
+
+    result = Future.result
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
+        if interrupts:
+            rig.wait_for_job()
+            raise interrupts.pop()
+        return result(future, timeout)
+
+    with rig.cache, rig.cache.request(TOKENS) as request:
+        monkeypatch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            request.load_into(rig.engine.kv, IDS)
+        monkeypatch.undo()
+        assert not request._work.turn.locked(), "the job has ended"
+        rig.end_jobs()
+
+
+def test_flush_waits_for_the_tier_while_others_load() -> None:
+    rig = Rig()
+    with rig.cache:
+        with rig.cache.request(TOKENS) as request:
+            rig.engine.compute(TOKENS, {"block_ids": IDS})
+            request.store_from(rig.engine.kv, IDS)
+        flush = in_thread(rig.cache.flush)
+        rig.wait_for_job()
+        with rig.cache.request(TOKENS) as request:
+            assert request.load_into(rig.engine.kv, IDS) == 16
+        assert not flush.done()
+        until(lambda: bool(rig.end_jobs() or flush.done()))
+        assert flush.result()
+        assert len(rig.tier.durable) == 4
+        with rig.cache.request([99, *TOKENS]) as request:
+            request.store_from(rig.engine.kv, IDS)
+        assert not rig.cache.flush(timeout_s=0.01), "the tier has not written"
+        rig.end_jobs()
+
+
+@pytest.mark.parametrize("disk", [False, True])
+def test_threads_share_a_cache(tmp_path: Path, disk: bool) -> None:
+    """Eight threads with tensors of their own; every loaded byte is checked. RAM is small."""
+    tiers = [f"disk:{tmp_path}:16MiB"] if disk else []
+    with kvoffload.open(model="toy", layout=LAYOUT, ram=60 * LAYOUT.block_bytes, tiers=tiers) as cache:
+
+        def work(seed: int) -> int:
+            chance, engine, hits = random.Random(seed), TokenEngine(LAYOUT), 0
+            for _ in range(15):
+                family, length = chance.randrange(6), chance.randrange(1, 60)
+                tokens, ids = [family * 100 + n for n in range(length)], chance.sample(range(24), 16)
+                engine.clear()
+                with cache.request(tokens) as request:
+                    hit = request.load_into(engine.kv, ids)
+                    engine.check(tokens, {"block_ids": ids}, hit)
+                    engine.compute(tokens, {"block_ids": ids}, first=hit)
+                    request.store_from(engine.kv, ids)
+                hits += hit
+            return hits
+
+        with ThreadPoolExecutor(8) as threads:
+            assert sum(threads.map(work, range(8))) > 0
+        manager = cache._jobs._manager
+        assert cache.stats().ram.writing == 0
+        until(lambda: not manager.has_jobs)
+        assert not manager.waits
+        assert not (manager.slots.ref_cnt > 0).any()
+
+
+def test_tasks_share_a_cache(tmp_path: Path) -> None:
+    async def serve(cache: KVCache, seed: int) -> int:
+        chance, engine, hits = random.Random(seed), TokenEngine(LAYOUT), 0
+        for _ in range(10):
+            tokens = [chance.randrange(4) * 100 + n // 20 for n in range(chance.randrange(1, 60))]
+            ids = chance.sample(range(24), 16)
+            async with cache.request(tokens) as request:
+                hit = await request.load_into_async(engine.kv, ids)
+                engine.check(tokens, {"block_ids": ids}, hit)
+                engine.compute(tokens, {"block_ids": ids}, first=hit)
+                await request.store_from_async(engine.kv, ids)
+                if chance.randrange(4) == 0:
+                    await cache.flush_async()
+            hits += hit
+        return hits
+
+    async def all_of(cache: KVCache) -> int:
+        return sum(await asyncio.gather(*(serve(cache, seed) for seed in range(6))))
+
+    with kvoffload.open(
+        model="toy", layout=LAYOUT, ram=60 * LAYOUT.block_bytes, tiers=[f"disk:{tmp_path}:16MiB"]
+    ) as cache:
+        assert asyncio.run(all_of(cache)) > 0
+        assert not cache._jobs._manager.waits
+
+
+KILLED = """
+import itertools, sys
+sys.path.insert(0, {tests!r})
+import kvoffload
+from support.token_engine import TokenEngine, layout_of
+layout, engine = layout_of(), TokenEngine(layout_of())
+cache = kvoffload.open(model="toy", layout=layout, ram="1MiB", tiers=["disk:{disk}:16MiB"])
+for number in itertools.count():
+    tokens = [number * 100 + n for n in range(41)]
+    with cache.request(tokens) as request:
+        engine.compute(tokens, {{"block_ids": [*range(11)]}})
+        request.store_from(engine.kv, [*range(11)])
+    if number % 3 == 2:
+        cache.flush()
+        print(number, flush=True)
+"""
+
+
+def test_a_killed_process_leaves_its_flushed_blocks(tmp_path: Path) -> None:
+    code = KILLED.format(tests=str(Path(__file__).parents[1]), disk=tmp_path)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        flushed = [int(process.stdout.readline()) for _ in range(3)][-1]
+        os.kill(process.pid, signal.SIGKILL)
+    engine = TokenEngine(LAYOUT)
+    with kvoffload.open(model="toy", layout=LAYOUT, tiers=[f"disk:{tmp_path}:16MiB"]) as cache:
+        for number in range(flushed + 1):
+            tokens = [number * 100 + n for n in range(41)]
+            with cache.request(tokens) as request:
+                assert request.load_into(engine.kv, [*range(11)]) == 40
+                engine.check(tokens, {"block_ids": [*range(11)]}, 40)
