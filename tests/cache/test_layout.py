@@ -1,4 +1,4 @@
-"""KVLayout: what it says of a block, and which tensors it refuses."""
+"""KVLayout: size and parts of a block, and tensors that are refused."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def opened(layout: KVLayout | None = None, blocks: int = 200, **options: Any) ->
 
 
 def serve(cache: KVCache, engine: TokenEngine, tokens: list[int], ids: list[int], **request: Any) -> int:
-    """One request as an engine makes it, with a check of every loaded byte; returns the tokens present."""
+    """Make a request as an engine does, and check every loaded byte; return the tokens present."""
     place = engine.where(ids)
     engine.clear()
     with cache.request(tokens, **request) as current:

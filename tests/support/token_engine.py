@@ -105,7 +105,7 @@ class TokenEngine:
         return values
 
     def _at(self, number: int, place: dict[str, Any]) -> list[npt.NDArray[Any]]:
-        """Where the KV of token `number` is: of each layer the keys, then the values."""
+        """The places of the KV of token `number`: of each layer the keys, then the values."""
         found = []
         for array in self.arrays:
             index: dict[str, Any] = {axis: slice(None) for axis in self.layout.names}

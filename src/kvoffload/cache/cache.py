@@ -27,7 +27,7 @@ class KVCache:
     Blocks are verified against their keys at every load: a damaged block is a miss. Blocks are written to the
     tiers in the background. A cache that is opened on the same disk finds the blocks of its predecessor.
 
-    Thread: any number; one thread of its own makes all decisions. Use it as a context manager, or call
+    Thread: any number; the cache's own thread makes all decisions. Use it as a context manager, or call
     `close`: a process that ends without it loses the blocks that no tier has written.
     """
 

@@ -49,9 +49,8 @@ class KVLayout:
     | contiguous | ``batch head token dim`` | a pair (keys, values) for each layer |
     | MLA | ``block token dim`` | one for each layer |
 
-    With ``layer`` among the axes all layers are one tensor. Without ``head`` a layer has a single tensor. An
-    axis ``batch`` in place of ``block`` means that a sequence has a row of its own; then `block_tokens` is
-    free to choose.
+    With ``layer`` among the axes all layers are one tensor. Without ``head`` a layer has a single tensor.
+    With ``batch`` in place of ``block`` each sequence has its own row, and `block_tokens` is free to choose.
 
     Args:
         axes: names of a tensor's axes, in order, from ``layer``, ``kv``, ``block``, ``batch``, ``head``,

@@ -1,4 +1,4 @@
-"""One inference request: load its prefix, extend it, store its blocks.
+"""A single inference request: load its prefix, extend it, store its blocks.
 
 Checks arguments in the caller's thread and starts jobs; the jobs decide and copy.
 """
@@ -20,7 +20,7 @@ from kvoffload.structures.keys import Keys
 
 
 class KVRequest:
-    """One inference request, from `KVCache.request`.
+    """A single inference request, from `KVCache.request`.
 
     A prefix of whole blocks is loaded and stored. Methods that end in ``_async`` are for `asyncio`; a
     cancelled call ends when its copy has ended.

@@ -76,8 +76,8 @@ class HostParts:
 class DeviceParts:
     """Parts on one device of torch: whole slots cross the bus in one copy, and the device spreads them.
 
-    Copies run on the stream that is current in the thread that made this object, so they follow the work that
-    the engine has submitted, and precede the work that it submits after the call.
+    Copies run on the stream that was current when the object was made. They follow the work that the
+    engine has submitted before, and precede the work that it submits after the call.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
