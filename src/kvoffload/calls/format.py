@@ -27,7 +27,7 @@ from kvoffload.settings.registry import Registry
 from kvoffload.structures.jit import I32Array
 from kvoffload.structures.keys import words_per_key
 
-MAGIC, VERSION = b"KVOCALLS", 1
+MAGIC, VERSION = b"KVOCALLS", 2
 HASHES, WHOLE = "hashes", "whole"
 """Contents of a recording's keys: their 64-bit hashes, or all bytes."""
 HEADER, CALLS, END = 1, 2, 3
@@ -50,7 +50,7 @@ class Header(msgspec.Struct, frozen=True):
         keys: `HASHES`, or `WHOLE` for policies and admission rules of other packages, which may read keys.
         key_bytes: length of the engine's keys.
         policy, admission, store: as for `OffloadingManager`.
-        policy_may_refuse: False if tiers behind RAM need every block.
+        refuses_unasked: as for `OffloadingManager`; False if tiers behind RAM need every block.
     """
 
     kvoffload: str
@@ -60,7 +60,7 @@ class Header(msgspec.Struct, frozen=True):
     policy: str
     admission: str
     store: str
-    policy_may_refuse: bool
+    refuses_unasked: bool
 
     @property
     def key_words(self) -> int:
@@ -94,20 +94,24 @@ def is_recording(path: Path) -> bool:
 def header_of(manager: OffloadingManager, policy: object, admission: object) -> Header:
     """Describe a manager that was created with this policy and this admission rule."""
     used = [manager.policy, *([manager.admission] if manager.admission is not None else [])]
-    is_ours = all(type(rule).__module__.startswith("kvoffload.") for rule in used)
     return Header(
         kvoffload=__version__,
-        keys=HASHES if is_ours else WHOLE,
+        keys=HASHES if all(map(is_ours, used)) else WHOLE,
         key_bytes=manager.key_bytes,
         capacity_blocks=manager.capacity_blocks,
-        policy=_text_of(POLICIES, policy),
-        admission=_text_of(ADMISSIONS, admission),
+        policy=text_of(POLICIES, policy),
+        admission=text_of(ADMISSIONS, admission),
         store=ON_DEVICE_EVICTION if manager.store_mode.follows_device else ON_COMPUTE,
-        policy_may_refuse=manager.policy_may_refuse,
+        refuses_unasked=manager.refuses_unasked,
     )
 
 
-def _text_of(registry: Registry[Any], given: object) -> str:
+def is_ours(rule: object) -> bool:
+    """Return True for a policy or admission rule of this package, which reads only hashes of keys."""
+    return type(rule).__module__.startswith("kvoffload.")
+
+
+def text_of(registry: Registry[Any], given: object) -> str:
     """Return the text that creates a given policy or admission rule."""
     if isinstance(given, str):
         return given

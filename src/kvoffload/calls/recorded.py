@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.calls.format import Header, header_of
+from kvoffload.calls.format import Header, header_of, is_ours, text_of
 from kvoffload.calls.hints import HintNumbers
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.core import kernels
@@ -24,11 +24,14 @@ from kvoffload.core.hints import Hints
 from kvoffload.core.log import ADMITTED, FAILED, IS_PART, NO_REQUEST, Call, Log
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
-from kvoffload.core.policy import DEFAULT_POLICY
+from kvoffload.core.policy import DEFAULT_POLICY, POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.core.state import Entering
-from kvoffload.errors import MisuseError
+from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import wrong_key
+
+if TYPE_CHECKING:
+    from kvoffload.core.policy_change import PolicyChange
 
 RING_WORDS = 1 << 21
 """8 MiB: seconds of the calls of a busy engine."""
@@ -116,6 +119,25 @@ class RecordedManager(OffloadingManager):
             super().reset(drop_in_flight=drop_in_flight)
         finally:
             self._put(Call.RESET, 0, np.array([drop_in_flight], np.int32))
+
+    def begin_policy_change(self, change: PolicyChange) -> None:
+        """Begin to replace the policy, see `OffloadingManager.begin_policy_change`.
+
+        Raises: `ConfigError` for policies in Python and of other packages, which a recording cannot reproduce
+        from here on.
+        """
+        text = text_of(POLICIES, change.spec)
+        if not (change.is_gradual and is_ours(change.new)) and self._log.is_open:
+            why = "while calls are recorded, change only to a policy of kvoffload"
+            raise ConfigError("policy", text, why)
+        super().begin_policy_change(change)
+        self._put(Call.BEGIN_POLICY_CHANGE, 0, _words_of(text.encode()))
+
+    def advance_policy_change(self, num_blocks: int = 256) -> bool:
+        """Continue a change of the policy, see `OffloadingManager.advance_policy_change`."""
+        if self._change is not None:
+            self._put(Call.ADVANCE_POLICY_CHANGE, 0, np.array([num_blocks], np.int32))
+        return super().advance_policy_change(num_blocks)
 
     # ---- hooks of the manager
 

@@ -94,7 +94,8 @@ def manager_of(header: Header) -> OffloadingManager:
         admission=header.admission,
         store=header.store,
     )
-    manager.policy_may_refuse = header.policy_may_refuse
+    if not header.refuses_unasked:
+        manager.refuse_only_if_asked()
     return manager
 
 
@@ -160,6 +161,11 @@ class CallReplay:
             self._damaged = record.further
         elif record.call is Call.SET_HINTS:
             self._set_hints(record, self._hints.get(int(record.further[0]), NO_HINTS))
+        elif record.call is Call.BEGIN_POLICY_CHANGE:
+            policy = record.further.tobytes().rstrip(b"\0").decode()
+            self.manager.begin_policy_change(self.manager.prepare_policy_change(policy))
+        elif record.call is Call.ADVANCE_POLICY_CHANGE:
+            self.manager.advance_policy_change(int(record.further[0]))
 
     def _set_hints(self, record: Record, hints: Hints) -> None:
         request = self._requests.get(record.subject)

@@ -44,6 +44,10 @@ class Call(IntEnum):
     """The damaged rows of the following `COMPLETE_LOAD` or `UNPIN`."""
     RAISED = 20
     """The exception of the previous call."""
+    BEGIN_POLICY_CHANGE = 21
+    """The text of the new policy."""
+    ADVANCE_POLICY_CHANGE = 22
+    """The number of blocks."""
 
 
 LOOKUP, TOUCH, TOUCH_PATH, FINISH, LAST_CALL = 4, 5, 6, 7, 16

@@ -8,7 +8,7 @@ and reports results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,9 @@ from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
 from kvoffload.structures.lists import Lists
+
+if TYPE_CHECKING:
+    from kvoffload.core.policy_change import PolicyChange
 
 _NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
@@ -81,6 +84,7 @@ class OffloadingManager:
         store_mode: calls policies in Python; chosen by `store`.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
+        refuses_unasked: False if policies may refuse blocks only if the user has set their `write_cost`.
         miss_counts: counts of `count_misses` by the codes of `miss_record`.
 
     Raises:
@@ -113,7 +117,7 @@ class OffloadingManager:
             raise ConfigError("admission", self.admission.key_bytes, f"its keys must have {key_bytes} bytes")
         if store not in STORES:
             raise ConfigError("store", store, f"allowed: {', '.join(STORES)}")
-        self.policy_may_refuse = self.policy.refuses
+        self.policy_may_refuse, self.refuses_unasked = self.policy.refuses, True
         self.slots = Slots(capacity_blocks)
         self._follows_device = store == ON_DEVICE_EVICTION
         self._state = Cache(
@@ -134,6 +138,7 @@ class OffloadingManager:
         self._events: list[OffloadingEvent] | None = [] if enable_events else None
         self._labels, self.queue = Labels(), self.new_queue()
         self._epoch = self._void_before = 0
+        self._change: PolicyChange | None = None
         compile_all()
 
     # ---- requests
@@ -481,11 +486,77 @@ class OffloadingManager:
         """Return as `stats`, without `policy` and `misses`, for frequent calls. Cost: 3 us."""
         return ManagerStats.of(self._state, self.slots)
 
+    # ---- another policy
+
+    def prepare_policy_change(self, policy: str | type[EvictionPolicy]) -> PolicyChange:
+        """Create another policy for `begin_policy_change`. Changes nothing.
+
+        Thread: any. Cost: O(capacity), and seconds if the policy's kernels must be compiled.
+
+        Raises: `ConfigError` for an unknown policy.
+        """
+        from kvoffload.core.policy_change import PolicyChange  # its kernels take seconds to compile
+
+        return PolicyChange(policy, self.policy, POLICIES.find(policy)(self.index), self._follows_device)
+
+    def begin_policy_change(self, change: PolicyChange) -> None:
+        """Begin to replace the policy. Nothing is evicted, and no block moves.
+
+        The new policy adopts the blocks in the order of the old policy, in calls of `advance_policy_change`;
+        until it has all, the old policy decides. Blocks that are used or stored meanwhile come last. The new
+        policy starts without the old policy's counts, ghosts and learnt parameters. If one of the two
+        policies is in Python, it adopts all blocks in this call. `reset` continues the change without blocks.
+
+        Cost: O(blocks): 2 ms for 32,000 blocks.
+
+        Raises: `MisuseError` during another change, and for a change that was prepared for another policy.
+        """
+        if self._change is not None or change.old is not self.policy:
+            raise MisuseError(f"policy {change.new.name}: the policy is changing, or has changed since")
+        ordered = self.slots.filled()
+        if self._follows_device:
+            ordered = np.setdiff1d(ordered, self._state.duplicates.members(0))
+        change.begin(ordered)
+        self._change = change
+        if change.policy is change.old:
+            self.advance_policy_change()
+        else:
+            self._decide_by(change.policy)
+
+    def advance_policy_change(self, num_blocks: int = 256) -> bool:
+        """Continue a change of the policy; return True if it is not complete.
+
+        Call it regularly while it returns True, for instance once a scheduler step, with more blocks than are
+        used between two calls.
+
+        Args:
+            num_blocks: blocks that the new policy gets in this call. Cost: 1 us for each.
+        """
+        change = self._change
+        if change is not None and change.advance(self._state, num_blocks):
+            self._change = None
+            self._state.exchange("known", change.known)
+            self._decide_by(change.new)
+        return self._change is not None
+
+    def refuse_only_if_asked(self) -> None:
+        """Let policies refuse blocks only if the user has set their `write_cost`."""
+        self.refuses_unasked = False
+        self.policy_may_refuse = self._may_refuse(self.policy)
+
     # ---- private
 
     num_members = 1
     """Number of engines that use these blocks."""
     _not_ready: ClassVar[type[MisuseError]] = MisuseError
+
+    def _decide_by(self, policy: EvictionPolicy) -> None:
+        """Use a policy that orders the resident blocks."""
+        self.policy, self.policy_may_refuse = policy, self._may_refuse(policy)
+        self.store_mode.decide_by(policy)
+
+    def _may_refuse(self, policy: EvictionPolicy) -> bool:
+        return policy.refuses and (self.refuses_unasked or policy.write_cost is not None)
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:

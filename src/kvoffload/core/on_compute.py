@@ -38,13 +38,19 @@ class OnCompute:
     follows_device: ClassVar[bool] = False
 
     def __init__(self, policy: EvictionPolicy, admission: Admission | None, cache: Cache) -> None:
-        self.policy, self.admission, self.cache = policy, admission, cache
+        self.admission, self.cache = admission, cache
+        self.num_not_admitted = 0
+        self.decide_by(policy)
+
+    def decide_by(self, policy: EvictionPolicy) -> None:
+        """Call this policy from now on."""
+        self.policy, self.is_compiled = policy, False
         # Methods that the policy implements in Python.
         self._has_expect = type(policy).expect is not EvictionPolicy.expect
         self._has_observe = type(policy).observe is not EvictionPolicy.observe
         self._has_finished = type(policy).finished is not EvictionPolicy.finished
-        self.is_compiled = False
-        self.num_not_admitted = 0
+        for name in ("policy", "expect", "observe", "finished", "access", "replace", "remove"):
+            setattr(self.cache, name, 0)
         self.bind()
 
     def bind(self) -> None:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kvoffload.core.plans import (
     PrefixLookup,
     StorePlan,
 )
-from kvoffload.core.policy import CompiledPolicy
+from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import FREE, WRITING, SlotArray
 from kvoffload.core.state import blank_load, entering
@@ -39,6 +39,9 @@ from kvoffload.node.state import COUNTERS, DEPARTED, StateFile
 from kvoffload.structures.index import ABSENT
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.placement import Placement
+
+if TYPE_CHECKING:
+    from kvoffload.core.policy_change import PolicyChange
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is
@@ -159,6 +162,10 @@ class NodeManager(OffloadingManager):
         """Return True if no function of the policy is in Python, where its state could be private."""
         overridden = [name for name in ("expect", "observe", "finished") if name in vars(type(policy))]
         return policy.is_compiled and not overridden
+
+    def prepare_policy_change(self, policy: str | type[EvictionPolicy]) -> PolicyChange:
+        """Refuse to change the policy, which all engines share. Raises: `ConfigError`."""
+        raise ConfigError("policy", policy, "the policy of a shared pool cannot be changed")
 
     # ---- the lock
 

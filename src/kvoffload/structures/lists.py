@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.structures.jit import I32Array, I32Matrix, inline
+from kvoffload.structures.jit import I32Array, I32Matrix, inline, kernel
 from kvoffload.structures.structs import Struct
 
 PREV, NEXT, LIST = 0, 1, 2
@@ -60,12 +60,19 @@ class Lists(Struct):
         return int(self.links[self.num_positions + number, LIST])
 
     def members(self, number: int) -> list[int]:
-        """Return the positions in list `number`, head first. Cost: O(members), for tests and reports."""
-        members, row = [], int(self.links[self.sentinel(number), NEXT])
-        while row != self.sentinel(number):
-            members.append(row)
-            row = int(self.links[row, NEXT])
+        """Return the positions in list `number`, head first. Cost: O(members)."""
+        positions = np.empty(self.size(number), np.int32)
+        _write_members(self.links, self.sentinel(number), positions)
+        members: list[int] = positions.tolist()
         return members
+
+
+@kernel
+def _write_members(links: I32Matrix, sentinel: int, positions: I32Array) -> None:
+    row = sentinel
+    for i in range(positions.shape[0]):
+        row = links[row, NEXT]
+        positions[i] = row
 
 
 @inline

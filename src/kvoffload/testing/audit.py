@@ -18,6 +18,7 @@ from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.miss_record import EVICTED, NEVER_SEEN, WAYS, MissRecord
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.policy_change import LEFT, NEW, Handover
 from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
@@ -197,11 +198,10 @@ def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
 
 
 def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: OffloadingManager) -> None:
-    _audit_parts(policy, policy.name)
-    if "target_t1_blocks" in policy.stats():  # ARC, or a twin in the tests
-        _audit_arc(policy, manager)
-    if isinstance(policy, Hazard):
-        _audit_hazard(policy)
+    if isinstance(policy, Handover):
+        _audit_handover(policy, manager)
+    else:
+        _audit_one_policy(policy, manager)
     duplicates = set(duplicate_slots(manager) or ())
     if manager.store_mode.follows_device:
         _audit_lists("the duplicates", manager.store_mode.cache.duplicates)
@@ -262,6 +262,26 @@ def _audit_arc(policy: Any, manager: OffloadingManager) -> None:
     assert not twice, f"ghosts are listed twice: {twice}"
     both = [key.hex() for key in ghosts if manager.index.position_of(key) != ABSENT]
     assert not both, f"keys are resident and ghosts: {both}"
+
+
+def _audit_one_policy(policy: EvictionPolicy, manager: OffloadingManager) -> None:
+    _audit_parts(policy, policy.name)
+    if "target_t1_blocks" in policy.stats():  # ARC, or a twin in the tests
+        _audit_arc(policy, manager)
+    if isinstance(policy, Hazard):
+        _audit_hazard(policy)
+
+
+def _audit_handover(policy: Handover, manager: OffloadingManager) -> None:
+    _audit_parts(policy, policy.name)
+    for part in (policy.old, policy.new):
+        _audit_one_policy(part, manager)
+    where = policy.state.where
+    old, new = ({*(part.order() or ())} for part in (policy.old, policy.new))
+    assert old == {*np.flatnonzero(where != LEFT).tolist()}, f"the old policy orders {old}; noted: {where}"
+    assert new == {*np.flatnonzero(where == NEW).tolist()}, f"the new policy orders {new}; noted: {where}"
+    recent = {*policy.state.recent.members(0)}
+    assert recent <= old, f"recent blocks that have left: {recent - old}"
 
 
 def _audit_hazard(policy: Hazard) -> None:

@@ -18,6 +18,7 @@ from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.miss_record import READY
 from kvoffload.core.plans import LoadPlan, LookupResult, OffloadingEvent, PrefixLookup, StorePlan
+from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.cascade import Cascade
@@ -96,7 +97,8 @@ class TieredManager:
         self.ram_manager = make_ram_manager(capacity_blocks, enable_events=enable_events, **manager)
         check_stack(self.ram_manager.capacity_blocks, ram, tiers, deadline_s, max_in_flight)
         # A block that RAM's policy refuses reaches no tier, so the user must enable refusal by `write_cost`.
-        self.ram_manager.policy_may_refuse &= not tiers or self.ram_manager.policy.write_cost is not None
+        if tiers:
+            self.ram_manager.refuse_only_if_asked()
         self._stack = TierStack(
             ram=self.ram_manager,
             memory=ram,
@@ -124,7 +126,7 @@ class TieredManager:
     def _adopt(self, ram: OffloadingManager) -> None:
         """Copy the members of RAM's manager that concern only RAM, so that calls go to them directly."""
         self.capacity_blocks, self.key_bytes = ram.capacity_blocks, ram.key_bytes
-        self.index, self.slots, self.policy, self.admission = ram.index, ram.slots, ram.policy, ram.admission
+        self.index, self.slots, self.admission = ram.index, ram.slots, ram.admission
         self.medium, self.block_size, self.store_mode = ram.medium, ram.block_size, ram.store_mode
         self.touch, self.contains, self.pack, self.discard = ram.touch, ram.contains, ram.pack, ram.discard
         self.slots_of, self.ready_slots_of = ram.slots_of, ram.ready_slots_of
@@ -132,6 +134,14 @@ class TieredManager:
         self.pin_ready = ram.pin_ready
         self.keep, self.stats, self.counters = ram.keep, ram.stats, ram.counters
         self.miss_counts, self.miss_record = ram.miss_counts, ram.miss_record
+        self.prepare_policy_change = ram.prepare_policy_change
+        self.begin_policy_change = ram.begin_policy_change
+        self.advance_policy_change = ram.advance_policy_change
+
+    @property
+    def policy(self) -> EvictionPolicy:
+        """The policy of RAM."""
+        return self.ram_manager.policy
 
     @property
     def recompute_s_per_block(self) -> float | None:

@@ -1,0 +1,333 @@
+"""The change of a serving manager's policy: the new policy adopts the resident blocks, in order.
+
+A `PolicyChange` is made in any thread, begun by `OffloadingManager.begin_policy_change` and advanced by
+`OffloadingManager.advance_policy_change`. Until the new policy has every block, the old policy decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
+from kvoffload.core.request import Path, RequestContext, Used, used_blocks
+from kvoffload.core.returning import known_keys
+from kvoffload.core.slots import SlotArray
+from kvoffload.core.state import Cache, Entering, blank_store
+from kvoffload.structures.index import copy_key
+from kvoffload.structures.jit import BoolArray, I32Array, I64Array, ReadI32Array, compile_all, inline, kernel
+from kvoffload.structures.keylists import KeyLists
+from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
+from kvoffload.structures.structs import Struct, call_2, call_4
+
+LEFT, OLD, NEW = 0, 1, 2
+"""Values of `State.where`."""
+_CHUNK = 256
+"""Largest number of blocks in one call of the new policy."""
+
+
+class State(Struct):
+    """The state of a `Handover`.
+
+    Attributes:
+        where: for each slot `LEFT` (in neither policy's order), `OLD` (not yet in the new policy's order), or
+            `NEW` (in both orders).
+        recent: the blocks that were used or stored since the change began, most recent first. The new policy
+            gets them last.
+        stamps: number of the call that used or stored the block in each slot.
+        reused: True for blocks that were used again since the change began.
+        num_calls: number of calls that used or stored blocks.
+        removed: blocks that the new policy forgets.
+        old, new: addresses of the policies' states.
+        old_expect, new_expect, ...: addresses of the policies' functions, or 0.
+    """
+
+    where: I32Array
+    recent: Lists
+    stamps: I64Array
+    reused: BoolArray
+    num_calls: int
+    removed: Used
+    old: int
+    new: int
+    old_expect: int
+    new_expect: int
+    old_observe: int
+    new_observe: int
+    old_finished: int
+    new_finished: int
+    old_access: int
+    old_replace: int
+    new_replace: int
+    old_remove: int
+    new_remove: int
+
+
+class Handover(CompiledPolicy):
+    """The policy of a manager during a change: the old policy decides, and the new policy learns.
+
+    Both policies observe all traffic. The uses of blocks, and the blocks that enter, reach the new policy
+    after the blocks that it adopts, because these were used earlier.
+
+    Attributes:
+        old, new: the policies.
+    """
+
+    name = ""
+
+    def __init__(self, old: CompiledPolicy, new: CompiledPolicy) -> None:
+        super().__init__(old.index)
+        self.old, self.new, capacity = old, new, old.capacity_blocks
+        self.name, self.refuses, self.write_cost = old.name, old.refuses, old.write_cost  # type: ignore[misc]
+        functions = {
+            f"{which}_{name}": policy.address_of(name)
+            for which, policy in (("old", old), ("new", new))
+            for name in ("expect", "observe", "finished", "access", "replace", "remove")
+            if f"{which}_{name}" in State.fields
+        }
+        removed = Used.over(used_blocks(np.zeros(_CHUNK, np.int32)))
+        removed.count = 0
+        self.state = State(
+            where=np.full(capacity, LEFT, np.int32),
+            recent=Lists(capacity, 1),
+            stamps=np.full(capacity, 0, np.int64),
+            reused=np.full(capacity, False, np.bool_),
+            removed=removed,
+            old=old.state.address,
+            new=new.state.address,
+            **functions,
+        )
+
+    def reset(self) -> None:
+        self.old.reset()
+        self.new.reset()
+        self.state.old, self.state.new = self.old.state.address, self.new.state.address
+        self.state.where.fill(LEFT)
+        self.state.recent.clear()
+
+    def stats(self) -> dict[str, float]:
+        return self.old.stats()
+
+    def order(self) -> list[int] | None:
+        return self.old.order()
+
+
+@inline
+def _forget(own: State, slot: int) -> None:
+    """Note that a block has left the old policy's order, and collect it if the new policy has it."""
+    if own.where[slot] == NEW:
+        own.removed.slots[own.removed.count] = slot
+        own.removed.count += 1
+    own.where[slot] = LEFT
+    if own.recent.links[slot, LIST] != UNLISTED:
+        unlink(own.recent.links, slot)
+    if own.removed.count == own.removed.slots.shape[0]:
+        _remove_collected(own)
+
+
+@inline
+def _remove_collected(own: State) -> None:
+    if own.removed.count > 0:
+        call_2(own.new_remove, own.new, own.removed)
+    own.removed.count = 0
+
+
+@inline
+def _note_use(own: State, slot: int, is_reused: bool) -> None:
+    """Make a block the most recent."""
+    links, sentinel = own.recent.links, own.recent.num_positions
+    own.stamps[slot] = own.num_calls
+    if links[slot, LIST] == UNLISTED:
+        push_head(links, sentinel, slot)
+        own.reused[slot] = is_reused
+    else:
+        move_to_head(links, sentinel, slot)
+        own.reused[slot] = own.reused[slot] or is_reused
+
+
+@Handover.compiled
+def expect(own: State, path: Path) -> None:
+    if own.old_expect != 0:
+        call_2(own.old_expect, own.old, path)
+    if own.new_expect != 0:
+        call_2(own.new_expect, own.new, path)
+
+
+@Handover.compiled
+def observe(own: State, path: Path) -> None:
+    if own.old_observe != 0:
+        call_2(own.old_observe, own.old, path)
+    if own.new_observe != 0:
+        call_2(own.new_observe, own.new, path)
+
+
+@Handover.compiled
+def finished(own: State, path: Path) -> None:
+    if own.old_finished != 0:
+        call_2(own.old_finished, own.old, path)
+    if own.new_finished != 0:
+        call_2(own.new_finished, own.new, path)
+
+
+@Handover.compiled
+def access(own: State, used: Used) -> None:
+    call_2(own.old_access, own.old, used)
+    own.num_calls += 1
+    for i in range(used.count - 1, -1, -1):
+        _note_use(own, used.slots[i], used.reused[i])
+
+
+@Handover.compiled
+def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
+    call_4(own.old_replace, own.old, new, cache, path)
+    capacity = own.where.shape[0]
+    for i in range(new.num_given, new.count):
+        if 0 <= new.slots[i] < capacity:
+            _forget(own, new.slots[i])
+    _remove_collected(own)
+    own.num_calls += 1
+    for i in range(new.count - 1, -1, -1):
+        if 0 <= new.slots[i] < capacity:
+            own.where[new.slots[i]] = OLD
+            _note_use(own, new.slots[i], False)
+
+
+@Handover.compiled
+def remove(own: State, used: Used) -> None:
+    call_2(own.old_remove, own.old, used)
+    for i in range(used.count):
+        _forget(own, used.slots[i])
+    _remove_collected(own)
+
+
+@kernel
+def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
+    """Take the coldest recent blocks of one call, at most as many as there is room for.
+
+    Writes them from the end of `slots` towards the front, so that the coldest is last; returns their number.
+    """
+    links, sentinel = own.recent.links, own.recent.num_positions
+    count, room = 0, slots.shape[0]
+    slot = links[sentinel, PREV]
+    while count < room and slot != sentinel:
+        if count > 0 and own.stamps[slot] != own.stamps[slots[room - 1]]:
+            break
+        warmer = links[slot, PREV]
+        unlink(links, slot)
+        count += 1
+        slots[room - count], reused[room - count] = slot, own.reused[slot]
+        slot = warmer
+    return count
+
+
+@kernel
+def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: Path) -> None:
+    """Give the blocks that only the old policy has to the new policy, except for recent blocks."""
+    for i in range(slots.shape[0]):
+        slot = slots[i]
+        if own.where[slot] == OLD and own.recent.links[slot, LIST] == UNLISTED:
+            own.where[slot] = NEW
+            copy_key(new.keys, 0, cache.index.keys, slot)
+            new.slots[0] = slot
+            new.count = new.num_given = new.num_free = 1
+            call_4(own.new_replace, own.new, new, cache, path)
+
+
+class PolicyChange:
+    """A new policy for a manager, and its progress in adopting the manager's blocks.
+
+    Made by `OffloadingManager.prepare_policy_change`, in any thread: this compiles the policy's kernels and
+    allocates its memory, which can take seconds.
+
+    Attributes:
+        spec: the new policy, as it was given.
+        old, new: the policies.
+        policy: the manager's policy until the change is complete: a `Handover`, or `old` if a policy is not
+            compiled. Then the change completes in one step.
+        known: the keys that a victim tier remembers for the new policy.
+        num_left: number of blocks that the new policy still has to get.
+    """
+
+    def __init__(
+        self,
+        spec: str | type[EvictionPolicy],
+        old: EvictionPolicy,
+        new: EvictionPolicy,
+        follows_device: bool,
+    ) -> None:
+        self.spec, self.old, self.new = spec, old, new
+        self.follows_device = follows_device
+        self.policy = old
+        if _has_only_kernels(old) and _has_only_kernels(new):
+            assert isinstance(old, CompiledPolicy)
+            assert isinstance(new, CompiledPolicy)
+            self.policy = Handover(old, new)
+        self.known: KeyLists = known_keys(new.index, follows_device and new.needs_returns())
+        self._order: list[int] = []
+        self._path = RequestContext("", new.index.key_bytes).memory
+        compile_all()
+
+    @property
+    def is_gradual(self) -> bool:
+        """True if both policies are compiled. Otherwise the change completes when it begins."""
+        return isinstance(self.policy, Handover)
+
+    @property
+    def num_left(self) -> int:
+        recent = self.policy.state.recent.size(0) if isinstance(self.policy, Handover) else 0
+        return len(self._order) + recent
+
+    def begin(self, filled: SlotArray) -> None:
+        """Take the old policy's order. `filled`: the slots of all ordered blocks, if the policy has no order.
+
+        Cost: O(blocks): 1 ms for 32,000 blocks.
+        """
+        order = self.old.order()
+        self._order = filled.tolist() if order is None else order
+        self._order.reverse()
+        if isinstance(self.policy, Handover):
+            self.policy.state.where[self._order] = OLD
+
+    def advance(self, cache: Cache, num_blocks: int) -> bool:
+        """Give the new policy about `num_blocks` more blocks, coldest first; return True if it has all."""
+        if not isinstance(self.policy, Handover):
+            num_blocks = self.num_left
+        while num_blocks > 0 and self._order:
+            count = min(num_blocks, _CHUNK)
+            self._adopt(cache, np.array(self._order[: -count - 1 : -1], np.int32))
+            del self._order[-count:]
+            num_blocks -= count
+        while num_blocks > 0 and self.num_left:
+            num_blocks -= self._give_recent(cache)
+        return self.num_left == 0
+
+    def _adopt(self, cache: Cache, slots: SlotArray) -> None:
+        """Give blocks to the new policy one by one, coldest first, so that every policy keeps the order."""
+        new = Entering.over(blank_store(1, self.new.index.key_bytes))
+        new.one_prefix, new.admitted = not self.follows_device, True
+        if isinstance(self.policy, Handover):
+            _adopt(self.policy.state.memory, slots, new.memory, cache.memory, self._path)
+            return
+        for slot in slots.tolist():
+            new.keys[0], new.slots[0] = self.new.index.keys[slot], slot
+            new.count = new.num_given = new.num_free = 1
+            self.new.replace_in(new, cache.memory, self._path)
+
+    def _give_recent(self, cache: Cache) -> int:
+        """Give the coldest recent blocks of one call to the new policy; return their number."""
+        assert isinstance(self.policy, Handover)
+        state = self.policy.state
+        slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)
+        count = _take_coldest(state.memory, slots, reused)
+        slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]
+        self._adopt(cache, np.ascontiguousarray(slots[::-1]))
+        self.new.access(slots, reused)
+        return max(count, 16)
+
+
+def _has_only_kernels(policy: EvictionPolicy) -> bool:
+    methods = ("expect", "observe", "finished")
+    return (
+        isinstance(policy, CompiledPolicy)
+        and policy.is_compiled
+        and all(getattr(type(policy), name) is getattr(EvictionPolicy, name) for name in methods)
+    )

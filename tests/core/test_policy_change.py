@@ -1,0 +1,222 @@
+"""A change of the policy: nothing is evicted, the order stays, and the old policy decides until the end."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule, run_state_machine_as_test
+
+from kvoffload.core.hints import NO_HINTS
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
+from kvoffload.core.policy import POLICIES
+from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.testing.audit import audit
+from kvoffload.testing.machine import manager_machine
+from kvoffload.testing.scripts import Player, Step, play, random_script, scripts
+from support.naive.fifo import NaiveFIFO
+from support.naive.lru import NaiveLRU
+from support.small_hazard import SmallHazard
+
+OTHERS: list[Any] = [SmallHazard if name == "hazard" else name for name in POLICIES.names()]
+SCRIPTS = scripts(max_steps=80)
+
+
+def manager_of(policy: Any, capacity: int = 7, **options: Any) -> OffloadingManager:
+    return OffloadingManager(capacity, key_bytes=8, policy=policy, **options)
+
+
+def change(manager: OffloadingManager, policy: Any) -> None:
+    manager.begin_policy_change(manager.prepare_policy_change(policy))
+
+
+class Changing:
+    """An `after_step` that begins a change after some steps, and continues it by some blocks a step."""
+
+    def __init__(self, policy: Any, begin_after: int, num_blocks: int) -> None:
+        self.policy, self.begin_after, self.num_blocks = policy, begin_after, num_blocks
+        self.num_steps = 0
+        self.done_after: int | None = None
+
+    def __call__(self, manager: OffloadingManager) -> None:
+        self.num_steps += 1
+        audit(manager)
+        if self.num_steps == self.begin_after:
+            before, order = manager.counters(), manager.policy.order()
+            change(manager, self.policy)
+            assert manager.counters() == before
+            assert manager.policy.order() == order
+        elif self.num_steps > self.begin_after and self.done_after is None:
+            before = manager.counters()
+            if not manager.advance_policy_change(self.num_blocks):
+                self.done_after = self.num_steps
+            assert manager.counters() == before
+            audit(manager)
+
+
+@given(
+    scripts(max_steps=80), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5), st.sampled_from(STORES)
+)
+def test_from_lru_to_lru_no_decision_changes(
+    script: list[Step], capacity: int, begin_after: int, num_blocks: int, store: str
+) -> None:
+    """The order of a new LRU equals that of an LRU that has seen all traffic, at every step."""
+    changed, plain = (manager_of("lru", capacity, store=store) for _ in range(2))
+    changing = Changing("lru", begin_after, num_blocks)
+
+    def order_of_changed(manager: OffloadingManager) -> Any:
+        changing(manager)
+        return manager.policy.order()
+
+    seen = play(changed, script, order_of_changed)
+    assert seen == play(plain, script, lambda manager: manager.policy.order())
+
+
+@pytest.mark.parametrize("old", ["arc", "lfu", "sieve", SmallHazard])
+@given(
+    scripts(max_steps=80), st.integers(1, 9), st.integers(1, 40), st.integers(1, 5), st.sampled_from(STORES)
+)
+@settings(max_examples=settings().max_examples // 3)
+def test_the_old_policy_decides_until_the_change_is_complete(
+    old: Any, script: list[Step], capacity: int, begin_after: int, num_blocks: int, store: str
+) -> None:
+    changed, plain = (manager_of(old, capacity, store=store) for _ in range(2))
+    changing = Changing("lru", begin_after, num_blocks)
+    seen = play(changed, script, changing)
+    expected = play(plain, script)
+    equal = len(script) if changing.done_after is None else changing.done_after
+    assert [step[:2] for step in seen[:equal]] == [step[:2] for step in expected[:equal]]
+
+
+@pytest.mark.parametrize(("old", "new"), [*itertools.product(OTHERS, OTHERS)])
+def test_from_every_policy_to_every_other(old: Any, new: Any) -> None:
+    for seed, store in itertools.product(range(2), STORES):
+        manager = manager_of(old, store=store)
+        changing = Changing(new, 60, 2)
+        play(manager, random_script(seed, num_steps=160, settle=True), changing)
+        assert changing.done_after is not None
+        assert manager.policy.name == POLICIES.find(new).name
+
+
+@pytest.mark.parametrize("old", OTHERS)
+@pytest.mark.parametrize("new", ["lru", "arc", "fifo", SmallHazard])
+def test_blocks_keep_their_order(old: Any, new: Any) -> None:
+    """Without traffic meanwhile, the new policy has the order of the old policy."""
+    manager = manager_of(old, 40)
+    play(manager, random_script(5, num_steps=400, settle=True))
+    order = manager.policy.order()
+    change(manager, new)
+    num_calls = 1
+    while manager.advance_policy_change(3):
+        num_calls += 1
+    assert num_calls >= len(order or []) // 3
+    assert manager.policy.order() == order
+    assert len(order or []) > 10
+
+
+def test_blocks_used_meanwhile_are_the_warmest() -> None:
+    manager = manager_of("fifo", 8)
+    ctx = manager.begin_request("a")
+    keys = [bytes([n]) * 8 for n in range(8)]
+    manager.complete_store(manager.prepare_store(keys, ctx))
+    manager.finish_request(ctx)
+    change(manager, "lru")
+    manager.touch([keys[3]])
+    assert manager.advance_policy_change(4)
+    manager.touch([keys[6]])
+    while manager.advance_policy_change(4):
+        pass
+    by_warmth = [manager.index.key_at(slot)[0] for slot in reversed(manager.policy.order())]
+    assert by_warmth == [6, 3, 7, 5, 4, 2, 1, 0]
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_a_reset_during_a_change(store: str) -> None:
+    manager = manager_of("lru", store=store)
+    player = Player(manager, [NO_HINTS])
+    for step in random_script(2, num_steps=80):
+        player.play(step)
+    change(manager, "arc")
+    manager.advance_policy_change(2)
+    manager.reset()
+    audit(manager)
+    for step in random_script(3, num_steps=80, settle=True):
+        player.play(step)
+        manager.advance_policy_change(1)
+        audit(manager)
+    assert manager.policy.name == "arc"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [(NaiveLRU, "arc"), ("arc", NaiveFIFO), (NaiveLRU, NaiveFIFO)], ids=str
+)
+@pytest.mark.parametrize("store", STORES)
+def test_a_policy_in_python_adopts_all_blocks_at_once(old: Any, new: Any, store: str) -> None:
+    manager = manager_of(old, 40, store=store)
+    play(manager, random_script(5, num_steps=400, settle=True))
+    order = manager.policy.order()
+    change(manager, new)
+    assert manager.policy.order() == order
+    assert not manager.advance_policy_change()
+    play(manager, random_script(6, num_steps=100), audit)
+
+
+def test_a_policy_without_an_order() -> None:
+    class Unordered(NaiveLRU):
+        def order(self) -> Any:
+            return None
+
+    for store in STORES:
+        manager = manager_of(Unordered, 40, store=store)
+        play(manager, random_script(5, num_steps=400, settle=True))
+        change(manager, "arc")
+        audit(manager)
+        assert manager.policy.name == "arc"
+
+
+def test_misuse() -> None:
+    manager = manager_of("lru")
+    manager.touch([b"12345678"])
+    with pytest.raises(ConfigError, match="policy"):
+        manager.prepare_policy_change("lur")
+    first, second = manager.prepare_policy_change("arc"), manager.prepare_policy_change("fifo")
+    manager.begin_policy_change(first)
+    assert not manager.advance_policy_change()
+    with pytest.raises(MisuseError, match="policy fifo"):
+        manager.begin_policy_change(second)
+
+
+def test_a_change_during_a_change_is_refused() -> None:
+    manager = manager_of("lru")
+    manager.complete_store(manager.prepare_store([b"12345678"]))
+    first, second = manager.prepare_policy_change("arc"), manager.prepare_policy_change("fifo")
+    manager.begin_policy_change(first)
+    with pytest.raises(MisuseError, match="policy fifo"):
+        manager.begin_policy_change(second)
+    while manager.advance_policy_change():
+        pass
+    assert manager.policy.name == "arc"
+
+
+@pytest.mark.parametrize("store", [ON_COMPUTE, ON_DEVICE_EVICTION])
+@pytest.mark.parametrize("policies", [("lru", "arc", SmallHazard), ("s3fifo", "lru", "gdsf")])
+def test_the_state_machine_with_changes(policies: tuple[Any, ...], store: str) -> None:
+    machine = manager_machine(
+        policies[0], store=store, key_bytes=8, max_examples=max(2, settings().max_examples // 5)
+    )
+
+    class ChangingMachine(machine):  # type: ignore[misc, valid-type]
+        @rule(policy=st.sampled_from(policies))
+        def change_policy(self, policy: Any) -> None:
+            if not self.manager.advance_policy_change(0):
+                self.manager.begin_policy_change(self.manager.prepare_policy_change(policy))
+
+        @rule(num_blocks=st.integers(1, 3))
+        def advance(self, num_blocks: int) -> None:
+            self.manager.advance_policy_change(num_blocks)
+
+    run_state_machine_as_test(ChangingMachine, settings=machine.TestCase.settings)
