@@ -21,11 +21,13 @@ from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
+from kvoffload.errors import ConfigError
 from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
 from kvoffload.testing import machine as machine_module
 from kvoffload.testing.machine import ManagerMachine
 from support.naive.lru import NaiveLRU
+from support.policy_changes import with_policy_changes
 from support.recorded_calls import recorded, replayed
 
 RULES = ["all", "reuse:2", "tinylfu", "worth"]
@@ -34,6 +36,7 @@ IN_PYTHON = [
     "support.naive.arc:NaiveARC",
     "support.naive.wtinylfu:NaiveWTinyLFU",
 ]
+CHANGES = ("lru", "arc", "hazard,history_capacity=9,sample_capacity=2,warm_up=1", "fifo")
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +60,14 @@ class RecordedMachine(ManagerMachine):
         manager.recorder.path.unlink()
 
 
-def check(policy: str, admission: str, store: str, key_bytes: int, share: float) -> None:
+def check(
+    policy: str,
+    admission: str,
+    store: str,
+    key_bytes: int,
+    share: float,
+    changes: tuple[str, ...] = (),
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def make() -> RecordedManager:
@@ -71,6 +81,8 @@ def check(policy: str, admission: str, store: str, key_bytes: int, share: float)
             )
 
         machine: Any = type("Machine", (RecordedMachine,), {"make": staticmethod(make)})
+        if changes:
+            machine = with_policy_changes(machine, changes)
         examples = max(2, round(settings().max_examples * share))
         run_state_machine_as_test(
             machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None)
@@ -81,6 +93,22 @@ def check(policy: str, admission: str, store: str, key_bytes: int, share: float)
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_a_policy(policy: str, store: str) -> None:
     check(policy, "all", store, 36, 0.25)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_changes_of_the_policy(store: str) -> None:
+    check("lru", "all", store, 32, 0.3, CHANGES)
+
+
+@pytest.mark.parametrize("policy", ["support.naive.lru:NaiveLRU", "support.naive.fifo:NaiveFIFO"])
+def test_a_policy_that_cannot_be_recorded_is_refused(policy: str, tmp_path: Path) -> None:
+    manager = recorded(tmp_path / "one.calls", policy="lru", key_bytes=8)
+    change = manager.prepare_policy_change(policy)
+    with pytest.raises(ConfigError, match="only to a policy of kvoffload"):
+        manager.begin_policy_change(change)
+    manager.end_recording()
+    manager.begin_policy_change(change)
+    assert manager.policy is change.new
 
 
 @pytest.mark.parametrize("store", STORES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.core.hints import NO_HINTS
 from kvoffload.core.manager import OffloadingManager
@@ -20,6 +20,7 @@ from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Player, Step, play, random_script, scripts
 from support.naive.fifo import NaiveFIFO
 from support.naive.lru import NaiveLRU
+from support.policy_changes import with_policy_changes
 from support.small_hazard import SmallHazard
 
 OTHERS: list[Any] = [SmallHazard if name == "hazard" else name for name in POLICIES.names()]
@@ -209,14 +210,5 @@ def test_the_state_machine_with_changes(policies: tuple[Any, ...], store: str) -
         policies[0], store=store, key_bytes=8, max_examples=max(2, settings().max_examples // 5)
     )
 
-    class ChangingMachine(machine):  # type: ignore[misc, valid-type]
-        @rule(policy=st.sampled_from(policies))
-        def change_policy(self, policy: Any) -> None:
-            if not self.manager.advance_policy_change(0):
-                self.manager.begin_policy_change(self.manager.prepare_policy_change(policy))
-
-        @rule(num_blocks=st.integers(1, 3))
-        def advance(self, num_blocks: int) -> None:
-            self.manager.advance_policy_change(num_blocks)
-
-    run_state_machine_as_test(ChangingMachine, settings=machine.TestCase.settings)
+    changing = with_policy_changes(machine, policies)
+    run_state_machine_as_test(changing, settings=machine.TestCase.settings)

@@ -72,6 +72,11 @@ class VLLMConfigOptions(TiersOptions):
     record_max_bytes: str | None = option(
         None, "Size at which the recording ends.  [default: 1GiB]", metavar="SIZE"
     )
+    live_settings: str | None = option(
+        None,
+        "JSON file with options that the running engine takes: the policy.",
+        metavar="PATH",
+    )
     form: Annotated[str, OneOf(("flag", "json"))] = option("flag", None, "--format")
 
 
@@ -97,6 +102,7 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "audit": options.audit,
         "record": options.record,
         "record_max_bytes": options.record_max_bytes,
+        "live_settings": options.live_settings,
     }
     given = {name: value for name, value in given.items() if value is not None}
     # Options that are set only in the file or the environment are added to the flag.

@@ -29,6 +29,7 @@ from kvoffload.integrations.vllm.scheduler_side.containment import Method, T, co
 from kvoffload.integrations.vllm.scheduler_side.events import Events
 from kvoffload.integrations.vllm.scheduler_side.hints import envelope_hints, user_hints
 from kvoffload.integrations.vllm.scheduler_side.inflight import InFlight
+from kvoffload.integrations.vllm.scheduler_side.live_settings import LiveSettings
 from kvoffload.integrations.vllm.scheduler_side.lookups import (
     BEFORE_ANY_STEP,
     Lookups,
@@ -159,6 +160,9 @@ class KVOffloadManager(OffloadingManager):
         self.audits: Audits | None = None
         self._tiered: TieredManager | None = None
         self._call_recorder = call_recorder(options)
+        self._live: LiveSettings | None = None
+        if options.live_settings is not None:
+            self._live = LiveSettings(options.live_settings, options.policy)
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
@@ -200,6 +204,8 @@ class KVOffloadManager(OffloadingManager):
             )
         self.core: AnyManager = self._tiered or make_ram_manager(pool.num_slots, **given)
         self._misses.follow(self.core)
+        if self._live is not None:
+            self._live.follow(self.core)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
@@ -576,6 +582,8 @@ class KVOffloadManager(OffloadingManager):
     def _end_step(self, context: Any) -> None:
         if self._tiered is not None:
             self._tiered.poll()
+        if self._live is not None:
+            self._live.step()
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
                 request.begun_step = self._step

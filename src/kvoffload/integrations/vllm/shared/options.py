@@ -208,6 +208,7 @@ class VLLMOptions:
         audit: the requests that are computed although RAM holds their blocks, to compare both; None for none.
         record: a trace of the engine's requests, and the calls of RAM's manager; None for none.
         record_max_bytes: size limit of each file of the recording.
+        live_settings: absolute path of a JSON file with options that a running engine takes; None for none.
     """
 
     ram: Ram
@@ -225,6 +226,7 @@ class VLLMOptions:
     audit: Audit | None = None
     record: Record | None = None
     record_max_bytes: Size = 2**30
+    live_settings: str | None = None
 
     @property
     def ram_bytes(self) -> int:
@@ -296,6 +298,11 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
         problems.append(ConfigError("store", options.store, why))
     if options.store == ON_DEVICE_EVICTION and (options.blocks_per_chunk or 1) > 1:
         problems.append(ConfigError("blocks_per_chunk", options.blocks_per_chunk, ONE_BY_ONE))
+    if options.live_settings is not None and not os.path.isabs(options.live_settings):
+        problems.append(ConfigError("live_settings", options.live_settings, "allowed: an absolute path"))
+    if options.live_settings is not None and options.ram.shared:
+        why = "with shared RAM not allowed, because all its engines use one policy"
+        problems.append(ConfigError("live_settings", options.live_settings, why))
     if options.ram.shared and options.record is not None and options.record.calls:
         why = "with shared RAM only without calls, because decisions depend on the calls of other processes"
         problems.append(ConfigError("record", str(options.record), why))

@@ -1,0 +1,62 @@
+"""Settings in a JSON file that the user may change while the process runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from kvoffload.errors import ConfigError
+from kvoffload.settings.read import read_options
+
+T = TypeVar("T")
+INTERVAL_S = 1.0
+"""Shortest time between two looks at the file."""
+
+
+class WatchedFile(Generic[T]):
+    """A JSON object in a file, read again whenever the file changes.
+
+    A missing file is no error: it has no settings yet. Write a new version beside the file and rename it, so
+    that no half of a version is read.
+
+    Args:
+        path: the file.
+        options: a dataclass of options (`settings.read`).
+        clock: monotonic seconds.
+
+    Thread: one. Cost: one `stat` of the file in each `INTERVAL_S`.
+    """
+
+    def __init__(self, path: str, options: type[T], clock: Callable[[], float] = time.monotonic) -> None:
+        self.path, self._options, self._clock = path, options, clock
+        self._next_look = -1.0
+        self._seen: tuple[int, int, int] | None = None
+
+    def poll(self) -> T | None:
+        """Return the settings if the file is new or has changed, otherwise None.
+
+        Raises:
+            ConfigError: names the file or the option, once for each version of the file.
+        """
+        now = self._clock()
+        if now < self._next_look:
+            return None
+        self._next_look = now + INTERVAL_S
+        try:
+            stat = os.stat(self.path)
+            version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            if version == self._seen:
+                return None
+            self._seen = version
+            with open(self.path, "rb") as file:
+                given = msgspec.json.decode(file.read(), type=dict[str, object])
+        except FileNotFoundError:
+            self._seen = None
+            return None
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(self.path, "", f"allowed: a JSON object that can be read: {error}") from None
+        return read_options(self._options, given, self.path)

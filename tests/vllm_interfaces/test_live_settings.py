@@ -1,0 +1,121 @@
+"""The settings that a running engine takes from a file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.errors import CombinedConfigError
+from kvoffload.integrations.vllm.scheduler_side.live_settings import LiveSettings
+from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.settings.watched import INTERVAL_S
+from support.naive.lru import NaiveLRU
+from support.timeouts import HANGS_S
+
+
+class Rig:
+    """A manager of ten blocks and its live settings; a clock that passes a second with each step."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.path, self.now = tmp_path / "live.json", 0.0
+        self.live = LiveSettings(str(self.path), "lru", lambda: self.now)
+        self.new_manager()
+
+    def new_manager(self) -> None:
+        self.manager = OffloadingManager(10, key_bytes=8, policy="lru")
+        self.manager.complete_store(self.manager.prepare_store([bytes([n]) * 8 for n in range(10)]))
+        self.live.follow(self.manager)
+
+    def write(self, text: str) -> None:
+        new = self.path.with_suffix(".new")
+        new.write_text(text)
+        os.rename(new, self.path)
+
+    def step(self) -> None:
+        self.now += INTERVAL_S
+        self.live.step()
+
+    def step_until(self, policy: str) -> None:
+        deadline = time.monotonic() + HANGS_S
+        while self.manager.policy.name != policy or self.manager.advance_policy_change(0):
+            assert time.monotonic() < deadline
+            self.step()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Rig:
+    return Rig(tmp_path)
+
+
+def test_a_policy_changes_and_changes_back(rig: Rig) -> None:
+    rig.step()
+    order = rig.manager.policy.order()
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+    assert rig.manager.policy.order() == order
+    rig.write('{"policy": "lru"}')
+    rig.step_until("lru")
+    assert rig.manager.policy.order() == order
+    assert rig.manager.counters().ready == 10
+
+
+def test_the_same_policy_changes_nothing(rig: Rig) -> None:
+    before = rig.manager.policy
+    rig.write('{"policy": "lru"}')
+    for _ in range(5):
+        rig.step()
+    assert rig.manager.policy is before
+
+
+@pytest.mark.parametrize("text", ['{"policy": "lur"}', '{"polcy": "arc"}', "{", '{"policy": 3}'])
+def test_wrong_settings_change_nothing_and_are_logged_once(
+    rig: Rig, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.write(text)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(5):
+            rig.step()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "nothing is changed" in caplog.text
+    assert rig.manager.policy.name == "lru"
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+
+
+def test_a_policy_that_fails_when_it_is_made(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.write(f'{{"policy": "{__name__}:Broken"}}')
+    deadline = time.monotonic() + HANGS_S
+    while "cannot be prepared" not in caplog.text:
+        assert time.monotonic() < deadline
+        rig.step()
+    assert "no memory for it" in caplog.text
+    assert rig.manager.policy.name == "lru"
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+
+
+class Broken(NaiveLRU):
+    """A policy that cannot be made."""
+
+    def __init__(self, index: object) -> None:
+        raise RuntimeError("no memory for it")
+
+
+def test_a_new_manager_gets_the_policy_of_the_file(rig: Rig) -> None:
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+    rig.new_manager()
+    assert rig.manager.policy.name == "lru"
+    rig.step_until("arc")
+
+
+def test_wrong_options(tmp_path: Path) -> None:
+    with pytest.raises(CombinedConfigError, match="absolute path"):
+        parse_options({"ram": "1GiB", "live_settings": "live.json"})
+    with pytest.raises(CombinedConfigError, match="one policy"):
+        parse_options({"ram": "1GiB,shared=node", "live_settings": str(tmp_path / "live.json")})
