@@ -1,8 +1,8 @@
 """Time of a policy change: ``python bench/policy_change.py [--blocks N ...]``.
 
-A full manager serves requests of 64 blocks while its policy changes, 512 blocks a step. Reported are the CPU times of
-the calls of the scheduler's thread: the begin, the longest step, and a request of 64 blocks during the change, as a
-multiple of a request before. The preparation runs in another thread.
+A full manager serves requests of 64 blocks while its policy changes, 512 blocks a step. The table has CPU
+times of the scheduler's thread: the begin, the median and longest step, and a request during the change as a
+multiple of a request before. In production another thread prepares the change.
 """
 
 from __future__ import annotations
