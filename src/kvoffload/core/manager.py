@@ -43,7 +43,7 @@ from kvoffload.errors import ConfigError, MisuseError, check_integer
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
-from kvoffload.structures.lists import Lists
+from kvoffload.structures.lists import LIST, UNLISTED, Lists
 
 if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
@@ -507,7 +507,7 @@ class OffloadingManager:
         policy starts without the old policy's counts, ghosts and learnt parameters. If one of the two
         policies is in Python, it adopts all blocks in this call. `reset` continues the change without blocks.
 
-        Cost: O(blocks): 2 ms for 32,000 blocks.
+        Cost: O(blocks): 2 ms for 32,000 blocks, 7 ms for 131,000; with `gdsf` as old policy ten times as much.
 
         Raises: `MisuseError` during another change, and for a change that was prepared for another policy.
         """
@@ -515,7 +515,7 @@ class OffloadingManager:
             raise MisuseError(f"policy {change.new.name}: the policy is changing, or has changed since")
         ordered = self.slots.filled()
         if self._follows_device:
-            ordered = np.setdiff1d(ordered, self._state.duplicates.members(0))
+            ordered = ordered[self._state.duplicates.links[ordered, LIST] == UNLISTED]
         change.begin(ordered)
         self._change = change
         if change.policy is change.old:

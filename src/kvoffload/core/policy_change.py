@@ -276,16 +276,16 @@ class PolicyChange:
         recent = self.policy.state.recent.size(0) if isinstance(self.policy, Handover) else 0
         return len(self._order) + recent
 
-    def begin(self, filled: SlotArray) -> None:
-        """Take the old policy's order. `filled`: the slots of all ordered blocks, if the policy has no order.
+    def begin(self, ordered: SlotArray) -> None:
+        """Take the old policy's order of these blocks, all that it orders; any order if the policy has none.
 
-        Cost: O(blocks): 1 ms for 32,000 blocks.
+        Cost: O(blocks).
         """
         order = self.old.order()
-        self._order = filled.tolist() if order is None else order
+        self._order = ordered.tolist() if order is None else order
         self._order.reverse()
         if isinstance(self.policy, Handover):
-            self.policy.state.where[self._order] = OLD
+            self.policy.state.where[ordered] = OLD
 
     def advance(self, cache: Cache, num_blocks: int) -> bool:
         """Give the new policy about `num_blocks` more blocks, coldest first; return True if it has all."""
