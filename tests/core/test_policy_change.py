@@ -143,6 +143,21 @@ def test_blocks_used_meanwhile_are_the_warmest() -> None:
     assert by_warmth == [6, 3, 7, 5, 4, 2, 1, 0]
 
 
+def test_a_change_ends_whatever_the_traffic() -> None:
+    """Four requests use all blocks between two calls of one block each."""
+    manager = manager_of("lru", 64)
+    keys = [bytes([n]) * 8 for n in range(64)]
+    manager.complete_store(manager.prepare_store(keys))
+    change(manager, "arc")
+    num_calls = 1
+    while manager.advance_policy_change(1):
+        for first in range(0, 64, 16):
+            manager.touch(keys[first : first + 16])
+        num_calls += 1
+        assert num_calls < 200
+    assert manager.policy.name == "arc"
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_a_reset_during_a_change(store: str) -> None:
     manager = manager_of("lru", store=store)

@@ -507,7 +507,8 @@ class OffloadingManager:
         policy starts without the old policy's counts, ghosts and learnt parameters. If one of the two
         policies is in Python, it adopts all blocks in this call. `reset` continues the change without blocks.
 
-        Cost: O(blocks): 2 ms for 32,000 blocks, 7 ms for 131,000; with `gdsf` as old policy ten times as much.
+        Cost: O(blocks): 2 ms for 32,000 blocks, 7 ms for 131,000; ten times as much if the old policy is
+        `gdsf`.
 
         Raises: `MisuseError` during another change, and for a change that was prepared for another policy.
         """
@@ -526,11 +527,11 @@ class OffloadingManager:
     def advance_policy_change(self, num_blocks: int = 256) -> bool:
         """Continue a change of the policy; return True if it is not complete.
 
-        Call it regularly while it returns True, for instance once a scheduler step, with more blocks than are
-        used between two calls.
+        Call it regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: blocks that the new policy gets in this call. Cost: 1 us for each.
+            num_blocks: blocks that the new policy gets in this call. When only recently used blocks are left,
+                at least those of twice as many requests as since the last call. Cost: 1 us for each block.
         """
         change = self._change
         if change is not None and change.advance(self._state, num_blocks):

@@ -263,6 +263,7 @@ class PolicyChange:
             self.policy = Handover(old, new)
         self.known: KeyLists = known_keys(new.index, follows_device and new.needs_returns())
         self._order: list[int] = []
+        self._num_calls = 0
         self._path = RequestContext("", new.index.key_bytes).memory
         compile_all()
 
@@ -296,8 +297,13 @@ class PolicyChange:
             self._adopt(cache, np.array(self._order[: -count - 1 : -1], np.int32))
             del self._order[-count:]
             num_blocks -= count
-        while num_blocks > 0 and self.num_left:
-            num_blocks -= self._give_recent(cache)
+        if isinstance(self.policy, Handover):
+            # More than has been added since the last call, so that the change ends whatever the traffic.
+            num_calls, self._num_calls = self._num_calls, self.policy.state.num_calls
+            num_groups = 2 * (self._num_calls - num_calls)
+            while self.num_left and (num_blocks > 0 or (num_groups > 0 and not self._order)):
+                num_blocks -= self._give_recent(cache)
+                num_groups -= 1
         return self.num_left == 0
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
