@@ -29,7 +29,7 @@ class Rig:
     def new_manager(self) -> None:
         self.manager = OffloadingManager(10, key_bytes=8, policy="lru")
         self.manager.complete_store(self.manager.prepare_store([bytes([n]) * 8 for n in range(10)]))
-        self.live.follow(self.manager)
+        self.live.apply_to(self.manager)
 
     def write(self, text: str) -> None:
         new = self.path.with_suffix(".new")

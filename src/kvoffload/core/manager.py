@@ -530,8 +530,8 @@ class OffloadingManager:
         Call it regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: blocks that the new policy gets in this call. When only recently used blocks are left,
-                at least those of twice as many requests as since the last call. Cost: 1 us for each block.
+            num_blocks: blocks that the new policy gets in this call. At the end of the change the new policy
+                gets more blocks than requests have used since the last call. Cost: 1 us for each block.
         """
         change = self._change
         if change is not None and change.advance(self._state, num_blocks):

@@ -274,10 +274,10 @@ def _audit_one_policy(policy: EvictionPolicy, manager: OffloadingManager) -> Non
 
 def _audit_handover(policy: Handover, manager: OffloadingManager) -> None:
     _audit_parts(policy, policy.name)
-    for part in (policy.old, policy.new):
-        _audit_one_policy(part, manager)
+    for each in (policy.old, policy.new):
+        _audit_one_policy(each, manager)
     where = policy.state.where
-    old, new = ({*(part.order() or ())} for part in (policy.old, policy.new))
+    old, new = ({*(each.order() or ())} for each in (policy.old, policy.new))
     assert old == {*np.flatnonzero(where != LEFT).tolist()}, f"the old policy orders {old}; noted: {where}"
     assert new == {*np.flatnonzero(where == NEW).tolist()}, f"the new policy orders {new}; noted: {where}"
     recent = {*policy.state.recent.members(0)}

@@ -47,7 +47,7 @@ class LiveSettings:
         self._path, self._first_policy, self._clock = path, policy, clock
         self._manager: AnyManager | None = None
 
-    def follow(self, manager: AnyManager) -> None:
+    def apply_to(self, manager: AnyManager) -> None:
         """Apply the settings to this manager from now on. The manager has the engine's first policy."""
         self._manager, self._policy = manager, self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)

@@ -205,7 +205,7 @@ class KVOffloadManager(OffloadingManager):
         self.core: AnyManager = self._tiered or make_ram_manager(pool.num_slots, **given)
         self._misses.follow(self.core)
         if self._live is not None:
-            self._live.follow(self.core)
+            self._live.apply_to(self.core)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
