@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= 0.32.0
+ENGINES_VENV ?= .venv-engines
 VLLM_VENV ?= .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 SOURCES ?= 0.33.0
 WITHOUT_ENGINES = test_adapter.py test_differential.py test_plugin.py test_policies.py test_secondary.py test_worker.py
@@ -13,7 +14,7 @@ SEED ?=
 VERSIONS ?=
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay report test test-slow test-all test-checked test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay report test test-slow test-all test-checked engines-env test-engines test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -76,6 +77,12 @@ vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3
 test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
 	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
 
+engines-env: vllm-env  ## SGLang and LMCache beside vLLM's environment (330 MB, a minute)
+	sh tools/engines_env.sh $(ENGINES_VENV) $(VLLM_VENV)
+
+test-engines: engines-env  ## beside SGLang's controllers and host pools, and LMCache's storage
+	$(ENGINES_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+
 test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
 	PYTHON=$(PYTHON) bash tools/vllm_versions.sh .venv-versions $(VERSIONS)
 
@@ -120,4 +127,4 @@ image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles
 	$(BIN)/python tools/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels
+	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES_VENV) .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

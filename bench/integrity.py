@@ -1,11 +1,12 @@
 """What tiers serve after damage, and what durability costs disks: ``python bench/integrity.py``.
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
-our `DiskTier`, vLLM's `fs` secondary tier, LMCache's `fs` and `fs_native` adapters, spoolcache's store. In
-servers, through the server's own door: our tier and LMCache's `resp` adapter in Valkey; our tier and vLLM's
-`obj` tier, which takes NIXL's OBJ plug-in, in a bucket. The real objects of each. Then times writes and reads
-of all disk tiers in turns. Every product runs under a Python of its own (``--vllm-python`` and so on); one
-that is not there is named with the reason. Exits 1 if kvoffload served one wrong byte.
+our `DiskTier`, vLLM's `fs` secondary tier, LMCache's `fs` and `fs_native` adapters, spoolcache's store,
+SGLang's `file` backend, and ours in SGLang. In servers, through the server's own door: our tier and LMCache's
+`resp` adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a bucket. The
+real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs under a
+Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits 1 if
+kvoffload served one wrong byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -46,6 +47,8 @@ MODULES = {
     "lmcache-direct": "lmcache_fs",
     "lmcache-native": "lmcache_fs",
     "spoolcache": "spoolcache_files",
+    "sglang": "sglang_storage",
+    "kvoffload-sglang": "sglang_storage",
     "kvoffload-valkey": "kvoffload_remote",
     "lmcache-resp": "lmcache_resp",
     "kvoffload-s3": "kvoffload_remote",
@@ -58,6 +61,8 @@ TITLES = {
     "lmcache-direct": "LMCache `fs`, O_DIRECT",
     "lmcache-native": "LMCache `fs_native`, O_DIRECT",
     "spoolcache": "spoolcache",
+    "sglang": "SGLang `file`",
+    "kvoffload-sglang": "kvoffload in SGLang",
     "kvoffload-valkey": "kvoffload `valkey://`",
     "lmcache-resp": "LMCache `resp`",
     "kvoffload-s3": "kvoffload `s3://`",
@@ -70,6 +75,7 @@ IN_SERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "vllm-obj": rclone,
 }
 """With what each is given a server of its own. They are damaged, and not timed."""
+NOT_TIMED = ("sglang", "kvoffload-sglang")
 NOT_DAMAGED = ("lmcache-direct",)
 """Writes the files of `lmcache` by another way."""
 
@@ -168,7 +174,7 @@ def all_speed(bench: Bench, products: list[str], rounds: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for product in dict.fromkeys(("kvoffload", *products)):
-            if product in IN_SERVERS:
+            if product in IN_SERVERS or product in NOT_TIMED:
                 continue
             try:
                 server = Server(bench.command("speed", product), environment())
@@ -308,6 +314,7 @@ def main() -> None:
     parser.add_argument(
         "--spoolcache-python", default=".venv-spoolcache/bin/python", help="see docs/integrity.md"
     )
+    parser.add_argument("--engines-python", default=".venv-engines/bin/python", help="tools/engines_env.sh")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=20, help="writers to kill")
     parser.add_argument("--rounds", type=int, default=5, help="of timing")
@@ -318,6 +325,7 @@ def main() -> None:
         "vllm_fs": arguments.vllm_python,
         "lmcache_fs": arguments.lmcache_python,
         "spoolcache_files": arguments.spoolcache_python,
+        "sglang_storage": arguments.engines_python,
         "kvoffload_remote": sys.executable,
         "lmcache_resp": arguments.lmcache_python,
         "vllm_obj": arguments.vllm_python,

@@ -88,8 +88,15 @@ def recorded_trace_path() -> Callable[[str], Path]:
 
 
 # Without vLLM the name is that of the directory tests/vllm, a package without an origin.
-HAS_VLLM = getattr(importlib.util.find_spec("vllm"), "origin", None) is not None
-collect_ignore = [] if HAS_VLLM else ["vllm"]
+HAS_VLLM, HAS_SGLANG, HAS_LMCACHE = (
+    getattr(importlib.util.find_spec(engine), "origin", None) is not None
+    for engine in ("vllm", "sglang", "lmcache")
+)
+collect_ignore = [
+    engine
+    for engine, is_here in (("vllm", HAS_VLLM), ("sglang", HAS_SGLANG), ("lmcache", HAS_LMCACHE))
+    if not is_here
+]
 
 MISSING = {
     "recorded trace": "recordings (set KVOFFLOAD_TRACES to their directory)",
@@ -114,6 +121,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lacking = [f"{missing}: {count} skipped" for missing, count in counts.most_common()]
     if not HAS_VLLM:
         lacking.append("vLLM (make test-vllm builds an environment): all of tests/vllm not run")
+        if not HAS_SGLANG:
+            lacking.append(
+                "SGLang (make test-engines): all of tests/sglang not run"
+            )
     if lacking:
         lacks = "; ".join(lacking)
         terminalreporter.write_line(f"this machine lacks {lacks}", yellow=True)

@@ -69,18 +69,22 @@ class KvoffloadDisk(KvoffloadTier):
         return found
 
     def records(self) -> list[Place]:
-        """Every page of checkpoints and log that is in use."""
-        pages = []
-        with open(self._path, "rb") as slab:
-            for offset in range(2 * PAGE_BYTES, self._layout.slots_offset, PAGE_BYTES):
-                slab.seek(offset)
-                if any(page := slab.read(PAGE_BYTES)):
-                    used = len(page.rstrip(b"\0"))
-                    pages.append(Place(File(str(self._path)), offset, offset + used))
-        return pages
+        return journal_pages(self._path, self._layout)
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
         self._files.ranges += [(place.offset, place.end) for place in places]
+
+
+def journal_pages(path: Path, layout: Layout) -> list[Place]:
+    """Every page of checkpoints and log that is in use."""
+    pages = []
+    with open(path, "rb") as slab:
+        for offset in range(2 * PAGE_BYTES, layout.slots_offset, PAGE_BYTES):
+            slab.seek(offset)
+            if any(page := slab.read(PAGE_BYTES)):
+                used = len(page.rstrip(b"\0"))
+                pages.append(Place(File(str(path)), offset, offset + used))
+    return pages
 
 
 ADAPTERS = {

@@ -25,6 +25,17 @@ _READ_BYTES = 8 << 20
 _HINT = "give the weights a name, the same on every machine: identity=NAME"
 
 
+def files_of(model: str) -> list[tuple[str, int, int]]:
+    """Return name, size and modification time of a local model's files; empty for a name of the hub."""
+    path = Path(model)
+    if not model or not path.exists():
+        return []
+    files = {path}
+    if path.is_dir():
+        files = {file for kind in FILES_OF_A_MODEL for file in path.glob(kind) if file.is_file()}
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
+
+
 def weights_identity(model: str) -> str:
     """Return the identity of a model's weights: the Hugging Face commit, or a digest of the files.
 

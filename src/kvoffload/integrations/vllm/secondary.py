@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, Medium, RequestOfflo
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from kvoffload import __version__
-from kvoffload.integrations.vllm.scheduler_side.containment import contained
+from kvoffload.integrations.containment import contained
 from kvoffload.integrations.vllm.scheduler_side.lookups import path_of
 from kvoffload.integrations.vllm.scheduler_side.metrics import (
     METRICS_INTERVAL_S,

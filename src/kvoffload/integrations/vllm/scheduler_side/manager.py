@@ -24,8 +24,8 @@ from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.miss_reasons import AUDIT, BEHIND_A_GAP, BUSY, KEPT_OUT, PAUSED
 from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.errors import ConfigError, GoneError
+from kvoffload.integrations.containment import Method, T, contained
 from kvoffload.integrations.vllm.scheduler_side.audits import Audited, Audits
-from kvoffload.integrations.vllm.scheduler_side.containment import Method, T, contained
 from kvoffload.integrations.vllm.scheduler_side.events import Events
 from kvoffload.integrations.vllm.scheduler_side.hints import envelope_hints, user_hints
 from kvoffload.integrations.vllm.scheduler_side.inflight import InFlight

@@ -8,7 +8,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.pool import SharedPool
 from kvoffload.integrations.vllm.shared.producer import commit_of, draft_model, kv_configuration, why_not_kept
 from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, EngineFacts, minor
-from kvoffload.model.weights import FILES_OF_A_MODEL, weights_identity
+from kvoffload.model.weights import files_of, weights_identity
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.contract import Mask
@@ -159,7 +158,7 @@ def fingerprint(producer: Producer) -> str:
         "machine": platform.machine(),
         "instructions": cpu_instructions(),
         "slots": _SLOT_LAYOUT,
-        "weights": [[model, commit, *_model_files(model)] for model, commit in producer.weights],
+        "weights": [[model, commit, *files_of(model)] for model, commit in producer.weights],
         **producer.identity,
         **producer.configuration,
     }
@@ -213,16 +212,6 @@ def _is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def _model_files(model: str) -> list[tuple[str, int, int]]:
-    path = Path(model)
-    if not model or not path.exists():
-        return []
-    files = {path}
-    if path.is_dir():
-        files = {file for kind in FILES_OF_A_MODEL for file in path.glob(kind) if file.is_file()}
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
 
 
 class PoolMemory:

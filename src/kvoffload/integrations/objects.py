@@ -1,0 +1,586 @@
+"""A store of byte objects in tiers, for engines that keep their own RAM.
+
+Owns the staging memory, the jobs, and the deadline of each call. Does not know engines: an object is a key
+and addresses of memory. SGLang's pages and LMCache's chunks are objects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
+from kvoffload.tiers.guarded import GuardedTier
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from kvoffload.transfer import Blocks
+from kvoffload.transfer.copies import copy_blocks
+
+OBJECT_KEY_BYTES = 32
+KEY_BYTES = OBJECT_KEY_BYTES + 2
+"""Bytes of a block's key: the key of its object, and the number of the block in the object."""
+MOST_PARTS = 1 << 16
+STORE_DEADLINES = 5
+"""A store may take this many times as long as a load."""
+_BUFFERS = 4
+"""Buffers in the staging memory. A call uses two, so that copies and jobs overlap."""
+_BATCHES_IN_FLIGHT = 2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+
+Addresses = npt.NDArray[np.int64]
+
+
+class Extents(NamedTuple):
+    """Memory of a batch of objects of equal size.
+
+    Attributes:
+        addresses: ``(n, extents)``, int64: address of each extent of each object, in the object's order.
+        sizes: bytes of each extent, equal for all objects.
+    """
+
+    addresses: Addresses
+    sizes: tuple[int, ...]
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of an object."""
+        return sum(self.sizes)
+
+    def take(self, rows: slice | npt.NDArray[np.intp]) -> Extents:
+        """Return the memory of some objects."""
+        return Extents(self.addresses[rows], self.sizes)
+
+    @classmethod
+    def of_buffers(cls, addresses: Sequence[int], object_bytes: int) -> Extents:
+        """Return the extents of objects that are contiguous in memory."""
+        return cls(np.array(addresses, np.int64).reshape(-1, 1), (object_bytes,))
+
+
+@dataclass(eq=False)
+class ObjectPath:
+    """A path of objects as the policies of the tiers see it. `ObjectStore.open_path` makes it.
+
+    Attributes:
+        records: the tiers' records of the request, in their order.
+        keys: block keys of the path, from its beginning.
+    """
+
+    records: list[object]
+    keys: list[bytes] = field(default_factory=list)
+
+
+class _Buffer(NamedTuple):
+    """Rows of memory that jobs read into and write from, and the memory itself if it is a staging buffer."""
+
+    pool: Blocks
+    memory: Blocks | None
+
+
+@dataclass(eq=False)
+class _Job:
+    """A job in flight of a tier. `result` is set when it has ended."""
+
+    lane: int
+    number: int
+    at: npt.NDArray[np.intp]
+    result: JobResult | None = None
+
+
+@dataclass(eq=False)
+class _Batch:
+    """Objects of a load or store that use one buffer.
+
+    Attributes:
+        objects: their rows in the call.
+        keys: keys of their blocks; an object has `parts` consecutive blocks.
+        rows: rows of the buffer, one for each block.
+        ok: finished blocks.
+        tried: for each tier the blocks for which it was asked.
+        jobs: jobs in flight.
+    """
+
+    objects: slice
+    keys: Keys
+    rows: npt.NDArray[np.int64]
+    buffer: _Buffer
+    parts: int
+    ok: Mask
+    tried: list[Mask]
+    jobs: list[_Job] = field(default_factory=list)
+
+    @property
+    def ok_objects(self) -> Mask:
+        """Objects whose blocks are all finished."""
+        return _whole(self.ok, self.parts)
+
+
+class ObjectStore:
+    """Objects of bytes in tiers. Every call returns at its deadline with what has been done by then.
+
+    An object is stored as blocks of `block_bytes`, the last of them padded, and is present if all its blocks
+    are; they may come from different stores of its key. The tiers verify each block that they read. A load
+    tries the tiers in order; a store writes to all.
+
+    **Copies.** A load reads into staging memory and copies sound objects to the caller's addresses, so that
+    no late job writes to memory that the caller has reused; a store copies first. A batch whose extents all
+    have `block_bytes` moves without the copy if `zero_copy` allows it.
+
+    Args:
+        tiers: from the fastest to the slowest. The store owns them from now on.
+        block_bytes: bytes of a block of every tier.
+        staging_bytes: limit of the staging memory; larger objects are neither stored nor loaded.
+        deadline_s: longest duration of a load; a store has `STORE_DEADLINES` times as long.
+        zero_copy: None allows it if all tiers end their jobs in bounded time, as shared tiers do. True allows
+            it for disks too: the call then waits for a hanging disk, however long. False: never.
+        clock: monotonic seconds.
+
+    Thread: any; tiers are called by one thread at a time. No call raises for a failure of a tier.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[SecondaryTier],
+        *,
+        block_bytes: int,
+        staging_bytes: int,
+        deadline_s: float,
+        zero_copy: bool | None = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tiers = [GuardedTier(tier, clock) for tier in tiers]
+        self.block_bytes, self.deadline_s = block_bytes, deadline_s
+        self._zero_copy = all(tier.shared for tier in self.tiers) if zero_copy is None else zero_copy
+        self._clock = clock
+        self._staging = _Staging(staging_bytes, block_bytes)
+        self._lock = threading.Lock()
+        self._jobs: dict[tuple[int, int], _Job] = {}
+        self._closed = False
+        self._log = RateLimitedLog("kvoffload.objects")
+        self.num_late = 0
+
+    # ---- paths
+
+    def open_path(self) -> ObjectPath:
+        """Begin a path. Its objects are protected from eviction by its own stores until `finish_path`."""
+        with self._lock:
+            return ObjectPath([tier.begin_request("") for tier in self.tiers])
+
+    def extend_path(self, path: ObjectPath, keys: Sequence[bytes], object_bytes: int) -> None:
+        """Append objects to a path."""
+        new = self._block_keys(keys, object_bytes)
+        path.keys += new
+        packed, whole = Keys.pack(new, KEY_BYTES), Keys.pack(path.keys, KEY_BYTES)
+        with self._lock:
+            for tier, record in zip(self.tiers, path.records, strict=True):
+                tier.follow(record, whole)
+                tier.contains(packed, record)
+
+    def finish_path(self, path: ObjectPath) -> None:
+        """Count the use of a path: it becomes the most recent, its beginning last to be evicted."""
+        packed = Keys.pack(path.keys, KEY_BYTES)
+        with self._lock:
+            for tier, record in zip(self.tiers, path.records, strict=True):
+                tier.finish_request(record, packed)
+
+    # ---- objects
+
+    def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
+        """Return a mask of the objects whose blocks are in some tier.
+
+        Waits for the probes of shared tiers, for at most their `probe_timeout_s`.
+        """
+        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
+        parts = self.parts_of(object_bytes)
+        found = np.zeros(len(blocks), np.bool_)
+        if self._closed or not len(blocks):
+            return _whole(found, parts)
+        probes = list[_Job]()
+        until = self._clock()
+        with self._lock:
+            for lane, tier in enumerate(self.tiers):
+                tier.missed(blocks)
+                unknown = tier.unknown(blocks) if tier.shared else found
+                if unknown.any() and (number := tier.submit_probe(blocks.take(unknown))) != NO_JOB:
+                    probes.append(self._begin(lane, number, np.flatnonzero(unknown)))
+                    until = max(until, self._clock() + tier.probe_timeout_s)
+        self._wait(lambda: all(job.result is not None for job in probes), until)
+        with self._lock:
+            for tier in self.tiers:
+                found |= tier.contains(blocks)
+        return _whole(found, parts)
+
+    def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
+        """Read objects into `memory`; returns a mask of the objects that are there, sound and whole.
+
+        The memory of other objects is unchanged, or undefined where `zero_copy` applies.
+
+        Args:
+            prefix: stop after the first batch with a missing object.
+        """
+        ok = np.zeros(len(keys), np.bool_)
+        until = self._clock() + self.deadline_s
+        running = deque[_Batch]()
+        batches = self._batches(keys, memory)
+        done = False
+        while not done or running:
+            batch = None if done else next(batches, None)
+            done |= batch is None
+            if batch is not None and not self._give_buffer(batch, memory, running, until, self._end_load, ok):
+                done = True
+            elif batch is not None:
+                self._begin_reads(batch)
+                running.append(batch)
+            if running and (done or len(running) >= _BATCHES_IN_FLIGHT):
+                last = running.popleft()
+                self._end_load(last, memory, until, ok)
+                done |= prefix and not bool(ok[last.objects].all())
+        return ok
+
+    def store(self, keys: Sequence[bytes], memory: Extents, path: ObjectPath | None = None) -> Mask:
+        """Write objects from `memory`; returns a mask of the objects that a tier has, or refused by its rule.
+
+        False: a tier was busy, full or failed, or the deadline passed.
+        """
+        ok = np.zeros(len(keys), np.bool_)
+        until = self._clock() + STORE_DEADLINES * self.deadline_s
+        running = deque[_Batch]()
+
+        def end(batch: _Batch, memory: Extents, until: float, ok: Mask) -> None:
+            self._end_store(batch, until, ok)
+
+        for batch in self._batches(keys, memory):
+            if not self._give_buffer(batch, memory, running, until, end, ok):
+                break
+            if batch.buffer.memory is not None:
+                self._gather(batch, memory)
+            self._begin_writes(batch, path, until)
+            running.append(batch)
+            if len(running) >= _BATCHES_IN_FLIGHT:
+                end(running.popleft(), memory, until, ok)
+        while running:
+            end(running.popleft(), memory, until, ok)
+        return ok
+
+    def delete(self, keys: Sequence[bytes], object_bytes: int) -> None:
+        """Forget objects in all tiers."""
+        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
+        with self._lock:
+            for tier in self.tiers:
+                tier.delete(blocks)
+
+    def clear(self, timeout_s: float = 10.0) -> bool:
+        """Forget all objects, on all machines for a shared tier; False if a tier did not confirm it."""
+        with self._lock:
+            for tier in self.tiers:
+                tier.clear()
+            confirmed = [tier.drain(timeout_s) for tier in self.tiers]
+            self._poll()
+        return all(confirmed)
+
+    def stats(self) -> list[TierStats]:
+        """Return a copy of the counters of each tier."""
+        with self._lock:
+            return [tier.stats() for tier in self.tiers]
+
+    def close(self) -> None:
+        """Make objects durable and close the tiers. Calls in other threads end with misses. Idempotent."""
+        with self._lock:
+            for tier in self.tiers:
+                tier.close()
+            # After the tiers: until then a job may write to memory of a call that waits for it.
+            self._closed = True
+
+    # ---- batches
+
+    def parts_of(self, object_bytes: int) -> int:
+        """Return the number of blocks of an object."""
+        return max(1, -(-object_bytes // self.block_bytes))
+
+    def _block_keys(self, keys: Sequence[bytes], object_bytes: int) -> list[bytes]:
+        ends = [part.to_bytes(2, "little") for part in range(self.parts_of(object_bytes))]
+        return [key + end for key in keys for end in ends]
+
+    def _is_direct(self, memory: Extents) -> bool:
+        return self._zero_copy and set(memory.sizes) == {self.block_bytes}
+
+    def _batches(self, keys: Sequence[bytes], memory: Extents) -> Iterator[_Batch]:
+        """Cut a call into batches that fit into one buffer. Their buffers are still missing."""
+        parts = self.parts_of(memory.object_bytes)
+        if self._closed or not self.tiers or parts > MOST_PARTS or not len(keys):
+            return
+        each = len(keys)
+        if not self._is_direct(memory):
+            each = self._staging.objects_in_a_buffer(parts)
+            if each == 0:
+                text = "an object of %d bytes does not fit into the staging memory of %d bytes"
+                self._log.error("too large", text, memory.object_bytes, self._staging.limit_bytes)
+                return
+        for start in range(0, len(keys), each):
+            some = slice(start, min(start + each, len(keys)))
+            blocks = Keys.pack(self._block_keys(keys[some], memory.object_bytes), KEY_BYTES)
+            count = len(blocks)
+            yield _Batch(
+                some,
+                blocks,
+                np.arange(count),
+                _Buffer(np.empty((0, self.block_bytes), np.uint8), None),
+                parts,
+                np.zeros(count, np.bool_),
+                [np.zeros(count, np.bool_) for _ in self.tiers],
+            )
+
+    def _give_buffer(
+        self,
+        batch: _Batch,
+        memory: Extents,
+        running: deque[_Batch],
+        until: float,
+        end: Callable[[_Batch, Extents, float, Mask], None],
+        ok: Mask,
+    ) -> bool:
+        """Give a batch its buffer, perhaps after the end of an earlier batch; False on time-out."""
+        if self._is_direct(memory):
+            addresses = memory.addresses[batch.objects].reshape(-1)
+            pool, batch.rows = _view(addresses, self.block_bytes)
+            batch.buffer = _Buffer(pool, None)
+            return True
+        while True:
+            with self._lock:
+                self._poll()
+                found = self._staging.take(len(batch.keys))
+            if found is not None:
+                batch.buffer = _Buffer(found, found)
+                return True
+            if running:
+                end(running.popleft(), memory, until, ok)
+            elif self._closed or self._clock() >= until:
+                return False
+            else:
+                time.sleep(_LONGEST_PAUSE_S)
+
+    def _gather(self, batch: _Batch, memory: Extents) -> None:
+        """Copy objects into the staging buffer."""
+        for inside, outside, rows in self._copies(batch, memory, np.arange(len(batch.keys) // batch.parts)):
+            copy_blocks(outside, rows, inside, np.arange(len(inside)))
+
+    def _scatter(self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]) -> None:
+        """Copy some objects of a batch from the staging buffer to their memory."""
+        if len(which):
+            for inside, outside, rows in self._copies(batch, memory, which):
+                copy_blocks(inside, which, outside, rows)
+
+    def _copies(
+        self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
+    ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
+        """Return, for each extent, the staging buffer's view of it, the callers' memory, and rows there."""
+        assert batch.buffer.memory is not None
+        flat = batch.buffer.memory.reshape(-1)
+        count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
+        addresses = memory.addresses[batch.objects][which]
+        start = 0
+        for column, size in enumerate(memory.sizes):
+            inside = np.ndarray((count, size), np.uint8, flat, start, (stride, 1))
+            outside, rows = _view(addresses[:, column], size)
+            yield inside, outside, rows
+            start += size
+
+    # ---- jobs
+
+    def _begin(self, lane: int, number: int, at: npt.NDArray[np.intp]) -> _Job:
+        job = self._jobs[lane, number] = _Job(lane, number, at)
+        return job
+
+    def _begin_reads(self, batch: _Batch) -> None:
+        """Read each missing block from the first tier that has it and has not been asked for it."""
+        with self._lock:
+            missing = ~batch.ok
+            for job in batch.jobs:
+                missing[job.at] = False
+            for lane, tier in enumerate(self.tiers):
+                wanted = missing & ~batch.tried[lane]
+                if not wanted.any():
+                    continue
+                wanted &= tier.contains(batch.keys)
+                batch.tried[lane] |= wanted
+                at = np.flatnonzero(wanted)
+                if not len(at):
+                    continue
+                number = tier.submit_read(batch.keys.take(at), batch.buffer.pool, batch.rows[at])
+                if number != NO_JOB:
+                    batch.jobs.append(self._begin(lane, number, at))
+                    missing[at] = False
+
+    def _end_load(self, batch: _Batch, memory: Extents, until: float, ok: Mask) -> None:
+        until = math.inf if batch.buffer.memory is None else until
+        while batch.jobs:
+            if not self._wait(lambda: all(job.result is not None for job in batch.jobs), until):
+                break
+            self._collect(batch)
+            self._begin_reads(batch)
+        self._collect(batch)
+        whole = batch.ok_objects
+        if batch.buffer.memory is not None:
+            self._scatter(batch, memory, np.flatnonzero(whole))
+        self._give_back(batch)
+        ok[batch.objects] = whole
+
+    def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float) -> None:
+        """Write the blocks that a tier lacks, to every tier."""
+        for lane, tier in enumerate(self.tiers):
+            record = None if path is None else path.records[lane]
+            with self._lock:
+                left = np.flatnonzero(~tier.contains(batch.keys))
+                batch.ok |= ~np.isin(np.arange(len(batch.keys)), left)
+            while len(left):
+                with self._lock:
+                    self._poll()
+                    room = min(tier.queue_room, len(left))
+                    if room:
+                        self._offer(batch, lane, tier, left[:room], record)
+                if room == 0 and (self._closed or self._clock() >= until):
+                    break
+                left = left[room:]
+                if room == 0:
+                    time.sleep(_LONGEST_PAUSE_S)
+
+    def _offer(
+        self, batch: _Batch, lane: int, tier: GuardedTier, at: npt.NDArray[np.intp], record: object | None
+    ) -> None:
+        before = tier.stats()
+        number, accepted = tier.submit_write(batch.keys.take(at), batch.buffer.pool, batch.rows[at], record)
+        if number != NO_JOB:
+            batch.jobs.append(self._begin(lane, number, at[accepted]))
+        after = tier.stats()
+        if (after.dropped, after.failed, after.errors) == (before.dropped, before.failed, before.errors):
+            # Refused by the tier's rule or policy, or being written by another call.
+            batch.ok[at[~accepted]] = True
+
+    def _end_store(self, batch: _Batch, until: float, ok: Mask) -> None:
+        until = math.inf if batch.buffer.memory is None else until
+        self._wait(lambda: all(job.result is not None for job in batch.jobs), until)
+        self._collect(batch)
+        ok[batch.objects] = batch.ok_objects
+        self._give_back(batch)
+
+    def _collect(self, batch: _Batch) -> None:
+        """Take the results of ended jobs."""
+        with self._lock:
+            for job in [job for job in batch.jobs if job.result is not None]:
+                assert job.result is not None
+                batch.ok[job.at[job.result.ok]] = True
+                batch.jobs.remove(job)
+
+    def _give_back(self, batch: _Batch) -> None:
+        """Return the buffer, or keep it for the jobs that are late."""
+        if batch.buffer.memory is None:
+            return
+        with self._lock:
+            if batch.jobs:
+                self.num_late += 1
+                self._log.warn(
+                    "late", "%d jobs exceeded their deadline of %g s", len(batch.jobs), self.deadline_s
+                )
+                memory = batch.buffer.memory
+                self._staging.keep(memory, [(job.lane, job.number) for job in batch.jobs])
+            else:
+                self._staging.put(batch.buffer.memory)
+
+    def _poll(self) -> None:
+        """Take the results of the tiers. The caller has the lock."""
+        for lane, tier in enumerate(self.tiers):
+            for result in tier.finished():
+                job = self._jobs.pop((lane, result.job), None)
+                if job is not None:
+                    job.result = result
+                self._staging.ended((lane, result.job))
+
+    def _wait(self, condition: Callable[[], bool], until: float) -> bool:
+        """Poll the tiers until a condition is True; False at the deadline or after `close`."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            with self._lock:
+                self._poll()
+                if condition():
+                    return True
+            if self._closed or self._clock() >= until:
+                return False
+            time.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, _LONGEST_PAUSE_S)
+
+
+class _Staging:
+    """Page-aligned buffers of whole blocks, allocated when needed, within a limit.
+
+    Thread: one at a time.
+    """
+
+    def __init__(self, limit_bytes: int, block_bytes: int) -> None:
+        self.limit_bytes, self._block_bytes = limit_bytes, block_bytes
+        self._rows = max(1, limit_bytes // _BUFFERS // block_bytes)
+        self._free: list[Blocks] = []
+        self._allocated = 0
+        self._late: list[tuple[Blocks, set[tuple[int, int]]]] = []
+
+    def objects_in_a_buffer(self, parts: int) -> int:
+        """Return the number of objects of `parts` blocks for one buffer; 0 if one object is too large."""
+        if parts * self._block_bytes > self.limit_bytes:
+            return 0
+        return max(1, self._rows // parts)
+
+    def take(self, num_rows: int) -> Blocks | None:
+        """Return a buffer with at least so many rows, or None while all memory is in use."""
+        for position, buffer in enumerate(self._free):
+            if len(buffer) >= num_rows:
+                return self._free.pop(position)
+        size = max(num_rows, self._rows) * self._block_bytes
+        while self._allocated + size > self.limit_bytes and self._free:
+            self._allocated -= self._free.pop().nbytes
+        if self._allocated and self._allocated + size > self.limit_bytes:
+            return None
+        self._allocated += size
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(-1, self._block_bytes)
+
+    def put(self, buffer: Blocks) -> None:
+        """Give a buffer back."""
+        self._free.append(buffer)
+
+    def keep(self, buffer: Blocks, jobs: Sequence[tuple[int, int]]) -> None:
+        """Give a buffer back when these jobs have ended."""
+        self._late.append((buffer, {*jobs}))
+
+    def ended(self, job: tuple[int, int]) -> None:
+        """Note the end of a job."""
+        for buffer, jobs in [entry for entry in self._late if job in entry[1]]:
+            jobs.discard(job)
+            if not jobs:
+                self._late = [entry for entry in self._late if entry[0] is not buffer]
+                self._free.append(buffer)
+
+
+def _whole(blocks: Mask, parts: int) -> Mask:
+    """Return a mask of the objects whose blocks are all True."""
+    whole: Mask = np.logical_and.reduce(blocks.reshape(-1, parts), axis=1)
+    return whole
+
+
+def _view(addresses: Addresses, size: int) -> tuple[Blocks, npt.NDArray[np.int64]]:
+    """Return memory as rows of `size` bytes, one at each multiple of a stride, and the rows of `addresses`.
+
+    The caller keeps the memory alive. Rows overlap.
+    """
+    first = int(addresses.min())
+    offsets = addresses - first
+    stride = math.gcd(4096, *(int(offset) for offset in np.unique(offsets)))
+    num_rows = int(offsets.max()) // stride + 1
+    memory: Any = (ctypes.c_uint8 * (int(offsets.max()) + size)).from_address(first)
+    return np.ndarray((num_rows, size), np.uint8, memory, 0, (stride, 1)), offsets // stride

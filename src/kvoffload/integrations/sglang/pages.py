@@ -1,0 +1,169 @@
+"""SGLang's host pools as memory of objects: addresses of each page, and the text that identifies its format.
+
+Does not know keys or tiers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.objects import Extents
+from kvoffload.tiers.contract import Mask
+
+_ANATOMY = (
+    *(
+        "layout",
+        "dtype",
+        "page_size",
+        "layer_num",
+        "start_layer",
+        "end_layer",
+        "head_num",
+        "head_dim",
+        "v_head_dim",
+    ),
+    *(
+        "kv_cache_dim",
+        "kv_lora_rank",
+        "qk_rope_head_dim",
+        "index_head_dim",
+        "storage_format_tag",
+        "head_group_num",
+    ),
+    *(
+        "dcp_size",
+        "element_size",
+        "size_per_token",
+        "temporal_state_shape",
+        "conv_state_shapes",
+        "conv_dtype",
+    ),
+    *("temporal_dtype", "temporal_state_elem_size", "indexer_dtype", "index_k_dtype", "quant_block_size"),
+)
+"""Attributes of host pools that determine the format of a page, where a pool has them."""
+
+
+class HostPages:
+    """The pages of a host pool.
+
+    Zero-copy addresses are used where the pool gives them (`get_page_buffer_meta`); pages of other pools are
+    copied by the pool itself (`get_data_page`, `set_from_flat_data_page`).
+
+    Attributes:
+        page_bytes: bytes of a page.
+        sizes: bytes of its extents.
+        description: text that is equal for pools with equal page formats.
+
+    Raises: `ConfigError` for a pool without a dtype: pages of another dtype could be served.
+    """
+
+    def __init__(self, name: str, pool: Any) -> None:
+        self._pool, self._name = pool, name
+        self.page_size = int(getattr(pool, "page_size", 1) or 1)
+        if getattr(pool, "dtype", None) is None:
+            why = "it does not tell the dtype of its pages, so pages of another dtype could be served"
+            raise ConfigError(
+                f"host pool {name}", type(pool).__name__, f"{why}; allowed: a pool with a dtype"
+            )
+        self._has_addresses, self.sizes = self._extents_of_a_page()
+        self.page_bytes = sum(self.sizes)
+        anatomy = {name: _plain(getattr(pool, name)) for name in _ANATOMY if hasattr(pool, name)}
+        self.description = json.dumps(
+            {"pool": name, "class": type(pool).__name__, "extents": _runs(self.sizes), **anatomy},
+            sort_keys=True,
+        )
+
+    def _extents_of_a_page(self) -> tuple[bool, tuple[int, ...]]:
+        try:
+            pointers, sizes = self._pool.get_page_buffer_meta(np.zeros(self.page_size, np.int64))
+            if len(pointers) == len(sizes) > 0:
+                return True, tuple(map(int, sizes))
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            pass  # this pool or layout has no addresses
+        page = self._pool.get_dummy_flat_data_page()
+        return False, (page.numel() * page.element_size(),)
+
+    def has_indices_for(self, keys: Sequence[str], indices: Any) -> bool:
+        """Return True if there are host indices for exactly these pages."""
+        return indices is not None and int(indices.numel()) == len(keys) * self.page_size
+
+    def stored(self, indices: Any) -> tuple[Extents, object]:
+        """Return the memory of pages to store, and what keeps it alive."""
+        if self._has_addresses:
+            return self._addresses(indices), self._pool
+        pages = [self._pool.get_data_page(index, flat=True).contiguous() for index in self._heads(indices)]
+        return _of_tensors(pages), pages
+
+    def loaded(self, indices: Any) -> tuple[Extents, Callable[[Mask], None]]:
+        """Return memory for pages to load, and a function that puts loaded pages into the pool."""
+        if self._has_addresses:
+            return self._addresses(indices), lambda mask: None
+        pages = [self._pool.get_dummy_flat_data_page() for _ in self._heads(indices)]
+
+        def finish(mask: Mask) -> None:
+            for index, page, is_loaded in zip(self._heads(indices), pages, mask.tolist(), strict=True):
+                if is_loaded:
+                    self._pool.set_from_flat_data_page(index, page)
+
+        return _of_tensors(pages), finish
+
+    def _heads(self, indices: Any) -> list[int]:
+        heads: list[int] = indices[:: self.page_size].tolist()
+        return heads
+
+    def _addresses(self, indices: Any) -> Extents:
+        pointers, _ = self._pool.get_page_buffer_meta(indices)
+        return Extents(np.array(pointers, np.int64).reshape(-1, len(self.sizes)), self.sizes)
+
+
+def _of_tensors(pages: Sequence[Any]) -> Extents:
+    return Extents.of_buffers(
+        [page.data_ptr() for page in pages], pages[0].numel() * pages[0].element_size() if pages else 0
+    )
+
+
+def _runs(sizes: Sequence[int]) -> list[list[int]]:
+    """Shorten sizes to ``[size, times]``."""
+    runs: list[list[int]] = []
+    for size in sizes:
+        if runs and runs[-1][0] == size:
+            runs[-1][1] += 1
+        else:
+            runs.append([size, 1])
+    return runs
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else str(value)
+
+
+def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
+    """Return the block size for objects of these sizes.
+
+    Objects of one size: an extent, if all are equal and large, so that pages move without a copy; else the
+    object. Objects of several sizes: the size with the least padding, among whole pages of memory.
+    """
+    if len(set(sizes)) == 1:
+        parts = len(extents)
+        is_large = len(set(extents)) == 1 and extents[0] >= _LEAST_BLOCK_BYTES and parts <= _MOST_EXTENTS
+        return extents[0] if is_large else sizes[0]
+    candidates = {
+        max(_LEAST_BLOCK_BYTES, -(-size // part // 4096) * 4096) for size in sizes for part in range(1, 9)
+    }
+
+    def cost(block_bytes: int) -> float:
+        blocks = [-(-size // block_bytes) for size in sizes]
+        padding = max(count * block_bytes / size for count, size in zip(blocks, sizes, strict=True))
+        return padding + _COST_OF_A_BLOCK * sum(blocks)
+
+    return min(sorted(candidates), key=cost)
+
+
+_LEAST_BLOCK_BYTES, _MOST_EXTENTS, _COST_OF_A_BLOCK = 4096, 4, 0.005

@@ -1,0 +1,152 @@
+"""The identity of an SGLang engine as producer of pages: SGLang's arguments, versions, device, weights.
+
+An argument that `producer_table` does not list is *bound*: it is part of the fingerprint. The format of
+a page, with its dtype, is part of each key (`pages`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvoffload._version import __version__
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.sglang.pages import HostPages
+from kvoffload.integrations.sglang.producer_table import (
+    DUMMY,
+    LOAD_FORMAT,
+    SEED,
+    VARIABLES_WITHOUT_EFFECT,
+    WITHOUT_EFFECT,
+)
+from kvoffload.model.kv_bytes import snapshots
+from kvoffload.model.weights import files_of, weights_identity
+from kvoffload.transfer.engine import cpu_capability
+
+_KEY_FORMAT = 1
+"""Version of keys and of the order of bytes in an object; increment it with every change."""
+_LIBRARIES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-kernel", "sglang-kernel")
+
+
+@dataclass(frozen=True)
+class Producer:
+    """The engine that computes pages.
+
+    Attributes:
+        facts: everything that is bound, besides the weights.
+        models: path and revision of each model.
+        identity: the user's name of the weights; replaces them for shared tiers.
+        loads_adapters: True if requests may use LoRA adapters, whose contents nothing binds.
+    """
+
+    facts: Mapping[str, Any]
+    models: tuple[tuple[str, str], ...]
+    identity: str
+    loads_adapters: bool
+
+    def fingerprint(self) -> str:
+        """Return the fingerprint for tiers of this machine."""
+        weights = [
+            [model, revision, *files_of(model), *sorted(place.name for place in snapshots(model))]
+            for model, revision in self.models
+        ]
+        return _text({**self.facts, "weights": weights, "identity": self.identity})
+
+    def shared_fingerprint(self, name: str) -> str:
+        """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights."""
+        if name or self.identity:
+            weights = f"named {name or self.identity}"
+        else:
+            weights = " and ".join(weights_identity(model) for model, _ in self.models)
+        return _text({**self.facts, "weights": weights})
+
+
+def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity: str) -> Producer:
+    """Return the producer of the running engine.
+
+    Raises: `ConfigError` if SGLang's arguments are unknown and `identity` is not given, because pages of
+        another configuration could be served.
+    """
+    arguments = _arguments()
+    if arguments is None and not identity:
+        why = "SGLang's arguments are unknown in this process, so pages of another model could be served"
+        raise ConfigError("identity", None, f"{why}; allowed: a name of the weights and the configuration")
+    given = arguments or {}
+    settings = {name: _plain(value) for name, value in given.items() if name not in WITHOUT_EFFECT}
+    if given.get(LOAD_FORMAT) == DUMMY:
+        settings[SEED] = given.get(SEED)
+    facts = {
+        "engine": "sglang",
+        "kvoffload": __version__.rsplit(".", 1)[0],
+        "keys": _KEY_FORMAT,
+        "model_name": storage_config.model_name if arguments is None else None,
+        "tp_size": storage_config.tp_size,
+        "pp_size": storage_config.pp_size,
+        "attn_cp_size": storage_config.attn_cp_size,
+        "pages": {name: json.loads(pages.description) for name, pages in pools.items()},
+        "libraries": {name: _version_of(name) for name in _LIBRARIES},
+        "device": _device(),
+        "environment": {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith("SGLANG_") and not VARIABLES_WITHOUT_EFFECT.fullmatch(name)
+        },
+        **{f"sglang.{name}": value for name, value in settings.items()},
+    }
+    models = [(str(given.get("model_path") or ""), str(given.get("revision") or ""))]
+    if draft := given.get("speculative_draft_model_path"):
+        models.append((str(draft), str(given.get("speculative_draft_model_revision") or "")))
+    return Producer(facts, tuple(models) if arguments else (), identity, bool(given.get("enable_lora")))
+
+
+def _arguments() -> dict[str, Any] | None:
+    """Return SGLang's arguments in this process, None if they are not known."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        arguments = get_server_args()
+    except (ImportError, RuntimeError, ValueError, AttributeError):
+        return None
+    kind: Any = type(arguments)
+    names = getattr(kind, "__dataclass_fields__", ()) or getattr(kind, "__struct_fields__", ())
+    return {name: getattr(arguments, name, None) for name in names} or None
+
+
+def _device() -> dict[str, str]:
+    facts = {"machine": platform.machine()}
+    torch: Any = sys.modules["torch"]  # SGLang has imported it
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        return {
+            **facts,
+            "device": "cuda" if torch.version.hip is None else "hip",
+            "capability": f"{major}.{minor}",
+        }
+    return {**facts, "device": "cpu", "instructions": cpu_capability()}
+
+
+def _version_of(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    return repr(value)
+
+
+def _text(facts: Mapping[str, Any]) -> str:
+    return json.dumps(facts, sort_keys=True, default=str)

@@ -1,0 +1,462 @@
+"""`KVOffloadStorage`: SGLang's third level of KV cache in our tiers.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvoffload",
+        "module_path": "kvoffload.integrations.sglang", "class_name": "KVOffloadStorage", "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": true, "tiers": ["disk:/nvme/kv:500GiB"]}'
+
+Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang calls
+it from its own threads for queries, reads and writes; each call waits for the tiers until its deadline. No
+failure and no internal error reaches SGLang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from sglang.srt.mem_cache.hicache_storage import (
+    STORAGE_BATCH_SIZE,
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.integrations.containment import contained
+from kvoffload.integrations.logs import join
+from kvoffload.integrations.objects import KEY_BYTES, OBJECT_KEY_BYTES, Extents, ObjectPath, ObjectStore
+from kvoffload.integrations.sglang.options import divided, parse_options
+from kvoffload.integrations.sglang.pages import HostPages, best_block_bytes
+from kvoffload.integrations.sglang.producer import Producer, find_producer
+from kvoffload.text import size
+from kvoffload.tiers.contract import Mask, SecondaryTier
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions, TierOwner, open_tiers
+
+logger = logging.getLogger("sglang.kvoffload")
+_RANK_SHARDED = {PoolName.MAMBA.value}
+"""Pools that every rank has a part of, even if all ranks have equal KV pages (MLA)."""
+
+
+class KVOffloadStorage(HiCacheStorage):
+    """A HiCache storage backend with tiers of kvoffload. Supports the interfaces v1 and v2.
+
+    The tiers open when SGLang has registered its host pools, and close when SGLang detaches the backend.
+
+    Raises: `ConfigError` at construction for impossible options, and from `on_host_pools_registered` for an
+        engine whose pages cannot be identified. A directory or server that cannot be used now is logged, and
+        SGLang runs without it.
+    """
+
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
+        join(logger)
+        self._config = storage_config
+        try:
+            self.options = parse_options(storage_config.extra_config)
+            _check_ranks(storage_config, self.options.tiers)
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                logger.error("kvoffload: not attached: %s", line.strip())
+            raise
+        self.broken = False
+        self.registered_pools: dict[str, Any] = {}
+        self.store: ObjectStore | None = None
+        self._pages: dict[str, HostPages] = {}
+        self._salts: dict[str, bytes] = {}
+        self._paths: dict[str, ObjectPath] = {}
+        self._chains: dict[str, list[str]] = {}
+        self._moved: dict[str, list[tuple[int, float]]] = {"prefetch": [], "backup": []}
+
+    # ---- life
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Take the pool of KV pages."""
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(PoolName.KV.value, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Take a further pool, also after the tiers are open."""
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(_name(host_pool_name), host_pool)
+
+    def _register(self, name: str, pool: Any) -> None:
+        if getattr(pool, "kv_buffer", pool) is None and name == PoolName.KV.value:
+            return  # a logical pool, whose pages are in the pools beside it
+        pages = self._pages[name] = HostPages(name, pool)
+        self._salts[name] = hashlib.sha256(
+            f"{pages.description} {_shard(self._config, name)}".encode()
+        ).digest()
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers."""
+        try:
+            self.store = self._open()
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                logger.error("kvoffload: not attached: %s", line.strip())
+            raise
+
+    def close(self) -> None:
+        """Make pages durable and close the tiers. Called when SGLang detaches the backend or ends."""
+        store, self.store = self.store, None
+        if store is not None:
+            store.close()
+
+    @contained(False)
+    def clear(self) -> bool:
+        """Forget all pages in all tiers, for all machines; False if a tier has not confirmed it."""
+        self._paths.clear()
+        self._chains.clear()
+        confirmed = self.store is not None and self.store.clear()
+        if not confirmed:
+            logger.error(
+                "kvoffload: a tier did not confirm the reset; old pages may be served after a restart"
+            )
+        return confirmed
+
+    @contained(None)
+    def get_stats(self) -> Any:
+        """Return pages and GB/s of the transfers since the last call, for SGLang's metrics."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        metrics = StorageMetrics()
+        for name in self._moved:
+            moved, self._moved[name] = self._moved[name], []
+            getattr(metrics, f"{name}_pgs").extend(count for count, _ in moved)
+            getattr(metrics, f"{name}_bandwidth").extend(speed for _, speed in moved)
+        return metrics
+
+    # ---- interface v1
+
+    @contained(lambda keys, extra_info=None: 0)
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        """Return the number of leading pages that a tier has."""
+        return _leading(self._find(PoolName.KV.value, keys))
+
+    @contained(lambda keys, host_indices, extra_info=None: [False] * len(keys))
+    def batch_get_v1(
+        self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Read pages into the host pool; True for pages that are there and sound."""
+        return self._get(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
+
+    @contained(lambda keys, host_indices, extra_info=None: [False] * len(keys))
+    def batch_set_v1(
+        self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        """Write pages from the host pool; True for pages that a tier has, or refused by its rule."""
+        return self._set(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
+
+    # ---- interface v2, for models with several pools
+
+    @contained(lambda keys, pool_transfers=None, extra_info=None: PoolTransferResult.empty())
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return the leading pages that all pools have, by SGLang's rules for each pool."""
+        kv_pages = len(keys)
+        if PoolName.KV.value in self._pages:
+            kv_pages = _leading(self._find(PoolName.KV.value, keys))
+        hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
+        restorable = set(range(1, kv_pages + 1))
+        for transfer in pool_transfers or []:
+            if not restorable:
+                break
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                hits[transfer.name] = self._pages_of_groups(transfer)
+                continue
+            has = self._find(_name(transfer.name), keys[:kv_pages])
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(1, len(transfer.keys or ()))
+                usable = {end for end in restorable if has[max(0, end - window) : end].all()}
+            else:
+                usable = set(range(1, _leading(has) + 1))
+            if usable:
+                hits[transfer.name] = max(usable)
+            restorable &= usable
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    @contained(lambda transfers, extra_info=None: _nothing(transfers))
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Read pages of several pools into their host pools."""
+        return {
+            transfer.name: self._get(
+                _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
+            )
+            for transfer in transfers
+        }
+
+    @contained(lambda transfers, extra_info=None: _nothing(transfers))
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Write pages of several pools from their host pools."""
+        return {
+            transfer.name: self._set(
+                _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
+            )
+            for transfer in transfers
+        }
+
+    # ---- the first interface: flat tensors
+
+    def exists(self, key: str) -> bool:
+        """Return True if a tier has the page."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """Read a page into a flat tensor; None if it is not there."""
+        return self.batch_get([key], [target_location])[0]
+
+    @contained(lambda keys, target_locations=None, target_sizes=None: [None] * len(keys))
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """Read pages into flat tensors of a page's size."""
+        targets = list(target_locations or [None] * len(keys))
+        page_bytes = self._pages[PoolName.KV.value].page_bytes
+        if any(target is None or target.numel() * target.element_size() != page_bytes for target in targets):
+            return [None] * len(keys)
+        memory = Extents.of_buffers([target.data_ptr() for target in targets], page_bytes)
+        ok = self._load(PoolName.KV.value, keys, memory, None)
+        return [target if is_there else None for target, is_there in zip(targets, ok.tolist(), strict=True)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Write a page from a flat tensor."""
+        return self.batch_set([key], [value])
+
+    @contained(lambda keys, values=None, target_locations=None, target_sizes=None: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Write pages from flat tensors of a page's size."""
+        tensors = [value.contiguous() for value in values or []]
+        page_bytes = self._pages[PoolName.KV.value].page_bytes
+        if len(tensors) != len(keys) or any(t.numel() * t.element_size() != page_bytes for t in tensors):
+            return False
+        memory = Extents.of_buffers([tensor.data_ptr() for tensor in tensors], page_bytes)
+        return bool(self._save(PoolName.KV.value, keys, memory, None).all())
+
+    # ---- objects
+
+    def stop_after_error(self, method: str) -> None:
+        """Log an internal error, and answer every call with a miss from now on."""
+        self.broken = True
+        logger.exception("kvoffload: internal error in %s; the storage is no longer used", method)
+
+    def _find(self, name: str, keys: Sequence[str]) -> Mask:
+        if self.store is None or name not in self._pages:
+            return np.zeros(len(keys), np.bool_)
+        return self.store.find(self._keys(name, keys), self._pages[name].page_bytes)
+
+    def _get(self, name: str, keys: Sequence[str], indices: Any, prefix: list[str] | None) -> list[bool]:
+        pages = self._pages.get(name)
+        if pages is None or self.store is None or not keys or not pages.has_indices_for(keys, indices):
+            return [False] * len(keys)
+        memory, finish = pages.loaded(indices)
+        ok = self._load(name, keys, memory, prefix)
+        finish(ok)
+        return ok.tolist()
+
+    def _set(self, name: str, keys: Sequence[str], indices: Any, prefix: list[str] | None) -> list[bool]:
+        pages = self._pages.get(name)
+        if pages is None or self.store is None or not keys or not pages.has_indices_for(keys, indices):
+            return [False] * len(keys)
+        memory, _alive = pages.stored(indices)
+        return self._save(name, keys, memory, prefix).tolist()
+
+    def _load(self, name: str, keys: Sequence[str], memory: Extents, prefix: list[str] | None) -> Mask:
+        if (store := self.store) is None:
+            return np.zeros(len(keys), np.bool_)
+        began = time.monotonic()
+        ok = store.load(self._keys(name, keys), memory)
+        self._count("prefetch", ok, memory, began)
+        used = _leading(ok)
+        if used:
+            path = self._path(f"load {name}", name, keys[:used], prefix)
+            if used < STORAGE_BATCH_SIZE:
+                self._finish(f"load {name}", path)
+        return ok
+
+    def _save(self, name: str, keys: Sequence[str], memory: Extents, prefix: list[str] | None) -> Mask:
+        if (store := self.store) is None:
+            return np.zeros(len(keys), np.bool_)
+        began = time.monotonic()
+        path = self._path(f"store {name}", name, keys, prefix)
+        ok = store.store(self._keys(name, keys), memory, path)
+        self._count("backup", ok, memory, began)
+        if len(keys) < STORAGE_BATCH_SIZE or not ok.all():
+            self._finish(f"store {name}", path)
+        return ok
+
+    def _path(self, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None) -> ObjectPath:
+        """Return the path that ends with `keys`. A batch that continues the last one continues its path, so
+        that the policies count each page of an operation once."""
+        assert self.store is not None
+        before, page_bytes = prefix or [], self._pages[name].page_bytes
+        path, chain = self._paths.get(kind), self._chains.get(kind)
+        if path is not None and chain != before:
+            self._finish(kind, path)
+            path = None
+        if path is None:
+            path, chain = self.store.open_path(), list(before)
+            if before:
+                self.store.extend_path(path, self._keys(name, before), page_bytes)
+        assert chain is not None
+        self.store.extend_path(path, self._keys(name, keys), page_bytes)
+        self._paths[kind], self._chains[kind] = path, [*chain, *keys]
+        return path
+
+    def _finish(self, kind: str, path: ObjectPath) -> None:
+        assert self.store is not None
+        self._paths.pop(kind, None)
+        self._chains.pop(kind, None)
+        self.store.finish_path(path)
+
+    def _keys(self, name: str, keys: Sequence[str]) -> list[bytes]:
+        salt = self._salts[name]
+        return [
+            hashlib.blake2b(key.encode(), digest_size=OBJECT_KEY_BYTES, key=salt).digest() for key in keys
+        ]
+
+    def _pages_of_groups(self, transfer: PoolTransfer) -> int:
+        """Return the pages that the leading complete groups of a `BLOCK_GROUPS` pool cover."""
+        if not transfer.group_pages or not transfer.keys:
+            return 0
+        return (
+            _leading(self._find(_name(transfer.name), transfer.keys))
+            // transfer.group_pages
+            * transfer.block_pages
+        )
+
+    def _count(self, direction: str, ok: Mask, memory: Extents, began: float) -> None:
+        if self._config.enable_storage_metrics and (count := int(np.count_nonzero(ok))):
+            seconds = max(time.monotonic() - began, 1e-9)
+            self._moved[direction].append((count, count * memory.object_bytes / seconds / 1e9))
+
+    # ---- tiers
+
+    def _open(self) -> ObjectStore:
+        if not self._pages:
+            raise ConfigError("host pools", None, "allowed: SGLang's host pool with KV pages")
+        sizes = [pages.page_bytes for pages in self._pages.values()]
+        extents = next(iter(self._pages.values())).sizes
+        block_bytes = best_block_bytes(sizes, extents)
+        producer = find_producer(self._config, self._pages, self.options.identity)
+        owner = _owner(self._config, producer, block_bytes)
+        ranks = _num_ranks(self._config)
+        tiers: list[SecondaryTier] = open_tiers(
+            [divided(tier, ranks) for tier in self.options.tiers if _is_usable(tier, producer)], owner
+        )
+        logger.info(
+            "kvoffload: %s, pages of %s, blocks of %s%s",
+            ", ".join(map(str, self.options.tiers)),
+            ", ".join(f"{size(pages.page_bytes)} ({name})" for name, pages in self._pages.items()),
+            size(block_bytes),
+            ""
+            if ranks == 1
+            else f"; each of {ranks} ranks has its own directories and an equal part of a capacity",
+        )
+        return ObjectStore(
+            tiers,
+            block_bytes=block_bytes,
+            staging_bytes=self.options.staging,
+            deadline_s=self.options.deadline,
+            zero_copy=self.options.allows_zero_copy,
+        )
+
+
+def _owner(config: HiCacheStorageConfig, producer: Producer, block_bytes: int) -> TierOwner:
+    def on_unavailable(error: UnavailableError) -> None:
+        logger.error("kvoffload: SGLang runs WITHOUT a tier until the backend is attached again: %s", error)
+
+    return TierOwner(
+        block_bytes,
+        KEY_BYTES,
+        producer.fingerprint(),
+        _replica(config),
+        # SGLang writes the nodes of its tree one by one, so groups of pages would seldom be whole.
+        reports_paths=False,
+        on_unavailable=on_unavailable,
+        shared_fingerprint=producer.shared_fingerprint,
+    )
+
+
+def _check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> None:
+    """Raise `ConfigError` for ranks that cannot have this tier."""
+    if config.should_split_heads:
+        raise ConfigError("tp_lcm_size", config.tp_lcm_size, "allowed: none, because pages are stored whole")
+    if not config.is_mla_model or config.tp_size == 1:
+        return
+    for tier in tiers:
+        if isinstance(tier, SizedTierOptions):
+            why = f"with MLA only one of {config.tp_size} ranks writes, and a directory has one owner"
+            raise ConfigError(
+                "tiers", str(tier), f"{why}; allowed: valkey:// or s3://, or attention data parallelism"
+            )
+
+
+def _is_usable(tier: TierOptions, producer: Producer) -> bool:
+    is_named = bool(getattr(tier, "salt", "") or getattr(tier, "identity", "") or producer.identity)
+    if producer.loads_adapters and not is_named:
+        logger.error(
+            "kvoffload: SGLang runs WITHOUT the tier %s: with enable_lora nothing binds the contents of "
+            "adapters. To use the tier nevertheless, give identity=NAME, and change the name with them", tier
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _num_ranks(config: HiCacheStorageConfig) -> int:
+    """Return the number of ranks with pages of their own."""
+    return int(config.tp_size * config.pp_size * config.attn_cp_size)
+
+
+def _replica(config: HiCacheStorageConfig) -> str:
+    """Return the name of this rank's directory; empty for an engine of one rank."""
+    names = [
+        f"{kind}{rank}of{count}"
+        for kind, rank, count in (
+            ("tp", config.tp_rank, config.tp_size),
+            ("pp", config.pp_rank, config.pp_size),
+            ("cp", config.attn_cp_rank, config.attn_cp_size),
+        )
+        if count > 1
+    ]
+    return "-".join([*names, *([f"dp{config.dp_rank}"] if config.dp_rank else [])])
+
+
+def _shard(config: HiCacheStorageConfig, name: str) -> str:
+    """Return the part of the model whose pages this rank has; equal for ranks with equal pages."""
+    shard = f"pp{config.pp_rank}/{config.pp_size} cp{config.attn_cp_rank}/{config.attn_cp_size}"
+    if config.dcp_size > 1:
+        shard += f" dcp{config.dcp_rank}/{config.dcp_size}"
+    if config.is_mla_model and name not in _RANK_SHARDED:
+        return shard
+    return f"{shard} tp{config.tp_rank}/{config.tp_size}"
+
+
+def _name(name: Any) -> str:
+    return str(getattr(name, "value", name))
+
+
+def _prefix(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+    return None if extra_info is None else extra_info.prefix_keys
+
+
+def _leading(mask: Mask) -> int:
+    return len(mask) if mask.all() else int(np.argmin(mask))
+
+
+def _nothing(transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+    return {transfer.name: [False] * len(transfer.keys or []) for transfer in transfers}

@@ -1,0 +1,336 @@
+"""`ObjectStore`: objects of any size in tiers, against a dictionary; deadlines, failures, late jobs."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvoffload import DiskTier
+from kvoffload.integrations.objects import KEY_BYTES, Extents, ObjectStore
+from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
+from kvoffload.tiers.contract import SecondaryTier
+
+BLOCK = 4096
+Memory = npt.NDArray[np.uint8]
+
+
+class TickingClock:
+    """A clock that advances 0.5 s whenever it is read, so that deadlines pass without waiting."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 0.5
+        return self.now
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "big")
+
+
+def content(number: int, size: int) -> bytes:
+    return np.random.default_rng(number).integers(0, 256, size, np.uint8).tobytes()
+
+
+def memory_of(contents: list[bytes]) -> Memory:
+    return np.frombuffer(b"".join(contents), np.uint8).copy()
+
+
+def extents(memory: Memory, size: int) -> Extents:
+    start = memory.ctypes.data
+    return Extents.of_buffers([start + offset for offset in range(0, memory.nbytes, size)], size)
+
+
+def store_of(*tiers: SecondaryTier, staging: int = 1 << 20, **options: object) -> ObjectStore:
+    options.setdefault("deadline_s", 10.0)
+    return ObjectStore(tiers, block_bytes=BLOCK, staging_bytes=staging, **options)  # type: ignore[arg-type]
+
+
+def write(store: ObjectStore, numbers: list[int], size: int) -> list[bool]:
+    memory = memory_of([content(number, size) for number in numbers])
+    ok: list[bool] = store.store([key(number) for number in numbers], extents(memory, size)).tolist()
+    return ok
+
+
+def read(store: ObjectStore, numbers: list[int], size: int) -> list[bytes | None]:
+    memory = np.full(len(numbers) * size, 0xA5, np.uint8)
+    ok = store.load([key(number) for number in numbers], extents(memory, size)).tolist()
+    found = [memory[start : start + size].tobytes() for start in range(0, memory.nbytes, size)]
+    assert all(is_there or set(bytes_) == {0xA5} for is_there, bytes_ in zip(ok, found, strict=True))
+    return [bytes_ if is_there else None for is_there, bytes_ in zip(ok, found, strict=True)]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[ObjectStore]:
+    tier = DiskTier(tmp_path / "kv", 64 << 20, BLOCK, key_bytes=KEY_BYTES, fingerprint="objects")
+    store = store_of(tier)
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize("size", [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 100_001])
+def test_objects_of_any_size(disk: ObjectStore, size: int) -> None:
+    numbers = list(range(30))
+    assert all(write(disk, numbers, size))
+    assert disk.find([key(number) for number in [*numbers, 99]], size).tolist() == [True] * 30 + [False]
+    assert read(disk, [3, 99, 29], size) == [content(3, size), None, content(29, size)]
+
+
+@given(st.data())
+def test_against_a_dictionary(data: st.DataObject) -> None:
+    tiers = [ScriptedTier(BLOCK, immediate=True), ScriptedTier(BLOCK, identity=1, immediate=True)]
+    store, twin = store_of(*tiers, staging=8 * BLOCK), dict[int, int]()
+    sizes = [100, BLOCK, 2 * BLOCK + 5]
+    for _ in range(data.draw(st.integers(1, 8))):
+        numbers = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=6, unique=True))
+        size = data.draw(st.sampled_from(sizes))
+        numbers = [number for number in numbers if twin.get(number, size) == size]
+        action = data.draw(st.sampled_from(["store", "load", "delete", "find"]))
+        if not numbers:
+            continue
+        if action == "store":
+            assert all(write(store, numbers, size))
+            twin.update(dict.fromkeys(numbers, size))
+        elif action == "load":
+            expected = [content(number, size) if number in twin else None for number in numbers]
+            assert read(store, numbers, size) == expected
+        elif action == "find":
+            found = store.find([key(number) for number in numbers], size).tolist()
+            assert found == [number in twin for number in numbers]
+        else:
+            store.delete([key(number) for number in numbers], size)
+            for number in numbers:
+                twin.pop(number, None)
+
+
+@pytest.mark.parametrize("strides", [(100, 300), (64, 4096), (1, 7)])
+def test_scattered_extents(disk: ObjectStore, strides: tuple[int, int]) -> None:
+    sizes = (3000, 5000)
+    area = np.random.default_rng(1).integers(0, 256, 200_000, np.uint8)
+    starts = np.array([[i * (8000 + strides[0]), 100_000 + i * (5000 + strides[1])] for i in range(5)])
+    original = [
+        b"".join(area[s : s + n].tobytes() for s, n in zip(row, sizes, strict=True)) for row in starts
+    ]
+    memory = Extents(area.ctypes.data + starts, sizes)
+    keys = [key(number) for number in range(5)]
+    assert disk.store(keys, memory).all()
+    area[:] = 0
+    assert disk.load(keys, memory.take(slice(0, 5))).all()
+    assert [
+        b"".join(area[s : s + n].tobytes() for s, n in zip(row, sizes, strict=True)) for row in starts
+    ] == original
+    assert np.count_nonzero(area) <= 5 * sum(sizes)
+
+
+def test_zero_copy_moves_the_callers_own_memory() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    pools = list[int]()
+    submit = tier._submit
+    tier._submit = lambda job: (pools.append(job.pool.ctypes.data), submit(job))[1]  # type: ignore[method-assign, union-attr, func-returns-value]
+    memory = memory_of([content(number, BLOCK) for number in range(3)])
+    for allowed in (False, True):
+        store = store_of(tier, zero_copy=allowed)
+        assert store.store([key(number) for number in range(3)], extents(memory, BLOCK)).all()
+        assert store.load([key(number) for number in range(3)], extents(memory, BLOCK)).all()
+        assert (pools[-1] == memory.ctypes.data) is allowed
+        tier.blocks.clear()
+
+
+def test_shared_tiers_allow_zero_copy_and_disks_do_not() -> None:
+    shared, local = ScriptedSharedTier(BLOCK), ScriptedTier(BLOCK)
+    memory = extents(memory_of([bytes(BLOCK)]), BLOCK)
+    assert store_of(shared, zero_copy=None)._is_direct(memory)
+    assert not store_of(shared, local, zero_copy=None)._is_direct(memory)
+    assert not store_of(shared, zero_copy=False)._is_direct(memory)
+
+
+def test_a_late_read_does_not_touch_the_callers_memory() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier, clock=TickingClock())
+    assert all(write(store, [1, 2], BLOCK))
+    tier.immediate = False
+    memory = np.full(2 * BLOCK, 0xA5, np.uint8)
+    assert not store.load([key(1), key(2)], extents(memory, BLOCK)).any()
+    assert store.num_late == 1
+    (job,) = tier.jobs
+    assert job.pool is not None
+    # Another call must not get the buffer of the job that is still running.
+    busy = bytes(job.pool.tobytes())
+    tier.immediate = True
+    assert read(store, [1], BLOCK) == [content(1, BLOCK)]
+    assert job.pool.tobytes() == busy
+    tier.end(job)
+    assert (memory == 0xA5).all()
+    assert read(store, [2], BLOCK) == [content(2, BLOCK)]
+
+
+def test_a_late_write_is_not_reported_as_stored() -> None:
+    tier = ScriptedTier(BLOCK)
+    store = store_of(tier, clock=TickingClock())
+    memory = memory_of([content(1, BLOCK)])
+    assert not store.store([key(1)], extents(memory, BLOCK)).any()
+    memory[:] = 0  # the engine reuses its memory
+    (job,) = tier.jobs
+    tier.end(job)
+    tier.immediate = True
+    assert read(store, [1], BLOCK) == [content(1, BLOCK)]
+
+
+def test_all_buffers_late_is_a_miss() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier, staging=BLOCK, clock=TickingClock())
+    assert all(write(store, [1], BLOCK))
+    tier.immediate = False
+    assert read(store, [1], BLOCK) == [None]
+    assert read(store, [1], BLOCK) == [None]
+    assert len(tier.jobs) == 1
+    tier.end(tier.jobs[0])
+    tier.immediate = True
+    assert read(store, [1], BLOCK) == [content(1, BLOCK)]
+
+
+def test_too_large_an_object_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    store = store_of(ScriptedTier(BLOCK, immediate=True), staging=4 * BLOCK)
+    assert write(store, [1], 5 * BLOCK) == [False]
+    assert read(store, [1], 5 * BLOCK) == [None]
+    assert "does not fit into the staging memory" in caplog.text
+
+
+def test_the_next_tier_is_tried_for_failed_blocks() -> None:
+    tiers = [ScriptedTier(BLOCK, immediate=True), ScriptedTier(BLOCK, identity=1, immediate=True)]
+    store = store_of(*tiers)
+    assert all(write(store, [1, 2, 3], 2 * BLOCK))
+    lost = [name for name in tiers[0].blocks if name[:32] == key(2)][:1]
+
+    def fail(job: ScriptedJob) -> None:
+        job.fail.update(lost)
+
+    submit = tiers[0]._submit
+    tiers[0]._submit = lambda job: (fail(job), submit(job))[1]  # type: ignore[method-assign, func-returns-value]
+    assert read(store, [1, 2, 3], 2 * BLOCK) == [content(number, 2 * BLOCK) for number in (1, 2, 3)]
+    assert tiers[1]._stats.read == 1
+
+
+def test_a_lost_part_loses_the_object() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier)
+    assert all(write(store, [1, 2], 3 * BLOCK))
+    del tier.blocks[key(1) + b"\1\0"]
+    assert store.find([key(1), key(2)], 3 * BLOCK).tolist() == [False, True]
+    assert read(store, [1, 2], 3 * BLOCK) == [None, content(2, 3 * BLOCK)]
+
+
+def test_probes_of_shared_tiers() -> None:
+    tier = ScriptedSharedTier(BLOCK, immediate=True)
+    store = store_of(tier)
+    assert all(write(store, [1], BLOCK))
+    tier.presence.clear()
+    assert store.find([key(1), key(2)], BLOCK).tolist() == [True, False]
+
+
+def test_a_silent_server_is_a_miss() -> None:
+    tier = ScriptedSharedTier(BLOCK)
+    store = store_of(tier, clock=TickingClock())
+    assert not store.find([key(1)], BLOCK).any()
+    assert not write(store, [1], BLOCK)[0]
+
+
+def test_refused_counts_as_done_and_busy_does_not(disk: ObjectStore, tmp_path: Path) -> None:
+    tier = DiskTier(
+        tmp_path / "picky", 64 << 20, BLOCK, key_bytes=KEY_BYTES, fingerprint="objects", admission="reuse:2"
+    )
+    picky = store_of(tier)
+    memory = extents(memory_of([content(1, BLOCK)]), BLOCK)
+    for _ in range(2):
+        path = picky.open_path()
+        picky.extend_path(path, [key(1)], BLOCK)
+        assert picky.store([key(1)], memory, path).all()
+        picky.finish_path(path)
+    assert picky.stats()[0].refused == 1
+    assert picky.find([key(1)], BLOCK).all()
+    picky.close()
+    busy = ScriptedTier(BLOCK)
+    busy.room = 0
+    assert write(store_of(busy, clock=TickingClock()), [1], BLOCK) == [False]
+
+
+def test_a_path_keeps_its_beginning(tmp_path: Path) -> None:
+    """Under LRU the tail of a path leaves first, and a path that was read last stays."""
+    tier = DiskTier(tmp_path / "small", 2 << 20, BLOCK, key_bytes=KEY_BYTES, fingerprint="objects")
+    store, room = store_of(tier), tier.stats().capacity
+    for start in range(0, 3 * room, 10):
+        numbers = list(range(start, start + 10))
+        path = store.open_path()
+        store.extend_path(path, [key(number) for number in numbers], BLOCK)
+        memory = memory_of([content(number, BLOCK) for number in numbers])
+        assert store.store([key(number) for number in numbers], extents(memory, BLOCK), path).all()
+        store.finish_path(path)
+    present = store.find([key(number) for number in range(3 * room)], BLOCK).reshape(-1, 10)
+    assert present[-1].all()
+    assert not present[0].any()
+    for row in present.tolist():  # heads, never a tail without them
+        assert row == sorted(row, reverse=True)
+    store.close()
+
+
+def test_a_raising_tier_is_a_miss() -> None:
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier, clock=TickingClock())
+    assert all(write(store, [1], BLOCK))
+
+    def fail(method: str) -> None:
+        raise OSError(5, method)
+
+    tier.on_call = fail
+    assert read(store, [1], BLOCK) == [None]
+    assert write(store, [2], BLOCK) == [False]
+    assert not store.find([key(1)], BLOCK).any()
+    store.delete([key(1)], BLOCK)
+    assert not store.clear(0.0)
+    store.close()
+
+
+def test_threads_at_once(disk: ObjectStore) -> None:
+    """Four threads write, read and look up overlapping objects; nobody gets wrong bytes."""
+    seed = random.randrange(1 << 30)
+    print("seed", seed)
+    errors = list[BaseException]()
+    size = 2 * BLOCK + 77
+
+    def work(number: int) -> None:
+        chance = random.Random(seed + number)
+        try:
+            for _ in range(40):
+                some = chance.sample(range(60), 12)
+                if chance.random() < 0.5:
+                    write(disk, some, size)
+                for wanted, found in zip(some, read(disk, some, size), strict=True):
+                    assert found is None or found == content(wanted, size)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert sum(found is not None for found in read(disk, list(range(60)), size)) > 50
+
+
+def test_after_close_everything_is_a_miss(disk: ObjectStore) -> None:
+    assert all(write(disk, [1], BLOCK))
+    disk.close()
+    disk.close()
+    assert read(disk, [1], BLOCK) == [None]
+    assert write(disk, [1], BLOCK) == [False]
+    assert not disk.find([key(1)], BLOCK).any()
