@@ -74,8 +74,8 @@ bench: $(VENV)/installed-dev  ## control plane and copies (beside vLLM's where `
 vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3.4 GB, minutes)
 	PYTHON=$(PYTHON) bash tools/vllm_env.sh $(VLLM_VENV) $(VLLM)
 
-test-vllm: vllm-env  ## beside vLLM's manager, and in real engines
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(ARGS)
+test-vllm: vllm-env  ## beside vLLM's manager, in real engines, and in transformers
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/hf_transformers $(ARGS)
 
 engines-env: vllm-env  ## SGLang and LMCache beside vLLM's environment (330 MB, a minute)
 	sh tools/engines_env.sh $(ENGINES_VENV) $(VLLM_VENV)

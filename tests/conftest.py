@@ -92,11 +92,14 @@ HAS_VLLM, HAS_SGLANG, HAS_LMCACHE = (
     getattr(importlib.util.find_spec(engine), "origin", None) is not None
     for engine in ("vllm", "sglang", "lmcache")
 )
-collect_ignore = [
-    engine
-    for engine, is_here in (("vllm", HAS_VLLM), ("sglang", HAS_SGLANG), ("lmcache", HAS_LMCACHE))
-    if not is_here
-]
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+_HERE = (
+    ("vllm", HAS_VLLM),
+    ("sglang", HAS_SGLANG),
+    ("lmcache", HAS_LMCACHE),
+    ("hf_transformers", HAS_TRANSFORMERS),
+)
+collect_ignore = [engine for engine, is_here in _HERE if not is_here]
 
 MISSING = {
     "recorded trace": "recordings (set KVOFFLOAD_TRACES to their directory)",
@@ -122,9 +125,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not HAS_VLLM:
         lacking.append("vLLM (make test-vllm builds an environment): all of tests/vllm not run")
         if not HAS_SGLANG:
-            lacking.append(
-                "SGLang (make test-engines): all of tests/sglang not run"
-            )
+            lacking.append("SGLang (make test-engines): all of tests/sglang not run")
+    if not HAS_TRANSFORMERS:
+        lacking.append("transformers (make test-vllm has it): all of tests/hf_transformers not run")
     if lacking:
         lacks = "; ".join(lacking)
         terminalreporter.write_line(f"this machine lacks {lacks}", yellow=True)

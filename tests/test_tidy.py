@@ -57,8 +57,19 @@ MAY_IMPORT = {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "integrations": {
-        *("metrics", "tiering", "tiers", "traces", "transfer", "node", "calls", "model", "admission", "core"),
-        *("structures", "settings", "errors", "text", "_version"),
+        *(
+            "cache",
+            "metrics",
+            "tiering",
+            "tiers",
+            "traces",
+            "transfer",
+            "node",
+            "calls",
+            "model",
+            "admission",
+        ),
+        *("core", "structures", "settings", "errors", "text", "_version"),
     },
     "cli": {
         *(
@@ -161,11 +172,13 @@ def test_only_a_few_files_know_numba() -> None:
     assert knowing <= NUMBA_ONLY_IN
 
 
-def test_only_transfer_knows_torch() -> None:
+def test_only_copies_and_transformers_know_torch() -> None:
     knowing = {
-        room_of(path) for path in sources() if any(m.split(".")[0] == "torch" for m in imports_of(path))
+        path.relative_to(PACKAGE).parent
+        for path in sources()
+        if any(m.split(".")[0] == "torch" for m in imports_of(path))
     }
-    assert knowing <= {"transfer"}
+    assert knowing <= {Path("transfer"), Path("integrations/transformers")}
 
 
 def test_only_tiers_that_machines_share_know_the_network() -> None:
@@ -196,7 +209,8 @@ def test_only_tiers_that_machines_share_know_the_network() -> None:
 
 
 def test_only_integrations_know_engines() -> None:
-    knowing = {path for path in sources() if any(m.split(".")[0] == "vllm" for m in imports_of(path))}
+    engines = {"vllm", "transformers"}
+    knowing = {path for path in sources() if {m.split(".")[0] for m in imports_of(path)} & engines}
     assert {room_of(path) for path in knowing} <= {"integrations"}
     # The command line checks flags where vLLM is not installed.
     assert not {"options.py", "versions.py"} & {path.name for path in knowing}

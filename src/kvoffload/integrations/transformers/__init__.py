@@ -1,0 +1,11 @@
+"""Prefix caching for Hugging Face transformers: the KV of known prompts comes from a `KVCache`.
+
+`PrefixCache.generate` takes the arguments of ``model.generate``. `model` reads the layout of a model and
+refuses models that cannot be cached; `batch` loads and stores the KV of one batch.
+"""
+
+from kvoffload.integrations.transformers.batch import PrefixBatch
+from kvoffload.integrations.transformers.model import kv_layout
+from kvoffload.integrations.transformers.prefix_cache import PrefixCache
+
+__all__ = ["PrefixBatch", "PrefixCache", "kv_layout"]

@@ -1,0 +1,119 @@
+"""The KV of one batch of prompts: loads the longest known prefixes, and stores what a model has computed."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvoffload.cache.cache import KVCache
+from kvoffload.cache.request import KVRequest
+from kvoffload.errors import ConfigError
+
+
+class PrefixBatch:
+    """A batch of prompts with the longest prefix that is known for all of them. A context manager.
+
+    All rows of a batch have the same number of columns in ``cache``. With left padding a row's tokens begin
+    at its first column without padding; columns of padding are zero.
+
+    Attributes:
+        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., past_key_values=cache)``. Layers
+            with a sliding window keep all tokens: later prompts may continue any prefix.
+        num_cached: leading columns of the batch that `cache` has, at most all but the last.
+    """
+
+    def __init__(
+        self, kv_cache: KVCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, salt: str
+    ) -> None:
+        self._kv_cache, self._salt, self._ids = kv_cache, salt, input_ids
+        self._starts = _starts(input_ids, attention_mask)
+        self._requests: list[KVRequest] = []
+        self._open = ExitStack()
+        self.cache, self.num_cached = DynamicCache(), 0
+
+    def __enter__(self) -> PrefixBatch:
+        with ExitStack() as opened:
+            self._requests = [
+                opened.enter_context(self._kv_cache.request(row[start:], salt=self._salt))
+                for row, start in zip(self._ids, self._starts, strict=True)
+            ]
+            self._load()
+            self._open = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def store(self, sequences: torch.Tensor, *, prompts_only: bool = False) -> int:
+        """Store the KV in `cache` after a model has extended it; return the number of stored tokens.
+
+        Args:
+            sequences: token ids of all rows, prompts and generated tokens. There may be several sequences
+                for each prompt, one after the other, as ``model.generate`` returns them.
+            prompts_only: the rows of `cache` do not belong to the rows of `sequences` beyond the prompts, as
+                after beam search.
+        """
+        kv = [(layer.keys, layer.values) for layer in self.cache.layers]
+        if not kv:
+            return 0
+        width, rows = self._ids.shape[1], len(kv[0][0])
+        computed = min(self.cache.get_seq_length(), width if prompts_only else sequences.shape[1])
+        copies, stored = rows // len(self._ids), 0
+        for row in range(0, rows, copies if prompts_only else 1):
+            number, copy = divmod(row, copies)
+            start, request = self._starts[number], self._requests[number]
+            with ExitStack() as done:
+                if copy:
+                    prompt = self._ids[number, start:]
+                    request = done.enter_context(self._kv_cache.request(prompt, salt=self._salt))
+                if not prompts_only:
+                    request.extend(sequences[row, width:])
+                stored += request.store_from(kv, row=row, start=start, num_tokens=max(0, computed - start))
+        return stored
+
+    def _load(self) -> None:
+        """Load each row's prefix, and keep the columns that all rows have."""
+        layout, (rows, width) = self._kv_cache.layout, self._ids.shape
+        kv = [
+            tuple(
+                torch.empty(
+                    (rows, layout.heads, width, size),
+                    dtype=getattr(torch, layout.dtype),
+                    device=self._ids.device,
+                )
+                for size in (layout.head_dim, layout.value_dim or layout.head_dim)
+            )
+            for _ in range(layout.layers)
+        ]
+        hits = [
+            start + request.load_into(kv, row=row, start=start)
+            for row, (request, start) in enumerate(zip(self._requests, self._starts, strict=True))
+        ]
+        self.num_cached = count = min(min(hits), width - 1)
+        if count == 0:
+            return
+        for layer, tensors in enumerate(kv):
+            for tensor in tensors:
+                for row, start in enumerate(self._starts):
+                    tensor[row, :, :start] = 0
+            self.cache.update(*(tensor[:, :, :count] for tensor in tensors), layer)
+
+
+def _starts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Return the column of each row's first token. Raises `ConfigError` unless padding is on the left."""
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ConfigError("input_ids.shape", tuple(input_ids.shape), "allowed: (batch, tokens)")
+    if attention_mask is None:
+        return [0] * len(input_ids)
+    if attention_mask.shape != input_ids.shape:
+        raise ConfigError(
+            "attention_mask.shape", tuple(attention_mask.shape), f"allowed: {tuple(input_ids.shape)}"
+        )
+    mask = attention_mask.to(torch.long)
+    for row, is_falling in enumerate((mask[:, 1:] < mask[:, :-1]).any(1).tolist()):
+        if is_falling or not mask[row, -1]:
+            raise ConfigError(f"attention_mask[{row}]", mask[row].tolist(), "allowed: padding on the left")
+    starts: list[int] = (mask == 0).sum(1).tolist()
+    return starts

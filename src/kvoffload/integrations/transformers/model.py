@@ -1,0 +1,49 @@
+"""Facts about a model of transformers: the layout of its KV, its configuration, and reasons to refuse it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvoffload.cache.layout import KVLayout
+from kvoffload.errors import ConfigError
+
+AXES = "batch head token dim"
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_WITHOUT_EFFECT = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "use_cache")
+
+
+def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
+    """Return the layout of a model's KV, from a forward pass of one token.
+
+    Raises: `ConfigError` for a model whose KV is not a key and a value for each token and layer:
+    encoder-decoders, linear attention, paged attention.
+    """
+    if model.config.is_encoder_decoder:
+        raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")
+    if str(getattr(model.config, "_attn_implementation", "")).startswith("paged"):
+        attention = model.config._attn_implementation
+        raise ConfigError("attn_implementation", attention, "allowed: any but paged (continuous batching)")
+    with torch.no_grad():
+        made = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
+    cache = getattr(made, "past_key_values", None)
+    if not isinstance(cache, DynamicCache):
+        raise ConfigError("model", type(model).__name__, "allowed: models whose cache is a DynamicCache")
+    for number, layer in enumerate(cache.layers):
+        if type(layer) not in _LAYERS:
+            raise ConfigError(
+                f"model.layers[{number}]",
+                type(layer).__name__,
+                "allowed: full and sliding attention; the state of linear attention has no prefixes",
+            )
+    return KVLayout.of([(layer.keys, layer.values) for layer in cache.layers], AXES, block_tokens)
+
+
+def configuration_digest(model: Any) -> str:
+    """Return a digest of a model's configuration: rope, windows, norms and the others change KV."""
+    fields = {k: v for k, v in model.config.to_dict().items() if k not in _WITHOUT_EFFECT}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]

@@ -1,0 +1,114 @@
+"""``model.generate`` with a prefix cache: the same arguments, the same answers."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from kvoffload.cache.cache import KVCache
+from kvoffload.errors import ConfigError
+from kvoffload.integrations.transformers.batch import PrefixBatch
+from kvoffload.integrations.transformers.model import configuration_digest, kv_layout
+
+_REFUSED = {
+    "past_key_values": "PrefixCache makes the cache of the model",
+    "assistant_model": "without assisted decoding, which takes tokens back",
+    "prompt_lookup_num_tokens": "without assisted decoding, which takes tokens back",
+    "custom_generate": "without a loop of its own",
+    "prefill_chunk_size": "without chunks, which begin at the first token",
+}
+"""Arguments of ``model.generate`` that are refused, with the reason."""
+
+
+class PrefixCache:
+    """A model with a cache of the KV of earlier prompts and answers::
+
+        with kvoffload.open(model="Qwen/Qwen3-8B@9c92", layout=kv_layout(model), ram="16GiB") as cache:
+            prefix = PrefixCache(model, cache)
+            output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
+
+    Greedy tokens in float32 equal those of ``model.generate``; in shorter types rounding may differ, because
+    fewer tokens are computed at once.
+
+    Args:
+        model: a decoder-only model with full or sliding attention, on one device.
+        cache: from `kvoffload.open`, with ``layout=kv_layout(model)``. The configuration of the model is part
+            of every key; its weights are not: name them in `kvoffload.open`.
+
+    Raises: `ConfigError` for a model that cannot be cached, or a cache of another layout.
+    """
+
+    def __init__(self, model: Any, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._digest = configuration_digest(model)
+        if (layout := kv_layout(model, cache.layout.block_tokens)) != cache.layout:
+            raise ConfigError("layout", cache.layout, f"the model has {layout}")
+
+    def begin(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: str = ""
+    ) -> PrefixBatch:
+        """Return a context manager that loads the longest known prefix of a batch; its ``cache`` is for
+        ``model(...)`` or ``model.generate``.
+
+        Args:
+            input_ids: prompts, padded on the left; shape ``(batch, tokens)``.
+            salt: prompts of different salts share no KV: a tenant.
+        """
+        return PrefixBatch(self._cache, input_ids, attention_mask, f"{self._digest}/{salt}")
+
+    def generate(
+        self, inputs: torch.Tensor | None = None, *arguments: Any, salt: str = "", **options: Any
+    ) -> Any:
+        """Generate as ``model.generate``, and store the KV of prompts and answers.
+
+        Raises: `ConfigError` for arguments that change KV besides the tokens (images, embeddings,
+        positions), and for static, quantized and paged caches.
+        """
+        ids = options.pop("input_ids", None) if inputs is None else inputs
+        if not isinstance(ids, torch.Tensor):
+            raise ConfigError("input_ids", None if ids is None else type(ids).__name__, "give token ids")
+        config = arguments[0] if arguments else options.get("generation_config")
+        self._check(ids, config, options)
+        with self.begin(ids, options.get("attention_mask"), salt=salt) as batch:
+            beams, answers = (self._setting(name, config, options) or 1 for name in _COPIES)
+            if batch.num_cached and max(beams, answers) > 1:
+                batch.cache.batch_repeat_interleave(max(beams, answers))
+            output = self._model.generate(ids, *arguments, past_key_values=batch.cache, **options)
+            sequences = output if isinstance(output, torch.Tensor) else output.sequences
+            batch.store(sequences, prompts_only=beams > 1)
+        return output
+
+    def _check(self, ids: torch.Tensor, config: Any, options: dict[str, Any]) -> None:
+        for name, why in _REFUSED.items():
+            if self._setting(name, config, options) is not None:
+                raise ConfigError(name, self._setting(name, config, options), f"allowed: {why}")
+        kind = self._setting("cache_implementation", config, options)
+        if kind not in (None, "dynamic"):
+            raise ConfigError(
+                "cache_implementation", kind, "allowed: dynamic; its KV is not in whole tensors"
+            )
+        if self._setting("use_cache", config, options) is False:
+            raise ConfigError("use_cache", False, "allowed: True")
+        known = {*inspect.signature(self._model.generate).parameters, *vars(self._model.generation_config)}
+        for name, value in options.items():
+            if name not in known | {"attention_mask"} and value is not None:
+                raise ConfigError(name, type(value).__name__, "allowed: none; it would change KV unseen")
+        pad = self._setting("pad_token_id", config, options)
+        if options.get("attention_mask") is None and pad is not None and bool((ids == pad).any()):
+            raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
+
+    def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
+        """Return a setting of ``model.generate``: an argument, of the given configuration, or the model's."""
+        for value in (
+            options.get(name),
+            getattr(config, name, None),
+            getattr(self._model.generation_config, name, None),
+        ):
+            if value is not None:
+                return value
+        return None
+
+
+_COPIES = ("num_beams", "num_return_sequences")

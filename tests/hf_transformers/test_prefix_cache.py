@@ -1,0 +1,292 @@
+"""`kvoffload.integrations.transformers`: equal logits and tokens, and what is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GenerationConfig
+from transformers.cache_utils import DynamicCache, StaticCache
+
+import kvoffload
+from kvoffload import ConfigError, KVCache
+from kvoffload.integrations.transformers import PrefixCache, kv_layout
+from support.disk_blocks import slab_in
+from support.tiny_models import MODELS, left_padded, model_of, tokens
+
+T = 4
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+
+
+def opened(model: Any, **options: Any) -> KVCache:
+    return kvoffload.open(model="random weights", layout=kv_layout(model, T), **{"ram": "16MiB", **options})
+
+
+def loaded(cache: KVCache) -> int:
+    return sum(cache.stats().hit_tokens.values())
+
+
+def logits(model: Any, ids: torch.Tensor, cache: Any = None, past: int = 0) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(ids[:, past:], past_key_values=cache).logits
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_turns_have_the_tokens_of_the_model_alone(name: str) -> None:
+    """Longer than the sliding windows. Each turn loads all whole blocks of the turn before."""
+    model, text = model_of(name), tokens(1, 9)
+    with opened(model) as cache:
+        prefix, before, known = PrefixCache(model, cache), 0, 0
+        for turn in range(10):
+            mask = torch.ones_like(text)  # an answer may contain the token of padding
+            expected = model.generate(text, attention_mask=mask, **GREEDY)
+            assert torch.equal(prefix.generate(text, attention_mask=mask, **GREEDY), expected)
+            hit = loaded(cache) - before
+            assert hit == known // T * T
+            known, before = expected.shape[1] - 1, before + hit
+            text = torch.cat([expected, tokens(1, 5, seed=turn)], 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_equal_and_wrong_kv_is_noticed(name: str) -> None:
+    model, text = model_of(name), tokens(1, 40)
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        prefix.generate(text, **GREEDY)
+        with prefix.begin(text) as batch:
+            assert batch.num_cached == 39
+            assert torch.allclose(
+                logits(model, text, batch.cache, 39), logits(model, text)[:, 39:], atol=1e-4
+            )
+        with prefix.begin(text[:, :30]) as batch:
+            assert batch.num_cached == 28
+            again = logits(model, text[:, :30], batch.cache, 28)
+            assert torch.allclose(again, logits(model, text[:, :30])[:, 28:], atol=1e-4)
+        with prefix.begin(text) as batch:  # negative control: the value of one token, in the last window
+            batch.cache.layers[0].values[0, 0, 33] += 1
+            assert not torch.allclose(
+                logits(model, text, batch.cache, 39), logits(model, text)[:, 39:], atol=1e-4
+            )
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_batches_with_different_prefixes_and_padding(name: str) -> None:
+    model, common = model_of(name), tokens(24, seed=5)
+    known = [torch.cat([common, tokens(9, seed=1)]), tokens(17, seed=2)]
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        for row in known:
+            prefix.generate(row[None], **GREEDY)
+        for rows, columns in (
+            ([known[0], known[1]], 32),
+            ([known[0], torch.cat([known[1], tokens(7, seed=3)])], 25),
+            ([known[0], torch.cat([common, tokens(11, seed=4)])], 24),
+            ([known[0], tokens(35, seed=6)], 0),
+            ([tokens(3, seed=7), known[0]], 30),
+        ):
+            batch = left_padded(rows)
+            with prefix.begin(**batch) as begun:
+                assert begun.num_cached == columns
+            expected = model.generate(**batch, **GREEDY)
+            assert torch.equal(prefix.generate(**batch, **GREEDY), expected)
+
+
+def test_several_answers_and_beams() -> None:
+    model, text = model_of("llama"), tokens(2, 21)
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        for _ in range(2):
+            for options in (
+                {"do_sample": False, "num_beams": 3, "max_new_tokens": 7},
+                {"do_sample": False, "num_beams": 3, "num_return_sequences": 2, "max_new_tokens": 7},
+                {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 9},
+            ):
+                torch.manual_seed(3)
+                expected = model.generate(text, **options)
+                torch.manual_seed(3)
+                found = prefix.generate(text, **options)
+                assert torch.equal(found, expected), options
+        for row in found:  # the answers were stored under their own tokens
+            with prefix.begin(row[None]) as batch:
+                assert batch.num_cached == 28
+                assert torch.allclose(
+                    logits(model, row[None], batch.cache, 28), logits(model, row[None])[:, 28:], atol=1e-4
+                )
+
+
+def test_arguments_and_results_are_those_of_generate() -> None:
+    model, text = model_of("llama"), tokens(1, 12)
+    config = GenerationConfig(
+        max_new_tokens=4, do_sample=False, return_dict_in_generate=True, output_scores=True
+    )
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        for _ in range(2):
+            expected, found = model.generate(text, config), prefix.generate(text, config)
+            assert torch.equal(found.sequences, expected.sequences)
+            for a, b in zip(found.scores, expected.scores, strict=True):
+                assert torch.allclose(a, b, atol=1e-4)
+        assert torch.equal(prefix.generate(inputs=text, **GREEDY), model.generate(inputs=text, **GREEDY))
+        assert loaded(cache) == 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_shorter_types_load_the_stored_bytes(dtype: torch.dtype) -> None:
+    """Their logits round differently if fewer tokens are computed at once, so KV is compared, not tokens."""
+    model = model_of("llama", seed=1, num_hidden_layers=2).to(dtype)
+    text = tokens(1, 25)
+    with opened(model) as cache, torch.no_grad():
+        prefix = PrefixCache(model, cache)
+        with prefix.begin(text) as batch:
+            model(text, past_key_values=batch.cache)
+            assert batch.store(text) == 24
+            stored = [(layer.keys, layer.values) for layer in batch.cache.layers]
+        with prefix.begin(text) as batch:
+            assert batch.num_cached == 24
+            for layer, pair in zip(batch.cache.layers, stored, strict=True):
+                assert layer.keys.dtype == dtype
+                assert torch.equal(layer.keys, pair[0][:, :, :24])
+                assert torch.equal(layer.values, pair[1][:, :, :24])
+        prefix.generate(text, **GREEDY)
+
+
+def test_tenants_and_configurations_share_nothing(tmp_path: Path) -> None:
+    text = tokens(1, 20)
+    model = model_of("llama")
+    with opened(model, tiers=[f"disk:{tmp_path}:16MiB"]) as cache:
+        prefix = PrefixCache(model, cache)
+        prefix.generate(text, **GREEDY, salt="a")
+        for salt, columns in (("b", 0), ("", 0), ("a", 19)):
+            with prefix.begin(text, salt=salt) as batch:
+                assert batch.num_cached == columns
+    other = model_of("llama", rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    with opened(other, tiers=[f"disk:{tmp_path}:16MiB"]) as cache:
+        prefix = PrefixCache(other, cache)
+        with prefix.begin(text, salt="a") as batch:
+            assert batch.num_cached == 0
+
+
+def test_a_damaged_disk_costs_hits_and_no_token(tmp_path: Path) -> None:
+    model, text = model_of("qwen3"), tokens(1, 60)
+    disk = [f"disk:{tmp_path}:16MiB"]
+    with opened(model, tiers=disk) as cache:
+        expected = PrefixCache(model, cache).generate(text, **GREEDY)
+    slab = slab_in(tmp_path)
+    data = np.frombuffer(slab.read_bytes(), np.uint8).copy()
+    used = np.flatnonzero(data)
+    data[np.random.default_rng(4).choice(used[used > 65536], 30)] ^= 16
+    slab.write_bytes(data.tobytes())
+    with opened(model, tiers=disk) as cache:
+        assert torch.equal(PrefixCache(model, cache).generate(text, **GREEDY), expected)
+        assert cache.stats().tiers["disk"].mismatches > 0
+        assert loaded(cache) < 56
+
+
+SECOND_PROCESS = """
+import sys
+sys.path.insert(0, {tests!r})
+import kvoffload
+from kvoffload.integrations.transformers import PrefixCache, kv_layout
+from support.tiny_models import model_of, tokens
+model = model_of("llama")
+layout = kv_layout(model, 4)
+with kvoffload.open(model="random weights", layout=layout, ram="16MiB", tiers=[{disk!r}]) as cache:
+    answer = PrefixCache(model, cache).generate(tokens(1, 30), do_sample=False, max_new_tokens=6)
+    print(sum(cache.stats().hit_tokens.values()), *answer[0].tolist())
+"""
+
+
+def test_two_processes_share_a_disk_one_after_the_other(tmp_path: Path) -> None:
+    model, disk = model_of("llama"), f"disk:{tmp_path}:16MiB"
+    with opened(model, tiers=[disk]) as cache:
+        expected = PrefixCache(model, cache).generate(tokens(1, 30), **GREEDY)
+    code = SECOND_PROCESS.format(tests=str(Path(__file__).parents[1]), disk=disk)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    hits, *answer = map(int, done.stdout.split())
+    assert hits == 28
+    assert answer == expected[0].tolist()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"cache_implementation": "static"}, "cache_implementation: 'static'"),
+        ({"cache_implementation": "quantized"}, "cache_implementation: 'quantized'"),
+        ({"cache_implementation": "offloaded"}, "cache_implementation: 'offloaded'"),
+        ({"cache_implementation": "paged"}, "cache_implementation: 'paged'"),
+        ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"use_cache": False}, "use_cache: False"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: 3"),
+        ({"prefill_chunk_size": 4}, "prefill_chunk_size: 4"),
+        ({"position_ids": torch.zeros((1, 9))}, "position_ids: 'Tensor'"),
+        ({"pixel_values": torch.zeros((1, 9))}, "pixel_values: 'Tensor'"),
+        ({"inputs_embeds": torch.zeros((1, 9, 32))}, "inputs_embeds: 'Tensor'"),
+        ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, r"attention_mask\[0\]: .*padding on the left"),
+        ({"attention_mask": torch.ones((1, 8))}, r"attention_mask.shape: \(1, 8\)"),
+    ],
+)
+def test_arguments_that_cannot_work_are_named(options: dict[str, Any], named: str) -> None:
+    model = model_of("llama")
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        with pytest.raises(ConfigError, match=named):
+            prefix.generate(tokens(1, 9), **GREEDY, **options)
+        if "cache_implementation" in options:
+            with pytest.raises(ConfigError, match=named):
+                prefix.generate(tokens(1, 9), GenerationConfig(max_new_tokens=2, **options))
+
+
+def test_prompts_with_padding_need_a_mask() -> None:
+    model = model_of("llama")
+    with opened(model) as cache:
+        with pytest.raises(ConfigError, match="attention_mask: missing"):
+            PrefixCache(model, cache).generate(left_padded([tokens(3), tokens(5)])["input_ids"], **GREEDY)
+        with pytest.raises(ConfigError, match="input_ids: missing"):
+            PrefixCache(model, cache).generate(**GREEDY)
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "t5", "jamba"])
+def test_models_without_prefixes_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        kv_layout(unsupported(name), T)
+
+
+def test_a_cache_of_another_layout_is_refused() -> None:
+    with opened(model_of("llama")) as cache, pytest.raises(ConfigError, match="layout"):
+        PrefixCache(model_of("llama", num_hidden_layers=2), cache)
+
+
+def test_a_static_cache_is_no_dynamic_cache() -> None:
+    """The class that `kv_layout` accepts leaves out the others."""
+    assert not isinstance(StaticCache(model_of("llama").config, max_cache_len=8), DynamicCache)
+
+
+def unsupported(name: str) -> Any:
+    import transformers
+
+    if name == "t5":
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(vocab_size=97, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
+        )
+    if name == "mamba":
+        return transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=97, hidden_size=16, state_size=4, num_hidden_layers=2)
+        )
+    if name == "jamba":
+        return model_of(
+            "jamba", use_mamba_kernels=False, attn_layer_period=2, attn_layer_offset=1, num_experts=2
+        )
+    return model_of(
+        "qwen3_next", layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
+    )  # fmt: skip
