@@ -75,7 +75,7 @@ vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3
 	PYTHON=$(PYTHON) bash tools/vllm_env.sh $(VLLM_VENV) $(VLLM)
 
 test-vllm: vllm-env  ## beside vLLM's manager, in real engines, and in transformers
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm tests/hf_transformers $(ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(if $(filter 0.32.0,$(VLLM)),tests/hf_transformers) $(ARGS)
 
 engines-env: vllm-env  ## SGLang and LMCache beside vLLM's environment (330 MB, a minute)
 	sh tools/engines_env.sh $(ENGINES_VENV) $(VLLM_VENV)

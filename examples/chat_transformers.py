@@ -1,8 +1,8 @@
-"""A chat whose KV cache survives restarts: ``python examples/chat_transformers.py MODEL DISK``.
+"""A chat whose KV cache survives restarts: ``python examples/chat_transformers.py MODEL TIER``.
 
-Reads questions from the terminal. Needs transformers; MODEL is a directory or a name of the hub, such as
-``Qwen/Qwen3-0.6B``. A line after each answer shows how many tokens came from the cache. After a restart the
-same questions are warm.
+Reads questions from the terminal. Needs transformers. MODEL is a directory or a name of the hub, such as
+``Qwen/Qwen3-0.6B``; TIER is a disk such as ``disk:/nvme/kv:50GiB``. A line after each answer shows how many
+tokens came from the cache. After a restart the same questions are warm.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ import kvoffload
 from kvoffload.integrations.transformers import PrefixCache, kv_layout
 
 
-def chat(name: str, disk: str) -> None:
+def chat(name: str, tier: str) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(name), AutoTokenizer.from_pretrained(name)
     revision = getattr(model.config, "_commit_hash", None) or "local"
-    with kvoffload.open(
-        model=f"{name}@{revision}", layout=kv_layout(model), ram="4GiB", tiers=[f"disk:{disk}:50GiB"]
-    ) as cache:
+    with kvoffload.open(model=f"{name}@{revision}", layout=kv_layout(model), tiers=[tier]) as cache:
         prefix, messages, before = PrefixCache(model, cache), list[dict[str, str]](), 0
         for line in sys.stdin:
             messages.append({"role": "user", "content": line.strip()})

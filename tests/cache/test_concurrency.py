@@ -299,7 +299,9 @@ def test_a_killed_process_leaves_its_flushed_blocks(tmp_path: Path) -> None:
         flushed = [int(process.stdout.readline()) for _ in range(3)][-1]
         os.kill(process.pid, signal.SIGKILL)
     engine = TokenEngine(LAYOUT)
-    with kvoffload.open(model="toy", layout=LAYOUT, tiers=[f"disk:{tmp_path}:16MiB"]) as cache:
+    with kvoffload.open(
+        model="toy", layout=LAYOUT, tiers=[f"disk:{tmp_path}:16MiB"], deadline_s=HANGS_S
+    ) as cache:
         for number in range(flushed + 1):
             tokens = [number * 100 + n for n in range(41)]
             with cache.request(tokens) as request:

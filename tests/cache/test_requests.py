@@ -17,6 +17,7 @@ import kvoffload
 from kvoffload import ConfigError, KVCache, KVLayout, MisuseError
 from kvoffload.cache.keys import KeyChain, fingerprint
 from support.disk_blocks import slab_in
+from support.timeouts import HANGS_S
 from support.token_engine import (
     BLOCK_TOKENS,
     CONTIGUOUS,
@@ -33,7 +34,8 @@ T = BLOCK_TOKENS
 
 def opened(layout: KVLayout | None = None, blocks: int = 200, **options: Any) -> KVCache:
     layout = layout or layout_of()
-    return kvoffload.open(model="toy", layout=layout, ram=blocks * layout.block_bytes, **options)
+    ram = blocks * layout.block_bytes
+    return kvoffload.open(model="toy", layout=layout, ram=ram, **{"deadline_s": HANGS_S, **options})
 
 
 def serve(cache: KVCache, engine: TokenEngine, tokens: list[int], ids: list[int], **request: Any) -> int:

@@ -1,4 +1,4 @@
-"""`kvoffload.integrations.transformers`: equal logits and tokens, and what is refused."""
+"""`kvoffload.integrations.transformers`: equal logits and tokens, and refusals."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvoffload
 from kvoffload import ConfigError, KVCache
 from kvoffload.integrations.transformers import PrefixCache, kv_layout
+from kvoffload.integrations.transformers.model import configuration_digest
 from support.disk_blocks import slab_in
+from support.timeouts import HANGS_S
 from support.tiny_models import MODELS, left_padded, model_of, tokens
 
 T = 4
@@ -24,7 +26,11 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 
 
 def opened(model: Any, **options: Any) -> KVCache:
-    return kvoffload.open(model="random weights", layout=kv_layout(model, T), **{"ram": "16MiB", **options})
+    return kvoffload.open(
+        model="random weights",
+        layout=kv_layout(model, T),
+        **{"ram": "16MiB", "deadline_s": HANGS_S, **options},
+    )
 
 
 def loaded(cache: KVCache) -> int:
@@ -193,10 +199,11 @@ import sys
 sys.path.insert(0, {tests!r})
 import kvoffload
 from kvoffload.integrations.transformers import PrefixCache, kv_layout
+from support.timeouts import HANGS_S
 from support.tiny_models import model_of, tokens
 model = model_of("llama")
-layout = kv_layout(model, 4)
-with kvoffload.open(model="random weights", layout=layout, ram="16MiB", tiers=[{disk!r}]) as cache:
+options = {{"ram": "16MiB", "tiers": [{disk!r}], "deadline_s": 600}}
+with kvoffload.open(model="random weights", layout=kv_layout(model, 4), **options) as cache:
     answer = PrefixCache(model, cache).generate(tokens(1, 30), do_sample=False, max_new_tokens=6)
     print(sum(cache.stats().hit_tokens.values()), *answer[0].tolist())
 """
@@ -211,6 +218,15 @@ def test_two_processes_share_a_disk_one_after_the_other(tmp_path: Path) -> None:
     hits, *answer = map(int, done.stdout.split())
     assert hits == 28
     assert answer == expected[0].tolist()
+
+
+def test_a_saved_model_has_the_keys_of_the_original(tmp_path: Path) -> None:
+    model = model_of("gemma3_text", seed=4)
+    before = configuration_digest(model)
+    model.save_pretrained(tmp_path)
+    assert configuration_digest(model) == before
+    assert configuration_digest(AutoModelForCausalLM.from_pretrained(tmp_path)) == before
+    assert configuration_digest(model_of("gemma3_text", sliding_window=13)) != before
 
 
 # ---- refusals

@@ -1,4 +1,4 @@
-"""The KV of one batch of prompts: loads the longest known prefixes, and stores what a model has computed."""
+"""The KV of one batch of prompts: loads the longest known prefixes, and stores computed blocks."""
 
 from __future__ import annotations
 

@@ -14,7 +14,11 @@ from kvoffload.errors import ConfigError
 
 AXES = "batch head token dim"
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-_WITHOUT_EFFECT = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "use_cache")
+_WITHOUT_EFFECT = {
+    *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    "dtype",  # in the layout; `save_pretrained` changes it
+}
 
 
 def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
