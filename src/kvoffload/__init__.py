@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from kvoffload.core.policy import BlockwisePolicy, EvictionPolicy
     from kvoffload.core.request import RequestContext
+    from kvoffload.core.tenants import Quota, TenantStats
     from kvoffload.errors import (
         ConfigError,
         GoneError,
@@ -82,6 +83,7 @@ _HOME = {
     "PolicyError": "errors",
     "PoolDirectory": "node.directory",
     "PrefixLookup": "core.plans",
+    "Quota": "core.tenants",
     "Replay": "replay.replay",
     "ReplayConfig": "replay.replay",
     "ReplayReport": "replay.report",
@@ -90,6 +92,7 @@ _HOME = {
     "SecondaryTier": "tiers.contract",
     "StorePlan": "core.plans",
     "StripedTier": "tiers.striped",
+    "TenantStats": "core.tenants",
     "TieredManager": "tiering.manager",
     "Trace": "traces.trace",
     "TraceError": "errors",
@@ -129,6 +132,7 @@ __all__ = [
     "PolicyError",
     "PoolDirectory",
     "PrefixLookup",
+    "Quota",
     "Replay",
     "ReplayConfig",
     "ReplayReport",
@@ -137,6 +141,7 @@ __all__ = [
     "SecondaryTier",
     "StorePlan",
     "StripedTier",
+    "TenantStats",
     "TieredManager",
     "Trace",
     "TraceError",

@@ -29,6 +29,7 @@ from kvoffload.testing.machine import ManagerMachine
 from support.naive.lru import NaiveLRU
 from support.policy_changes import with_policy_changes
 from support.recorded_calls import recorded, replayed
+from support.tenant_machine import TenantMachine
 
 RULES = ["all", "reuse:2", "tinylfu", "worth"]
 IN_PYTHON = [
@@ -60,6 +61,10 @@ class RecordedMachine(ManagerMachine):
         manager.recorder.path.unlink()
 
 
+class RecordedTenantMachine(RecordedMachine, TenantMachine):
+    """The same with tenants, whose quotas change."""
+
+
 def check(
     policy: str,
     admission: str,
@@ -67,6 +72,7 @@ def check(
     key_bytes: int,
     share: float,
     changes: tuple[str, ...] = (),
+    base: type[RecordedMachine] = RecordedMachine,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
@@ -80,7 +86,7 @@ def check(
                 enable_events=True,
             )
 
-        machine: Any = type("Machine", (RecordedMachine,), {"make": staticmethod(make)})
+        machine: Any = type("Machine", (base,), {"make": staticmethod(make)})
         if changes:
             machine = with_policy_changes(machine, changes)
         examples = max(2, round(settings().max_examples * share))
@@ -100,6 +106,11 @@ def test_changes_of_the_policy(store: str) -> None:
     check("lru", "all", store, 32, 0.3, CHANGES)
 
 
+@pytest.mark.parametrize("store", STORES)
+def test_changes_of_policy_and_quotas(store: str) -> None:
+    check("lru", "all", store, 32, 0.2, CHANGES, RecordedTenantMachine)
+
+
 @pytest.mark.parametrize("policy", ["support.naive.lru:NaiveLRU", "support.naive.fifo:NaiveFIFO"])
 def test_a_policy_that_cannot_be_recorded_is_refused(policy: str, tmp_path: Path) -> None:
     manager = recorded(tmp_path / "one.calls", policy="lru", key_bytes=8)
@@ -109,6 +120,11 @@ def test_a_policy_that_cannot_be_recorded_is_refused(policy: str, tmp_path: Path
     manager.end_recording()
     manager.begin_policy_change(change)
     assert manager.policy is change.new
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard", "support.naive.lru:NaiveLRU"])
+def test_tenants(policy: str, store: str) -> None:
+    check(policy, "all", store, 36, 0.25, base=RecordedTenantMachine)
 
 
 @pytest.mark.parametrize("store", STORES)

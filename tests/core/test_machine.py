@@ -18,7 +18,7 @@ from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
-from kvoffload.testing.machine import manager_machine
+from kvoffload.testing.machine import ManagerMachine, manager_machine
 from support.naive.arc import NaiveARC
 from support.naive.fifo import NaiveFIFO
 from support.naive.gdsf import NaiveGDSF
@@ -34,6 +34,7 @@ from support.naive.tinylfu import NaiveTinyLFU
 from support.naive.two_q import NaiveTwoQ
 from support.naive.wtinylfu import NaiveWTinyLFU
 from support.small_hazard import SmallHazard
+from support.tenant_machine import TenantMachine
 
 
 class SmallNaiveHazard(NaiveHazard):
@@ -71,6 +72,7 @@ def lives(
     capacity_blocks: int = 5,
     key_bytes: int = 32,
     share: float = 1.0,
+    base: type[ManagerMachine] = ManagerMachine,
 ) -> None:
     """Run the state machine for a share of the profile's number of histories, half of that in `make test`."""
     if settings.get_current_profile_name() == "dev":
@@ -82,6 +84,7 @@ def lives(
         capacity_blocks=capacity_blocks,
         key_bytes=key_bytes,
         max_examples=max(2, round(settings().max_examples * share)),
+        base=base,
     )
     run_state_machine_as_test(machine, settings=machine.TestCase.settings)
 
@@ -114,6 +117,20 @@ def test_a_policy_behind_a_gate(policy: Any) -> None:
 @pytest.mark.slow
 def test_a_victim_tier(policy: Any) -> None:
     lives(policy, store=ON_DEVICE_EVICTION, key_bytes=8, share=0.5)
+
+
+@pytest.mark.parametrize("policy", [*BUILT_IN, NaiveLRU, RefusesAtRandom])
+def test_tenants(policy: Any) -> None:
+    lives(policy, key_bytes=8, share=0.3, base=TenantMachine)
+    lives(policy, key_bytes=8, share=0.2, store=ON_DEVICE_EVICTION, base=TenantMachine)
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+@pytest.mark.slow
+def test_tenants_for_longer(policy: Any) -> None:
+    lives(policy, key_bytes=8, capacity_blocks=8, base=TenantMachine)
+    lives(policy, GATES[8], key_bytes=8, share=0.5, base=TenantMachine)
+    lives(policy, GATES[8], key_bytes=8, store=ON_DEVICE_EVICTION, base=TenantMachine)
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])

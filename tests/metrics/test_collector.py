@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvoffload import Keys, LookupResult, MemoryTier, OffloadingManager, TieredManager
+from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError
 from kvoffload.metrics import Collector
 from kvoffload.metrics.collector import ENGINE_COUNTERS
-from kvoffload.metrics.families import COUNTERS, FAMILIES
+from kvoffload.metrics.families import COUNTERS, FAMILIES, TENANT_COUNTERS
 from kvoffload.testing.scripted_tier import ScriptedTier
 from support.tiering_rig import Rig
 
@@ -99,7 +100,12 @@ def test_every_metric_of_the_library_is_there_from_the_first_update_on() -> None
     collector.update()
     names = {name for name, *_ in values_of(collector)}
     expected = {family.series_name("kvoffload_") for family in FAMILIES if not family.is_of_vllm}
-    assert expected - names == {"kvoffload_tier_write_budget_bytes"}
+    of_tenants = {f"kvoffload_{name}_total" for name in TENANT_COUNTERS} | {"kvoffload_tenant_held_blocks"}
+    assert expected - names == {"kvoffload_tier_write_budget_bytes", *of_tenants}
+    manager.set_tenants({"a": Quota(1)})
+    collector.update()
+    held = {labels[-1]: value for labels, value in values_of(collector).items() if "held" in labels[0]}
+    assert held == {"a": 0, "other": 0}
     manager.close()
 
 

@@ -87,6 +87,9 @@ def test_every_family_is_on_the_dashboard_or_has_a_reason() -> None:
         "tier_outage_s_total": "open circuit breakers say it",
         "tier_puts_total": "their cost is shown",
         "tier_gets_total": "their cost is shown",
+        "tenant_loaded_blocks_total": "only with quotas; docs/operations.md has the queries",
+        "tenant_evicted_blocks_total": "only with quotas; docs/operations.md has the queries",
+        "tenant_held_blocks": "only with quotas; docs/operations.md has the queries",
     }
     assert set(SERIES) - shown == set(left_out)
 

@@ -208,8 +208,8 @@ def test_a_pool_of_another_version_is_left_alone_while_it_is_used(
     old = Engine(root, "old")
     old.store(0)
     with monkeypatch.context() as patch:
-        patch.setattr(directories, "FORMAT", 3)
-        patch.setattr("kvoffload.node.state.FORMAT", 3)
+        patch.setattr(directories, "FORMAT", 4)
+        patch.setattr("kvoffload.node.state.FORMAT", 4)
         new = Engine(root, "new")
         assert new.directory.path != old.directory.path
         assert not new.has(0)

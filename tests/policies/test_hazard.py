@@ -18,6 +18,7 @@ from kvoffload.core.hints import Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.request import Path
+from kvoffload.core.tenants import Quota
 from kvoffload.policies.hazard.age_buckets import NUM_AGES, age_bounds
 from kvoffload.policies.hazard.history import NUM_GAP_CLASSES, NUM_KINDS, History
 from kvoffload.policies.hazard.lifetimes import Lifetimes
@@ -722,6 +723,30 @@ def test_decides_as_its_naive_twin(
     fast, naive = led_by(lead, managers)
     for seen, expected in zip(play(fast, script, state), play(naive, script, state), strict=True):
         assert seen == expected
+
+
+@pytest.mark.parametrize("store", STORES)
+@given(
+    scripts(num_keys=40, max_steps=80),
+    st.integers(6, 12),
+    st.integers(1, 5),
+    sizes,
+    st.sampled_from([0.0, 200.0]),
+)
+def test_decides_as_its_naive_twin_with_tenants(
+    store: str,
+    script: list[Step],
+    capacity: int,
+    low: int,
+    attributes: dict[str, Any],
+    lead: float,
+) -> None:
+    logs, requests = [], [Hints(tenant=tenant) for tenant in ("a", "b", "")]
+    for manager in led_by(lead, both(attributes, capacity, store=store)):
+        manager.set_tenants({"a": Quota(low), "b": Quota(1, capacity - low), "other": Quota(0, low)})
+        manager.store_mode.cache.tenants.stride = 1
+        logs.append(play(manager, script, state, requests))
+    assert logs[0] == logs[1]
 
 
 @pytest.mark.parametrize("store", STORES)

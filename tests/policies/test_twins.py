@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvoffload.core.hints import Hints
 from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
+from kvoffload.core.tenants import Quota
 from kvoffload.testing.scripts import Step, play, scripts
 from support.twin_scripts import PAIRS, both, inside
 
@@ -30,6 +32,19 @@ def test_decides_as_its_naive_twin(
     kernel, twin = both(name, capacity, tight=tight, store=store)
     for seen, expected in zip(play(kernel, script, inside), play(twin, script, inside), strict=True):
         assert seen == expected
+
+
+@FEWER
+@given(scripts(num_keys=40, max_steps=120), st.integers(6, 14), st.integers(1, 5), st.sampled_from(STORES))
+@pytest.mark.parametrize("name", PAIRS)
+def test_with_tenants(name: str, script: list[Step], capacity: int, low: int, store: str) -> None:
+    """A search of a kernel begins where an earlier one ended, a search of a twin at the coldest block."""
+    logs, requests = [], [Hints(tenant=tenant) for tenant in ("a", "b", "")]
+    for manager in both(name, capacity, store=store):
+        manager.set_tenants({"a": Quota(low), "b": Quota(1, capacity - low), "other": Quota(0, low)})
+        manager.store_mode.cache.tenants.stride = 1
+        logs.append(play(manager, script, inside, requests))
+    assert logs[0] == logs[1]
 
 
 @FEWER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -527,3 +528,21 @@ def test_a_request_that_ends_after_an_error_leaves_nothing(tmp_path: Path) -> No
     rig.manager.broken = True
     rig.manager.on_request_finished(ctx)
     assert not rig.manager._arrivals
+
+
+def test_tenants_have_quotas_and_metrics(world: Callable[..., World], tmp_path: Path) -> None:
+    path = tmp_path / "quotas.json"
+    path.write_text('{"a": {"min": 2048}}')
+    rig = world(4, tenants=f"file:{path}")
+    share = rig.manager._options.ram_bytes // 4
+    path.write_text(json.dumps({"a": {"min": 2 * share}, "b": {"max": 2 * share}}))
+    rig.manager.get_stats()
+    for number, tenant in enumerate(["a", "b", "b", "b"]):
+        rig.manager.add_hints(str(number), Hints(tenant=tenant))
+        rig.serve(str(number), [key(10 * number), key(10 * number + 1)])
+    held = {name: tenant.held for name, tenant in rig.manager.core.stats().tenants.items()}
+    assert held == {"a": 2, "b": 2, "other": 0}
+    taken = repr(rig.manager._take_stats().data)
+    assert "tenant_held_blocks" in taken
+    assert "tenant_evicted_blocks" in taken
+    rig.check()

@@ -1,14 +1,16 @@
-"""Hints in a recording: each different one is written once, without a user's text."""
+"""Hints and quotas in a recording, without a user's text. Each different hint is written once."""
 
 from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
 
 from kvoffload.core.hints import Hints
+from kvoffload.core.tenants import OTHER, Quota
 
 _REASONS = frozenset(("", "stop", "length", "abort", "tool_calls", "error", "repetition", "content_filter"))
 _MOST = 4096
@@ -36,16 +38,28 @@ class HintNumbers:
         self._known[hints] = self._num_assigned
         return self._num_assigned, msgspec.json.encode(self._renamed(hints))
 
+    def quotas(self, quotas: Mapping[str, Quota]) -> bytes:
+        """Return the text of quotas."""
+        return msgspec.json.encode({self._tenant(name): quota for name, quota in quotas.items()})
+
     def _renamed(self, hints: Hints) -> Hints:
         reason = hints.finish_reason
         return replace(
             hints,
-            tenant=self._name(hints.tenant) if hints.tenant else "",
+            tenant=self._tenant(hints.tenant),
             finish_reason=reason if reason in _REASONS else self._name(reason),
         )
 
+    def _tenant(self, name: str) -> str:
+        return name if name in ("", OTHER) else self._name(name)
+
     def _name(self, text: str) -> str:
         return hashlib.blake2b(text.encode(), digest_size=8, key=self._salt).hexdigest()
+
+
+def quotas_of(text: bytes) -> dict[str, Quota]:
+    """Read quotas from the text of a recording. Raises `msgspec.MsgspecError`."""
+    return msgspec.json.decode(text.rstrip(b"\0"), type=dict[str, Quota])
 
 
 def hints_of(text: bytes) -> Hints:

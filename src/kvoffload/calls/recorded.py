@@ -8,7 +8,7 @@ because they only read.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -27,6 +27,7 @@ from kvoffload.core.plans import StorePlan
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES
 from kvoffload.core.request import RequestContext
 from kvoffload.core.state import Entering
+from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import wrong_key
 
@@ -54,13 +55,22 @@ class RecordedManager(OffloadingManager):
     Thread: as `OffloadingManager`; no call waits for the file. Cost: bench/call_recording.py.
     """
 
-    def __init__(self, capacity_blocks: int, *, recorder: CallRecorder, **manager: Any) -> None:
+    def __init__(
+        self,
+        capacity_blocks: int,
+        *,
+        recorder: CallRecorder,
+        tenants: Mapping[str, Quota] | None = None,
+        **manager: Any,
+    ) -> None:
         super().__init__(capacity_blocks, **manager)
         self._texts = manager.get("policy", DEFAULT_POLICY), manager.get("admission", DEFAULT_ADMISSION)
         self.recorder, self._hint_numbers = recorder, HintNumbers()
         self._log = Log(RING_WORDS, self._header().key_words)
         self._state.exchange("log", self._log)
         recorder.begin(self._log, self._header)
+        if tenants:
+            self.set_tenants(tenants)
         if not self.store_mode.is_compiled:
             for name in _MAY_RAISE:
                 setattr(self, name, self._noting_errors(getattr(self, name), name))
@@ -138,6 +148,11 @@ class RecordedManager(OffloadingManager):
         if self._change is not None:
             self._put(Call.ADVANCE_POLICY_CHANGE, 0, np.array([num_blocks], np.int32))
         return super().advance_policy_change(num_blocks)
+
+    def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
+        """Replace the quotas, see `OffloadingManager.set_tenants`."""
+        super().set_tenants(quotas)
+        self._put(Call.TENANTS, 0, _words_of(self._hint_numbers.quotas(quotas)))
 
     # ---- hooks of the manager
 

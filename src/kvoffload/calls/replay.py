@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvoffload._version import __version__
 from kvoffload.calls.explain import Difference, block_states, result_of
 from kvoffload.calls.format import CLOSED, FrameReader, Header
-from kvoffload.calls.hints import hints_of
+from kvoffload.calls.hints import hints_of, quotas_of
 from kvoffload.calls.reading import DamagedError, Record, read_records
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.kernels import FIRST_WRONG, NO_ROOM
@@ -26,7 +26,7 @@ from kvoffload.core.log import ADMITTED, FAILED, IS_PART, Call
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import MisuseError, PolicyError
+from kvoffload.errors import ConfigError, MisuseError, PolicyError
 from kvoffload.structures.jit import U64Matrix
 from kvoffload.structures.keys import Keys
 
@@ -157,6 +157,11 @@ class CallReplay:
                 self._hints[record.subject] = hints_of(record.further.tobytes())
             except msgspec.MsgspecError as error:
                 raise DamagedError(f"call {record.number}: invalid hints: {error}") from None
+        elif record.call is Call.TENANTS:
+            try:
+                self.manager.set_tenants(quotas_of(record.further.tobytes()))
+            except (msgspec.MsgspecError, ConfigError) as error:
+                raise DamagedError(f"call {record.number}: invalid quotas: {error}") from None
         elif record.call is Call.DAMAGED:
             self._damaged = record.further
         elif record.call is Call.SET_HINTS:

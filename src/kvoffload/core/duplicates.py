@@ -8,7 +8,7 @@ the block.
 from __future__ import annotations
 
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, can_leave
+from kvoffload.core.state import Cache, Entering, can_leave, may_give
 from kvoffload.structures.index import copy_key
 from kvoffload.structures.jit import ReadI32Array, inline, kernel
 from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head, push_head, unlink
@@ -47,12 +47,12 @@ def mark_duplicates(cache: Cache, used: Used) -> None:
 def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
     """Give the slots of evictable duplicates to entering blocks, until either runs out.
 
-    Expected blocks are not spared here: the device holds them.
+    Expected blocks are not spared here, because the device holds them. Blocks that quotas protect are spared.
     """
     links, sentinel = cache.duplicates.links, cache.duplicates.num_positions
     slot = links[sentinel, NEXT]
     while new.num_given < new.count and slot != sentinel:
-        if can_leave(cache, path, slot):
+        if may_give(cache, slot) and can_leave(cache, path, slot):
             new.slots[new.num_given] = slot
             new.num_given += 1
         slot = links[slot, NEXT]

@@ -39,7 +39,18 @@ from kvoffload.core.miss_record import note, prefetch_set, reason_of
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, add_batch
 from kvoffload.core.returning import note_use, pop_use
 from kvoffload.core.slots import WRITING, give_back
-from kvoffload.core.state import REFUSED, Cache, Entering, Pinned, can_leave, evictable
+from kvoffload.core.state import (
+    REFUSED,
+    SPARES_EXPECTED,
+    SPARES_TENANTS,
+    Cache,
+    Entering,
+    Pinned,
+    can_leave,
+    evictable,
+    may_give,
+)
+from kvoffload.core.tenants import UNSURE, num_evictable_of, room_of_store
 from kvoffload.structures.batches import KeyBatch, OneKey
 from kvoffload.structures.index import (
     ABSENT,
@@ -245,6 +256,16 @@ def _note_rows(cache: Cache, path: Path, new: Entering, start: int, stop: int, e
         note(cache.misses, records[positions[new.rows[i]], HASH], event)
 
 
+@inline
+def _disown(cache: Cache, slot: int) -> None:
+    """Count for its owner that a block is forgotten."""
+    if cache.has_tenants:
+        tenants = cache.tenants
+        tenants.held[tenants.owner[slot]] -= 1
+        tenants.evictable[tenants.owner[slot]] -= cache.slots.ref_cnt[slot] == 0
+        tenants.moves[slot] += np.uint32(1)
+
+
 # ---- loads
 
 
@@ -253,6 +274,13 @@ def _hold(cache: Cache, slot: int, change: int) -> None:
     """Record a pin or write of this process, or its end, if processes share the slots."""
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
+
+
+@inline
+def _count_evictable(cache: Cache, slot: int, change: int) -> None:
+    """Count for its owner that a block has become evictable, or is no longer. Condemned blocks have none."""
+    if not cache.slots.condemned[slot]:
+        cache.tenants.evictable[cache.tenants.owner[slot]] += change
 
 
 @inline
@@ -280,11 +308,16 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) 
             result = ~row
             break
         slots[row] = slot
+    has_tenants = cache.has_tenants != 0
     for row in range(result):
         cache.slots.num_evictable -= ref_cnt[slots[row]] == 0
+        if has_tenants and ref_cnt[slots[row]] == 0:
+            _count_evictable(cache, slots[row], -1)
         ref_cnt[slots[row]] += 1
         _hold(cache, slots[row], 1)
     load.count = max(0, result)
+    if has_tenants and is_load:
+        cache.tenants.loaded[path.tenant] += load.count
     if cache.log.is_open and count >= 0:
         _log_load(cache.log, path, PREPARE_LOAD if is_load else PIN, count, load, result)
     return result
@@ -297,16 +330,25 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
         kind = COMPLETE_LOAD if is_load else UNPIN
         put_end(cache.log, kind, load.number, load.slots, load.count, 1)
     slots = cache.slots
-    ref_cnt = slots.ref_cnt
+    ref_cnt, has_tenants = slots.ref_cnt, cache.has_tenants != 0
     for row in range(load.count):
         ref_cnt[load.slots[row]] -= 1
         slots.num_evictable += ref_cnt[load.slots[row]] == 0
+        if has_tenants and ref_cnt[load.slots[row]] == 0:
+            _count_evictable(cache, load.slots[row], 1)
         _hold(cache, load.slots[row], -1)
     cache.loaded += load.count if is_load else 0
     return slots.num_condemned
 
 
 # ---- uses
+
+
+@inline
+def _note_move(cache: Cache, slot: int) -> None:
+    """Record that the policy may move a block, which ends the validity of remembered places."""
+    if cache.has_tenants:
+        cache.tenants.moves[slot] += np.uint32(1)
 
 
 @inline
@@ -324,6 +366,7 @@ def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
     if first:
         note_use(cache.known, path.index.keys, position, records[position, HASH], slot != ABSENT)
     if slot != ABSENT:
+        _note_move(cache, slot)
         used.slots[used.count] = slot
         used.reused[used.count] = first
         used.count += 1
@@ -336,6 +379,8 @@ def _observe(cache: Cache, path: Path) -> None:
         return
     for position in range(path.observed, path.length):
         path.found[position] = _slot_of(cache, path, position)
+        if path.found[position] != ABSENT:
+            _note_move(cache, path.found[position])
     call_2(cache.observe, cache.policy, path)
     path.observed = path.length
 
@@ -408,6 +453,8 @@ def finish(cache: Cache, path: Path, is_touched: bool) -> int:
     if cache.finished != 0 and num_unreported == 0:
         for position in range(path.length):
             path.found[position] = _slot_of(cache, path, position)
+            if path.found[position] != ABSENT:
+                _note_move(cache, path.found[position])
         call_2(cache.finished, cache.policy, path)
     return num_unreported
 
@@ -419,6 +466,7 @@ def loaded(cache: Cache, path: Path, load: Pinned) -> int:
     for row in range(load.count):
         slot = load.slots[row]
         path.used.slots[row] = slot
+        _note_move(cache, slot)
         note_use(cache.known, cache.index.keys, slot, hash_row(cache.index.keys, slot), True)
     return _report_uses(cache, path)
 
@@ -446,8 +494,33 @@ def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int
 
 
 @inline
+def _count_on_path(cache: Cache, path: Path) -> None:
+    """Count the evictable blocks on the path, which must stay, for their owners."""
+    tenants, ref_cnt = cache.tenants, cache.slots.ref_cnt
+    for position in range(path.length):
+        slot = _slot_of(cache, path, position)
+        if slot != ABSENT and ref_cnt[slot] == 0:
+            tenants.on_path[tenants.owner[slot]] += 1
+
+
+@inline
+def _room_of_tenant(cache: Cache, path: Path, wanted: int) -> int:
+    """Return as `_room`, within the quotas; set the tenants whose blocks the store may evict."""
+    tenants, num_free = cache.tenants, cache.slots.num_free
+    for owner in range(tenants.num_tenants):
+        tenants.on_path[owner] = 0
+    room = room_of_store(tenants, path.tenant, wanted, num_free, path.length)
+    if room == UNSURE:
+        _count_on_path(cache, path)
+        room = room_of_store(tenants, path.tenant, wanted, num_free, 0)
+    return room
+
+
+@inline
 def _room(cache: Cache, path: Path, wanted: int) -> int:
     """Return how many of `wanted` new blocks fit into free slots and slots of evictable blocks."""
+    if cache.has_tenants:
+        return _room_of_tenant(cache, path, wanted)
     num_free, possible = cache.slots.num_free, cache.slots.num_evictable
     short = wanted - num_free
     if short > max(0, possible - path.length):
@@ -463,20 +536,24 @@ def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
 
     Cost: O(1) if there is ample room, otherwise O(expected keys).
     """
-    keys, possible = cache.expected.keys, cache.slots.num_evictable + cache.slots.num_free - wanted
+    keys = cache.expected.keys
     if num_expected(cache.expected) == 0:
         return False
+    possible = cache.slots.num_evictable + cache.slots.num_free - wanted
+    if cache.has_tenants:
+        possible = num_evictable_of(cache.tenants) + cache.tenants.usable_free - wanted
     if num_expected(cache.expected) + path.length <= possible:
         return True
     for position in range(path.length):
         slot = _slot_of(cache, path, position)
-        possible -= slot != ABSENT and cache.slots.ref_cnt[slot] == 0
+        possible -= slot != ABSENT and cache.slots.ref_cnt[slot] == 0 and may_give(cache, slot)
     links, batch = keys.lists.links, keys.index.keys
     position = links[keys.lists.num_positions, PREV]
     while position != keys.lists.num_positions and possible >= 0:
         h = hash_row(batch, position)
         slot = find(cache.index, batch, position, h)
-        possible -= slot != ABSENT and can_leave(cache, path, slot) and not is_duplicate(cache, slot)
+        may_leave = slot != ABSENT and can_leave(cache, path, slot) and may_give(cache, slot)
+        possible -= may_leave and not is_duplicate(cache, slot)
         position = links[position, PREV]
     return possible >= 0
 
@@ -497,7 +574,9 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: b
         cache.dropped += new.num_missing
         _note_rows(cache, path, new, 0, new.num_missing, miss_record.NO_ROOM)
         return NO_ROOM
-    cache.spares = _has_room_without_expected(cache, path, new.count)
+    cache.spares = SPARES_TENANTS if cache.has_tenants else 0
+    if _has_room_without_expected(cache, path, new.count):
+        cache.spares |= SPARES_EXPECTED
     return new.count
 
 
@@ -506,6 +585,8 @@ def _give(cache: Cache, path: Path, new: Entering) -> None:
     """Assign free slots, then slots of duplicates, to the head of the batch; mark the rest `_UNNAMED`."""
     num_free, stack = cache.slots.num_free, cache.slots.stack
     new.num_free = min(new.count, num_free)
+    if cache.spares & SPARES_TENANTS != 0:
+        new.num_free = min(new.num_free, cache.tenants.usable_free)
     for i in range(new.num_free):
         new.slots[i] = stack[num_free - 1 - i]
     new.num_given = new.num_free
@@ -519,13 +600,16 @@ def _give(cache: Cache, path: Path, new: Entering) -> None:
 def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
     """Return the row of the first invalid victim, or -1. Policies may have bugs, so every victim is checked.
 
-    Invalid victims: protected slots, slots named twice, and duplicates, which are not in the policy's order.
+    Invalid victims: protected slots (also by a quota), slots named twice, and duplicates, which are not in
+    the policy's order.
     """
     ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
     for i in range(new.num_free, new.count):
         slot = new.slots[i]
         may_leave = 0 <= slot < ref_cnt.shape[0] and (
-            can_leave(cache, path, slot) if i < new.num_given else evictable(cache, path, slot)
+            can_leave(cache, path, slot) and may_give(cache, slot)
+            if i < new.num_given
+            else evictable(cache, path, slot)
         )
         if not may_leave or (i >= new.num_given and is_duplicate(cache, slot)):
             wrong = i
@@ -577,6 +661,22 @@ def _leave_out_refused(path: Path, new: Entering) -> None:
 
 
 @inline
+def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
+    """Give the slots of a plan to the request's tenant."""
+    tenants = cache.tenants
+    for i in range(new.count):
+        slot = new.slots[i]
+        if i >= new.num_free:
+            owner = tenants.owner[slot]
+            tenants.held[owner] -= 1
+            tenants.evictable[owner] -= 1
+            tenants.evicted[owner] += 1
+        tenants.owner[slot] = path.tenant
+        tenants.moves[slot] += np.uint32(1)
+    tenants.held[path.tenant] += new.count
+
+
+@inline
 def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
     """Put the blocks of a plan into their slots, in flight; collect the keys of the evicted blocks."""
     index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
@@ -596,6 +696,8 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
         note(cache.misses, h, miss_record.EVICTED)
         remove_hashed(index, slot, h)
         slots.version[slot] += np.uint32(1)
+    if cache.has_tenants:
+        _change_owners(cache, path, new)
     for i in range(new.count):
         slot, position = new.slots[i], positions[new.rows[i]]
         insert(index, path.index.keys, position, records[position, HASH], slot)
@@ -635,6 +737,7 @@ def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) 
                 cache.known, path.index.keys, positions[row], records[positions[row], HASH]
             )
             has_reuse = has_reuse or was_used_again
+            _note_move(cache, slot)
             used.slots[used.count] = slot
             used.reused[used.count] = was_used_again
             used.count += 1
@@ -734,7 +837,8 @@ def prepare_store(
         if not cache.follows_device and step != KEEP:
             _observe(cache, path)
         new.num_dropped = 0 if step == KEEP else new.num_missing - stored
-        new.one_prefix, new.admitted = not cache.follows_device, admitted != 0
+        is_owed = cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_owed != 0
+        new.one_prefix, new.admitted = not cache.follows_device, admitted != 0 or is_owed
     num_not_admitted = new.num_refused
     if stored >= 0:
         stored = _store(cache, path, new, kept)
@@ -761,6 +865,9 @@ def become_ready(cache: Cache, new: Entering) -> None:
     for i in range(new.count):
         slots.ref_cnt[new.slots[i]] = 0
         _hold(cache, new.slots[i], -WRITING)
+    if cache.has_tenants:
+        for i in range(new.count):
+            _count_evictable(cache, new.slots[i], 1)
     slots.num_writing -= new.count
     slots.num_evictable += new.count
     cache.stored += new.count
@@ -776,6 +883,7 @@ def abandon(cache: Cache, new: Entering) -> None:
         note(cache.misses, h, miss_record.FAILED_STORE)
         remove_hashed(cache.index, new.slots[i], h)
         cache.slots.version[new.slots[i]] += np.uint32(1)
+        _disown(cache, new.slots[i])
         give_back(cache.slots, new.slots[i])
         _hold(cache, new.slots[i], -WRITING)
     cache.slots.num_writing -= new.count
@@ -811,6 +919,7 @@ def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
             note(cache.misses, h, miss_record.DAMAGED)
             remove_hashed(cache.index, slot, h)
             cache.slots.version[slot] += np.uint32(1)
+            _disown(cache, slot)
             slots[num_removed] = slot
             num_removed += 1
     cache.discarded += num_removed

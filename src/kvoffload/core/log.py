@@ -48,6 +48,8 @@ class Call(IntEnum):
     """The text of the new policy."""
     ADVANCE_POLICY_CHANGE = 22
     """The number of blocks."""
+    TENANTS = 23
+    """The quotas that `set_tenants` has set."""
 
 
 LOOKUP, TOUCH, TOUCH_PATH, FINISH, LAST_CALL = 4, 5, 6, 7, 16

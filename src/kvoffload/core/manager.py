@@ -7,7 +7,7 @@ and reports results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -39,6 +39,7 @@ from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
+from kvoffload.core.tenants import Quota, TenantNumbers, Tenants
 from kvoffload.errors import ConfigError, MisuseError, check_integer
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
 from kvoffload.structures.jit import compile_all
@@ -76,6 +77,7 @@ class OffloadingManager:
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
         explain_misses: True to record why blocks are absent, for `count_misses`: 8 bytes a slot.
+        tenants: quotas, as for `set_tenants`; none by default.
 
     Attributes:
         index: maps keys to slots.
@@ -105,6 +107,7 @@ class OffloadingManager:
         medium: str = "CPU",
         block_size: int = 0,
         explain_misses: bool = False,
+        tenants: Mapping[str, Quota] | None = None,
     ) -> None:
         capacity_blocks = check_integer("capacity_blocks", capacity_blocks, MAX_POSITIONS // 2)
         key_bytes = check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
@@ -128,6 +131,7 @@ class OffloadingManager:
             follows_device=self._follows_device,
             expected=Expected(0, key_bytes),
             misses=MissRecord(capacity_blocks if explain_misses else 0),
+            tenants=Tenants(0),
             holds=np.empty(0, np.int32),
             log=Log(0),
         )
@@ -139,7 +143,10 @@ class OffloadingManager:
         self._labels, self.queue = Labels(), self.new_queue()
         self._epoch = self._void_before = 0
         self._change: PolicyChange | None = None
+        self._tenants = TenantNumbers()
         compile_all()
+        if tenants:
+            self.set_tenants(tenants)
 
     # ---- requests
 
@@ -435,6 +442,38 @@ class OffloadingManager:
 
     # ---- the whole cache
 
+    def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
+        """Replace the quotas of all tenants; no block leaves at once.
+
+        The tenant of a request is ``hints.tenant`` at its begin; requests without a tenant of `quotas`, and
+        requests that began before the first call, belong to the tenant ``other``, which can have a quota,
+        too. A block belongs to the tenant that stored it, also while requests of other tenants use it.
+
+        A store evicts blocks of another tenant only if that tenant holds more than its minimum, and only if
+        its surplus covers all victims of the store. A tenant below its minimum takes blocks of others before
+        its own, and the policy refuses none of the new blocks. A tenant at its maximum evicts its own blocks,
+        even while slots are free. Among the blocks that may leave, the policy chooses.
+
+        Args:
+            quotas: by name of the tenant. The minimums may add up to the capacity.
+
+        Raises: `ConfigError`; then nothing has changed. Cost: O(blocks).
+        """
+        self._tenants.set(quotas, self.capacity_blocks)
+        if not self._state.has_tenants:
+            if not quotas:
+                return
+            self._state.exchange("tenants", Tenants(self.capacity_blocks))
+            self._state.has_tenants = 1
+        tenants = self._state.tenants
+        tenants.recount(self.slots.filled(), self.slots.idle())
+        self._tenants.write(tenants)
+
+    @property
+    def tenants(self) -> dict[str, Quota]:
+        """The quotas by name of the tenant."""
+        return dict(self._tenants.quotas)
+
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, order, ghost and count. Cost: O(capacity).
 
@@ -455,6 +494,8 @@ class OffloadingManager:
         if self._state.misses.num_entries:
             self.note_absent(self.index.keys_at(self.slots.filled()), RESET)
         self.slots.reset(drop_in_flight=drop_in_flight)
+        if self._state.has_tenants:
+            self._state.tenants.recount(_NO_ROWS, _NO_ROWS)
         self.index.clear()
         self.store_mode.reset()
         if self.admission is not None:
@@ -480,10 +521,12 @@ class OffloadingManager:
         stats = self.counters()
         stats.policy = self.policy.stats()
         stats.misses = by_reason(self.miss_counts)
+        if self._state.has_tenants:
+            stats.tenants = self._tenants.stats(self._state.tenants)
         return stats
 
     def counters(self) -> ManagerStats:
-        """Return as `stats`, without `policy` and `misses`, for frequent calls. Cost: 3 us."""
+        """Return as `stats`, without `policy`, `misses` and `tenants`, for frequent calls. Cost: 3 us."""
         return ManagerStats.of(self._state, self.slots)
 
     # ---- another policy
@@ -555,6 +598,7 @@ class OffloadingManager:
         """Use a policy that orders the resident blocks."""
         self.policy, self.policy_may_refuse = policy, self._may_refuse(policy)
         self.store_mode.decide_by(policy)
+        self._state.tenants.marks.fill(0)  # places in the lists of the old policy
 
     def _may_refuse(self, policy: EvictionPolicy) -> bool:
         return policy.refuses and (self.refuses_unasked or policy.write_cost is not None)
@@ -576,6 +620,8 @@ class OffloadingManager:
 
     def _set_hints(self, ctx: RequestContext, hints: Hints) -> None:
         ctx.set_hints(hints, self._labels.number(hints))
+        if self._state.has_tenants:
+            ctx.set_tenant(self._tenants.number(hints.tenant))
 
     def _flush(self, ctx: RequestContext) -> None:
         """Add the keys of single lookups to the request's path."""

@@ -14,7 +14,7 @@ from kvoffload.core.admission import Admission
 from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import Path, RequestContext
 from kvoffload.core.slots import SlotArray
-from kvoffload.core.state import REFUSED, Cache, Entering
+from kvoffload.core.state import REFUSED, SPARES_TENANTS, Cache, Entering
 from kvoffload.errors import PolicyError
 from kvoffload.structures.jit import BoolArray, U64Matrix
 from kvoffload.structures.keys import Keys
@@ -128,7 +128,8 @@ class OnCompute:
         new.count = min(num_admitted, new.count)
         self.num_not_admitted = num_missing - num_admitted
         new.num_dropped, new.num_refused = num_admitted - new.count, self.num_not_admitted
-        new.one_prefix, new.admitted = self.one_prefix, bool(enters)
+        is_owed = self.cache.spares & SPARES_TENANTS and self.cache.tenants.is_owed
+        new.one_prefix, new.admitted = self.one_prefix, bool(enters or is_owed)
         if new.count and not self.cache.replace:
             kernels.give(self.cache.memory, ctx.memory, new.memory)
             self._choose(new, ctx)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, Pinned, blank_load, blank_store
+from kvoffload.core.tenants import TenantStats
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
@@ -260,6 +261,8 @@ class ManagerStats:
     misses: dict[str, int] = field(default_factory=dict)
     """Blocks that `count_misses` has counted, by reason. In a shared pool: of this engine."""
     policy: dict[str, float] = field(default_factory=dict)
+    tenants: dict[str, TenantStats] = field(default_factory=dict)
+    """Counts of each tenant with a quota, and of all others as ``other``. Empty without quotas."""
 
     @classmethod
     def of(cls, cache: Cache, slots: Slots) -> ManagerStats:

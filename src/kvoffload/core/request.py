@@ -59,6 +59,7 @@ class Path(Struct):
         foreseen: number of expected keys that were reported to the policy.
         number: number of the request in a recording of calls; 0 before its first recorded call.
         recorded: number of leading keys that the recording has.
+        tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
     """
 
     index: Index
@@ -75,6 +76,7 @@ class Path(Struct):
     foreseen: int
     number: int
     recorded: int
+    tenant: int
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
@@ -95,6 +97,7 @@ def _blank_used(bits: int) -> bytes:
 _LENGTH = 8 * Path.fields["length"].at
 _LABEL = 8 * Path.fields["label"].at
 _NUMBER = 8 * Path.fields["number"].at
+_TENANT = 8 * Path.fields["tenant"].at
 _INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
@@ -148,6 +151,10 @@ class RequestContext:
     def set_number(self, number: int) -> None:
         """Set the request's number in a recording."""
         self.memory[_NUMBER : _NUMBER + 8] = number.to_bytes(8, "little", signed=True)
+
+    def set_tenant(self, number: int) -> None:
+        """Set the number of the request's tenant."""
+        self.memory[_TENANT : _TENANT + 8] = number.to_bytes(8, "little")
 
     @property
     def length(self) -> int:
@@ -309,4 +316,4 @@ def _enlarge(path: Path, larger: Path) -> None:
     larger.length, larger.observed = path.length, path.observed
     larger.on_device, larger.was_asked, larger.label = path.on_device, path.was_asked, path.label
     larger.num_expected, larger.foreseen = path.num_expected, path.foreseen
-    larger.number, larger.recorded = path.number, path.recorded
+    larger.number, larger.recorded, larger.tenant = path.number, path.recorded, path.tenant

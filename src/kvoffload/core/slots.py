@@ -74,6 +74,10 @@ class Slots(Struct):
         """Return the slots of all readable blocks. Cost: O(capacity)."""
         return np.flatnonzero((self.ref_cnt >= 0) & ~self.condemned).astype(np.int32)
 
+    def idle(self) -> SlotArray:
+        """Return the slots of all readable blocks without a pin. Cost: O(capacity)."""
+        return np.flatnonzero((self.ref_cnt == 0) & ~self.condemned).astype(np.int32)
+
     def filled(self) -> SlotArray:
         """Return the slots of all blocks, readable or in flight. Cost: O(capacity)."""
         return np.flatnonzero((self.ref_cnt != FREE) & ~self.condemned).astype(np.int32)

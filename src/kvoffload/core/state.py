@@ -15,6 +15,7 @@ from kvoffload.core.log import Log
 from kvoffload.core.miss_record import MissRecord
 from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray, Slots
+from kvoffload.core.tenants import Tenants, gives, remember_place, resume_search
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
 from kvoffload.structures.jit import I32Array, I32Matrix, U64Matrix, inline
 from kvoffload.structures.keylists import KeyLists
@@ -24,6 +25,8 @@ from kvoffload.structures.structs import Struct
 
 REFUSED = -1
 """Written by `EvictionPolicy.replace` in place of a victim to refuse the new block."""
+SPARES_EXPECTED, SPARES_TENANTS = 1, 2
+"""Bits of `Cache.spares`."""
 
 
 class Cache(Struct):
@@ -38,7 +41,10 @@ class Cache(Struct):
         expected: keys that waiting requests expect. Without room until the first request waits
             (`make_queue`).
         misses: the reasons for which blocks are absent. Without room unless the manager explains misses.
-        spares: 1 while the current store has enough room without evicting expected blocks.
+        tenants: owners and quotas. Without room until the manager has quotas.
+        has_tenants: 1 if the manager has quotas.
+        spares: bit mask of what the current store must not evict: `SPARES_EXPECTED` if it has enough room
+            without evicting expected blocks, `SPARES_TENANTS` if quotas limit its victims.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
             manager calls the policy in Python.
@@ -55,6 +61,8 @@ class Cache(Struct):
     known: KeyLists
     expected: Expected
     misses: MissRecord
+    tenants: Tenants
+    has_tenants: int
     spares: int
     policy: int
     expect: int
@@ -164,12 +172,21 @@ def can_leave(cache: Cache, path: Path, slot: int) -> bool:
 
 
 @inline
+def may_give(cache: Cache, slot: int) -> bool:
+    """Return whether the quotas let the store evict the block in `slot`."""
+    return cache.spares & SPARES_TENANTS == 0 or gives(cache.tenants, slot)
+
+
+@inline
 def evictable(cache: Cache, path: Path, slot: int) -> bool:
-    """Return whether the store may evict the block in `slot`; if `cache.spares`, no expected block."""
-    if not can_leave(cache, path, slot):
+    """Return whether the store may evict the block in `slot`; some blocks are spared (`cache.spares`)."""
+    if not may_give(cache, slot) or not can_leave(cache, path, slot):
         return False
     keys = cache.index.keys
-    return cache.spares == 0 or find(cache.expected.keys.index, keys, slot, hash_row(keys, slot)) == ABSENT
+    return (
+        cache.spares & SPARES_EXPECTED == 0
+        or find(cache.expected.keys.index, keys, slot, hash_row(keys, slot)) == ABSENT
+    )
 
 
 @inline
@@ -180,8 +197,37 @@ def is_expected(cache: Cache, new: Entering, row: int) -> bool:
 
 @inline
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
-    """Return the coldest evictable block of a list, from `slot` towards the head, or the sentinel."""
+    """Return the coldest evictable block of a list, from `slot` towards the head, or the sentinel.
+
+    With quotas, a search from the tail begins where an earlier one has skipped blocks of other tenants. So a
+    compiled policy may move a block to the head of the same list only in the calls that report its use.
+    """
+    return coldest_of(cache, path, links, slot, sentinel, sentinel)
+
+
+@inline
+def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
+    """Return as `coldest_evictable`; `key` identifies the list among all lists of the policy."""
+    if cache.spares & SPARES_TENANTS != 0:
+        return _coldest_of_givers(cache, path, links, slot, sentinel, key)
     while slot != sentinel and not evictable(cache, path, slot):
+        slot = links[slot, PREV]
+    return slot
+
+
+@inline
+def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
+    """Search as `coldest_of`, past blocks that the quotas protect. Cost: amortized O(1) for each of them."""
+    tenants, num_skipped = cache.tenants, 0
+    is_first = slot == links[sentinel, PREV]
+    if is_first:
+        slot = resume_search(tenants, links, key, sentinel)
+    while slot != sentinel and not evictable(cache, path, slot):
+        if gives(tenants, slot):
+            is_first = False
+        num_skipped += 1
+        if is_first and num_skipped % tenants.stride == 0:
+            remember_place(tenants, key, slot)
         slot = links[slot, PREV]
     return slot
 

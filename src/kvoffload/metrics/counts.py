@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from kvoffload.core.miss_reasons import LIVE_REASONS
+from kvoffload.core.tenants import TenantStats
 from kvoffload.metrics.families import (
     MISSES,
     NOT_OFFERED,
@@ -56,8 +57,20 @@ def manager_values(manager: AnyManager) -> Iterator[Value]:
         yield Value(MISSES, (reason,), stats.misses.get(reason, 0))
     for name, number in stats.policy.items():
         yield Value(POLICY, (manager.policy.name, name), number)
+    for tenant, counts in stats.tenants.items():
+        for name, number in tenant_values(counts).items():
+            yield Value(name, (tenant,), number)
     if tiered is not None:
         yield from _tiered_values(tiered)
+
+
+def tenant_values(counts: TenantStats) -> dict[str, int]:
+    """Return the values of a tenant's metrics by name."""
+    return {
+        "tenant_loaded_blocks": counts.loaded,
+        "tenant_evicted_blocks": counts.evicted,
+        "tenant_held_blocks": counts.held,
+    }
 
 
 def _tiered_values(manager: TieredManager) -> Iterator[Value]:

@@ -63,6 +63,12 @@ AUDIT_RESULTS = {
     "not_compared": "the comparison failed or came too late",
 }
 POLICY = "policy_state"
+TENANT_COUNTERS = {
+    "tenant_loaded_blocks": "With tenants: blocks loaded by requests of the tenant.",
+    "tenant_evicted_blocks": "With tenants: blocks of the tenant that were evicted.",
+}
+TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
+"""Metrics of each tenant that has a quota, and of all others as ``other``, with the label ``tenant``."""
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
 NOT_PROMOTED_REASONS = {
@@ -156,6 +162,10 @@ def _families() -> Iterator[Family]:
         "Blocks evicted from RAM before a tier could take them: the tier writes too slowly.",
     )
     yield Family(POLICY, False, "State of the eviction policy.", ("policy", "name"))
+    for name, text in TENANT_COUNTERS.items():
+        yield Family(name, True, text, ("tenant",))
+    for name, text in TENANT_GAUGES.items():
+        yield Family(name, False, text, ("tenant",))
     yield from _families_of_vllm()
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import FREE, WRITING, SlotArray
 from kvoffload.core.state import blank_load, entering
+from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError, GoneError, MisuseError, UnavailableError
 from kvoffload.node import mutex
 from kvoffload.node.directory import STATE, PoolDirectory, locked
@@ -409,6 +410,12 @@ class NodeManager(OffloadingManager):
         if drop_in_flight:
             self._void_before = self._epoch
         self._announce()
+
+    def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
+        """Raise `ConfigError`: engines number their tenants independently, so owners cannot be shared."""
+        raise ConfigError(
+            "tenants", ", ".join(quotas), "allowed only without a shared pool: each engine's own RAM"
+        )
 
     # ---- reports
 

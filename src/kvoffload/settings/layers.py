@@ -32,6 +32,7 @@ OF_ENGINES = (
     "record",
     "record_max_bytes",
     "store_threshold",
+    "tenants",
     "tier_deadline_s",
     "verify",
 )

@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # arrays that a kernel does not write: it accepts both read-only and writeable arrays.
 BoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C")]
 U8Array: TypeAlias = Annotated[npt.NDArray[np.uint8], nb.Array(nb.uint8, 1, "C")]
+I16Array: TypeAlias = Annotated[npt.NDArray[np.int16], nb.Array(nb.int16, 1, "C")]
 I32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C")]
 I64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1, "C")]
 F64Array: TypeAlias = Annotated[npt.NDArray[np.float64], nb.Array(nb.float64, 1, "C")]
@@ -42,6 +43,7 @@ U32Array: TypeAlias = Annotated[npt.NDArray[np.uint32], nb.Array(nb.uint32, 1, "
 U64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C")]
 F64Matrix: TypeAlias = Annotated[npt.NDArray[np.float64], nb.Array(nb.float64, 2, "C")]
 I32Matrix: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 2, "C")]
+I64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 2, "C")]
 U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C")]
 ReadI32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C", readonly=True)]
 ReadI64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1, "C", readonly=True)]

@@ -40,6 +40,7 @@ def audit(manager: Any) -> None:
     manager = getattr(manager, "ram_manager", manager)
     _audit_slots(manager)
     _audit_counters(manager)
+    _audit_tenants(manager)
     resident = _indexed_slots(manager)
     _audit_index("the manager's index", manager.index, resident)
     _audit_policy(manager.policy, resident, manager)
@@ -144,6 +145,20 @@ def _audit_counters(manager: OffloadingManager) -> None:
     assert stats.stored == total, f"stored {stats.stored}, but ready + evicted + discarded = {total}"
     counts = {name: value for name, value in vars(stats).items() if isinstance(value, int)}
     assert all(value >= 0 for value in counts.values()), f"negative counters: {counts}"
+
+
+def _audit_tenants(manager: OffloadingManager) -> None:
+    tenants, slots = manager.store_mode.cache.tenants, manager.slots
+    if not manager.store_mode.cache.has_tenants:
+        assert not len(tenants.owner), "owners without quotas"
+        return
+    for name, counted, blocks in (
+        ("held", tenants.held, slots.filled()),
+        ("evictable", tenants.evictable, slots.idle()),
+    ):
+        actual = Counter(tenants.owner[blocks].tolist())
+        wrong = {number: n for number, n in enumerate(counted.tolist()) if n != actual[number]}
+        assert not wrong, f"{name} blocks of tenants are {wrong}, but the slots say {dict(actual)}"
 
 
 def _audit_misses(record: MissRecord) -> None:

@@ -39,6 +39,8 @@ from kvoffload.testing.scripts import colliding_keys, known_of_requests
 
 NUM_KEYS = 16
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
+_SCRATCH = ("dropped", "givers", "usable_free", "is_owed", "on_path")
+"""Fields that a refused store may change: its count, and numbers that every store sets."""
 COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
@@ -109,7 +111,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(target=requests, numbers=batches, hints=known_of_requests)
     def begin(self, numbers: list[int], hints: Hints = NO_HINTS) -> Request:
         keys = self._keys(numbers)
-        return Request(self.manager.begin_request("test", keys, hints=hints), dict.fromkeys(keys))
+        request = Request(self.manager.begin_request("test", keys, hints=hints), dict.fromkeys(keys))
+        self._begun(request, hints)
+        return request
 
     @rule(target=requests)
     def begin_without_context(self) -> Request:
@@ -167,17 +171,17 @@ class ManagerMachine(RuleBasedStateMachine):
         missing = [key for key in dict.fromkeys(keys) if key not in self.state]
         may_leave = {key for key in self.state if self._is_evictable(key) and key not in protected}
         num_free = manager.capacity_blocks - len(self.state) - len(self.condemned)
-        room = num_free + len(may_leave)
+        room, num_free = self._limit(request, len(missing), may_leave, num_free)
         expected = {key for keys in self.waiting.values() for key in keys} - {*self.duplicates}
         if min(len(missing), room) - num_free <= len(may_leave - expected):
             may_leave -= expected
         admitted = self._admitted(missing) if self._is_victim_tier and not promoted else None
-        before = snapshot(manager, ignore=["dropped"])
+        before = snapshot(manager, ignore=_SCRATCH)
         plan = manager.prepare_store(keys, request.ctx, admitted=promoted)
         if plan is None:
             assert missing, "None, although nothing is to be stored"
             assert room == 0, f"None, although there is room for {room}"
-            assert snapshot(manager, ignore=["dropped"]) == before, "a refusal changed the manager"
+            assert snapshot(manager, ignore=_SCRATCH) == before, "a refusal changed the manager"
             # A refused store cannot be completed, so an empty store replaces it.
             return self._add_job(manager.prepare_store([]))
         assert room or not missing, "an empty plan, although there is no room"
@@ -209,6 +213,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert len({*slots, *busy}) == len(slots) + len(busy), f"slots {slots} are in use: {busy}"
         for key, slot in zip(plan.keys, slots, strict=True):
             self.state[key], self.slot_of[key], self.memory[slot] = WRITING, slot, b"half written"
+        self._stored(request, plan)
         return self._add_job(plan)
 
     @rule(numbers=runs)
@@ -403,6 +408,18 @@ class ManagerMachine(RuleBasedStateMachine):
 
     # ---- private
 
+    def _begun(self, request: Request, hints: Hints) -> None:
+        """Called when a request has begun; machines with quotas note its tenant."""
+
+    def _stored(self, request: Request, plan: StorePlan) -> None:
+        """Called when a store has begun; machines with quotas check the quotas."""
+
+    def _limit(
+        self, request: Request, num_missing: int, may_leave: set[bytes], num_free: int
+    ) -> tuple[int, int]:
+        """Return the room of a store and the usable free slots. Quotas remove blocks from `may_leave`."""
+        return num_free + len(may_leave), num_free
+
     @property
     def _is_victim_tier(self) -> bool:
         return duplicate_slots(self.manager) is not None
@@ -489,6 +506,7 @@ def manager_machine(
     key_bytes: int = 32,
     max_examples: int | None = None,
     step_count: int = 40,
+    base: type[ManagerMachine] = ManagerMachine,
 ) -> type[ManagerMachine]:
     """Create a state machine for managers with this policy and admission; pytest runs its `TestCase`.
 
@@ -500,6 +518,7 @@ def manager_machine(
         key_bytes: length of the keys.
         max_examples: number of random histories; None: from Hypothesis' profile.
         step_count: most steps of a history.
+        base: a subclass with further rules.
     """
 
     def make() -> OffloadingManager:
@@ -513,7 +532,7 @@ def manager_machine(
             enable_events=True,
         )
 
-    machine: type[ManagerMachine] = type("Machine", (ManagerMachine,), {"make": staticmethod(make)})
+    machine: type[ManagerMachine] = type("Machine", (base,), {"make": staticmethod(make)})
     machine.TestCase.settings = settings(
         max_examples=max_examples or settings().max_examples,
         stateful_step_count=step_count,

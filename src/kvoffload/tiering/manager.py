@@ -137,6 +137,7 @@ class TieredManager:
         self.prepare_policy_change = ram.prepare_policy_change
         self.begin_policy_change = ram.begin_policy_change
         self.advance_policy_change = ram.advance_policy_change
+        self.set_tenants = ram.set_tenants
 
     @property
     def policy(self) -> EvictionPolicy:

@@ -12,7 +12,15 @@ import numpy as np
 
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import HASH, Path, Used
-from kvoffload.core.state import REFUSED, Cache, Entering, coldest_evictable, evictable, is_expected
+from kvoffload.core.state import (
+    REFUSED,
+    Cache,
+    Entering,
+    coldest_evictable,
+    coldest_of,
+    evictable,
+    is_expected,
+)
 from kvoffload.policies.hazard.age_buckets import at_age
 from kvoffload.policies.hazard.history import (
     ENDED,
@@ -50,6 +58,8 @@ CREDIT = 0.01
 VICTIM_TURNS = 4
 """Factor of `warm_up` in a victim tier, which receives blocks only when the device drops them."""
 _NO_RUN = -1
+_ORDER = -1
+"""Key of `runs.order` for `coldest_of`; the lists of classes have their sentinels."""
 
 
 class State(Struct):
@@ -488,7 +498,7 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
     oldest = order[sentinel, PREV]
     for step in range(new.count - new.num_given):
         i = new.num_given + step if new.one_prefix or new.admitted else new.count - 1 - step
-        oldest = coldest_evictable(cache, path, order, oldest, sentinel)
+        oldest = coldest_of(cache, path, order, oldest, sentinel, _ORDER)
         if oldest == sentinel:
             return
         slot, oldest = oldest, order[oldest, PREV]

@@ -39,6 +39,7 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
 )
 from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
 from kvoffload.integrations.vllm.scheduler_side.misses import Asked, Misses, Reach
+from kvoffload.integrations.vllm.scheduler_side.quotas import Quotas
 from kvoffload.integrations.vllm.scheduler_side.recording import call_recorder
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
@@ -163,6 +164,9 @@ class KVOffloadManager(OffloadingManager):
         self._live: LiveSettings | None = None
         if options.live_settings is not None:
             self._live = LiveSettings(options.live_settings, options.policy)
+        self._quotas: Quotas | None = None
+        if options.tenants is not None:
+            self._quotas = Quotas(options.tenants, options.ram_bytes, pool.num_slots)
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
@@ -177,6 +181,8 @@ class KVOffloadManager(OffloadingManager):
             "block_size": self._tokens_per_block,
             "explain_misses": True,
         }
+        if self._quotas is not None:
+            given["tenants"] = self._quotas.current
         make_ram_manager: Callable[..., core.OffloadingManager] = core.OffloadingManager
         if self._node_pool is not None:
             if key_bytes != USUAL_KEY_BYTES:
@@ -675,9 +681,22 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.show(taken, counters, self.core.policy)
         self.metrics.show_reach(taken, self._reach.seconds(self.core.miss_record, time.monotonic()))
         self._add_audits(taken)
+        if self._quotas is not None:
+            self._update_quotas(self._quotas)
+            self.metrics.add_tenants(taken, self.core.stats().tenants)
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken
+
+    def _update_quotas(self, quotas: Quotas) -> None:
+        """Apply the quotas of a file that has changed."""
+        if (changed := quotas.changed(time.monotonic())) is not None:
+            try:
+                self.core.set_tenants(changed)
+            except ConfigError as error:
+                quotas.refused(error)
+            else:
+                quotas.accepted(changed)
 
     def _add_audits(self, taken: Any) -> None:
         if self.audits is not None:

@@ -16,6 +16,8 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 from kvoffload.core.miss_reasons import LIVE_REASONS
 from kvoffload.core.plans import ManagerStats
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.tenants import TenantStats
+from kvoffload.metrics.counts import tenant_values
 from kvoffload.metrics.families import (
     AUDIT_DIFFERENCE,
     AUDIT_RESULTS,
@@ -33,6 +35,8 @@ from kvoffload.metrics.families import (
     POLICY,
     REACH,
     REFUSED,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
     TIER,
     TIER_COUNTERS,
     TIER_FAMILIES,
@@ -139,6 +143,7 @@ class Metrics:
         self._not_promoted_before: Counter[str] = Counter()
         self._has_begun = self._has_begun_tiers = False
         self._audits_before: Counter[str] | None = None
+        self._tenants_before: dict[str, dict[str, int]] = {}
 
     def is_due(self, now_s: float, *, is_idle: bool) -> bool:
         """Return True if a report is due: after every idle step, otherwise once an interval."""
@@ -198,6 +203,20 @@ class Metrics:
         """Add looked-up blocks, and by reason the blocks that were not loaded."""
         self.counts["lookup_blocks"] += num_lookups
         self.misses += misses
+
+    def add_tenants(self, taken: OffloadingConnectorStats, tenants: Mapping[str, TenantStats]) -> None:
+        """Add the counters and gauges of each tenant; a tenant without a quota counts as other."""
+        names = dict.fromkeys([*tenants, *self._tenants_before])
+        for tenant in names:
+            counts = tenant_values(tenants[tenant]) if tenant in tenants else {}
+            before = self._tenants_before.get(tenant)
+            for name in TENANT_COUNTERS:
+                increase = counts.get(name, 0) - (before or {}).get(name, 0)
+                if before is None or increase > 0:
+                    taken.increase_counter(PREFIX + name, max(0, increase), (tenant,))
+            for name in TENANT_GAUGES:
+                self._show(taken, name, counts.get(name, 0), (tenant,))
+            self._tenants_before[tenant] = counts
 
     def show_paused(self, taken: OffloadingConnectorStats, is_paused: bool) -> None:
         """Set the gauge of the pause."""

@@ -18,6 +18,7 @@ from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
+from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.layers import OF_ENGINES, gathered
 from kvoffload.settings.read import (
     Count,
@@ -209,6 +210,7 @@ class VLLMOptions:
         record: a trace of the engine's requests, and the calls of RAM's manager; None for none.
         record_max_bytes: size limit of each file of the recording.
         live_settings: absolute path of a JSON file with options that a running engine takes; None for none.
+        tenants: quotas of tenants in bytes of RAM; None for none.
     """
 
     ram: Ram
@@ -227,6 +229,7 @@ class VLLMOptions:
     record: Record | None = None
     record_max_bytes: Size = 2**30
     live_settings: str | None = None
+    tenants: Tenants | None = None
 
     @property
     def ram_bytes(self) -> int:
@@ -306,9 +309,22 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     if options.ram.shared and options.record is not None and options.record.calls:
         why = "with shared RAM only without calls, because decisions depend on the calls of other processes"
         problems.append(ConfigError("record", str(options.record), why))
+    problems += _wrong_tenants(options)
     if problems:
         raise CombinedConfigError(WHERE, problems)
     return options
+
+
+def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
+    """Yield the problems of quotas with other options."""
+    if options.tenants is None:
+        return
+    if options.ram.shared:
+        why = "with shared RAM there are no quotas: engines number tenants independently"
+        yield ConfigError("tenants", str(options.tenants), why)
+    if options.tenants.min_bytes > options.ram_bytes:
+        why = f"the minimums add up to {options.tenants.min_bytes} bytes; ram has {options.ram_bytes}"
+        yield ConfigError("tenants", str(options.tenants), why)
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:

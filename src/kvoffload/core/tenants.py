@@ -1,0 +1,325 @@
+"""Tenants: the owners of blocks, their quotas, and the room of a store under these quotas.
+
+Memory is borrowed while it is idle and returned under pressure. A store may evict a block of another tenant
+only if the other tenant holds more than its minimum; the surplus must cover the whole store. A tenant at its
+maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvoffload.core.slots import SlotArray
+from kvoffload.errors import ConfigError
+from kvoffload.structures.jit import I16Array, I32Matrix, I64Array, I64Matrix, U32Array, inline
+from kvoffload.structures.lists import LIST, PREV
+from kvoffload.structures.structs import Struct
+
+OTHER = "other"
+"""The tenant of requests without a configured tenant. Its number is 0."""
+MAX_TENANTS = 63
+"""Most tenants, with `OTHER`: a set of tenants is a bit mask."""
+UNLIMITED = 1 << 40
+ALL_TENANTS = (1 << MAX_TENANTS) - 1
+UNSURE = -1
+"""Result of `room_of_store`: the room is only known after `on_path` was counted."""
+
+_STRIDE, _DEPTH, _ROWS = 64, 16, 256
+_KEY, _MASK, _COUNT, _FIRST = 0, 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """The quota of a tenant, in blocks.
+
+    Attributes:
+        min_blocks: blocks that no other tenant can evict.
+        max_blocks: most blocks that the tenant holds; None for no limit.
+    """
+
+    min_blocks: int = 0
+    max_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """Counts of a tenant, in blocks.
+
+    Attributes:
+        min, max: the quota; `max` None for no limit.
+        held: blocks that the tenant owns, readable or in flight.
+        loaded: blocks that requests of the tenant have loaded, whoever owns them.
+        evicted: blocks of the tenant that were evicted, for whichever tenant.
+    """
+
+    min: int
+    max: int | None
+    held: int
+    loaded: int
+    evicted: int
+
+
+class Tenants(Struct):
+    """Owners of the blocks and counts per tenant. Memory: 6 bytes a slot; none without tenants.
+
+    Attributes:
+        owner: int16: tenant of the block in each slot.
+        moves: uint32: for each slot the number of calls that may have moved its block in the policy's order.
+        held, evictable: blocks of each tenant, and those that are ready and not pinned.
+        min, max: quotas; `UNLIMITED` for no maximum.
+        loaded, evicted: as in `TenantStats`.
+        on_path: evictable blocks of each tenant on the path of the current store.
+        marks: remembered places of searches, see `resume_search`.
+        num_tenants: tenants with a number; 0 while there are no quotas.
+        givers: bit mask of the tenants whose blocks the current store may evict.
+        usable_free: number of free slots that the current store may use.
+        is_owed: 1 if the tenant of the current store is below its minimum and other tenants give the blocks.
+        stride: number of skipped blocks between two remembered places.
+    """
+
+    owner: I16Array
+    moves: U32Array
+    held: I64Array
+    evictable: I64Array
+    min: I64Array
+    max: I64Array
+    loaded: I64Array
+    evicted: I64Array
+    on_path: I64Array
+    marks: I64Matrix
+    num_tenants: int
+    givers: int
+    usable_free: int
+    is_owed: int
+    stride: int
+
+    def __init__(self, capacity: int) -> None:
+        counts = {
+            name: np.full(MAX_TENANTS, 0, np.int64)
+            for name in ("held", "evictable", "min", "max", "loaded", "evicted", "on_path")
+        }
+        super().__init__(
+            owner=np.full(capacity, 0, np.int16),
+            moves=np.full(capacity, 0, np.uint32),
+            marks=np.full((_ROWS if capacity else 0, _FIRST + 2 * _DEPTH), 0, np.int64),
+            stride=_STRIDE,
+            **counts,
+        )
+
+    def recount(self, filled: SlotArray, evictable: SlotArray) -> None:
+        """Count the blocks of each tenant again. Cost: O(blocks)."""
+        self.held[:] = np.bincount(self.owner[filled], minlength=MAX_TENANTS)
+        self.evictable[:] = np.bincount(self.owner[evictable], minlength=MAX_TENANTS)
+        self.marks.fill(0)
+
+
+class TenantNumbers:
+    """Names, numbers and quotas of a manager's tenants.
+
+    A name keeps its number for the life of the manager, because requests in flight refer to it.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {OTHER: 0}
+        self.quotas: dict[str, Quota] = {}
+
+    def number(self, name: str) -> int:
+        """Return the number of a tenant; 0 for names without a quota."""
+        return self._numbers[name] if name in self.quotas else 0
+
+    def set(self, quotas: Mapping[str, Quota], capacity: int) -> None:
+        """Replace all quotas. Raises `ConfigError`; then nothing has changed."""
+        check_quotas(quotas, capacity)
+        names = [*self._numbers, *(name for name in quotas if name not in self._numbers)]
+        if len(names) > MAX_TENANTS:
+            why = f"at most {MAX_TENANTS - 1} different names in the life of a manager"
+            raise ConfigError("tenants", len(names) - 1, why)
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self.quotas = dict(quotas)
+
+    def write(self, tenants: Tenants) -> None:
+        """Write the quotas to a manager's state; tenants without a quota get no minimum and no limit."""
+        tenants.min.fill(0)
+        tenants.max.fill(UNLIMITED)
+        for name, quota in self.quotas.items():
+            number = self._numbers[name]
+            tenants.min[number] = quota.min_blocks
+            tenants.max[number] = UNLIMITED if quota.max_blocks is None else quota.max_blocks
+        tenants.num_tenants = len(self._numbers)
+
+    def stats(self, tenants: Tenants) -> dict[str, TenantStats]:
+        """Return the counts of each tenant with a quota, and of all others together as `OTHER`."""
+        counts = [tenants.held, tenants.loaded, tenants.evicted]
+        names = [name for name in self.quotas if name != OTHER]
+        known = np.array([[count[self._numbers[name]] for count in counts] for name in names], np.int64)
+        others = [int(count.sum()) for count in counts] - known.reshape(-1, len(counts)).sum(axis=0)
+        quotas = {OTHER: Quota(), **self.quotas}
+        return {
+            name: TenantStats(quotas[name].min_blocks, quotas[name].max_blocks, *numbers)
+            for name, numbers in zip([*names, OTHER], [*known.tolist(), others.tolist()], strict=True)
+        }
+
+
+def check_quotas(quotas: Mapping[str, Quota], capacity: int) -> None:
+    """Raise `ConfigError` for quotas that a cache of this many blocks cannot keep."""
+    for name, quota in quotas.items():
+        low, high = quota.min_blocks, quota.max_blocks
+        if not name:
+            raise ConfigError("tenants", name, "a tenant needs a name")
+        if low < 0:
+            raise ConfigError(f"tenants.{name}.min", low, "allowed: 0 or more blocks")
+        if high is not None and high < max(low, 1):
+            raise ConfigError(f"tenants.{name}.max", high, f"allowed: {max(low, 1)} blocks or more")
+    total = sum(quota.min_blocks for quota in quotas.values())
+    if total > capacity:
+        raise ConfigError("tenants", total, f"the minimums add up to more than the capacity of {capacity}")
+
+
+# ---- the room of a store
+
+
+@inline
+def gives(tenants: Tenants, slot: int) -> bool:
+    """Return whether the quotas let the current store evict the block in `slot`."""
+    return (tenants.givers >> np.int64(tenants.owner[slot])) & 1 != 0
+
+
+@inline
+def num_evictable_of(tenants: Tenants) -> int:
+    """Return the number of evictable blocks that the current store may evict, with those of its path."""
+    count = np.int64(0)
+    for owner in range(tenants.num_tenants):
+        if (tenants.givers >> owner) & 1 != 0:
+            count += tenants.evictable[owner]
+    return count
+
+
+@inline
+def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
+    """Set `givers` for a store that needs this many victims; return how many they can give.
+
+    Another tenant gives if its surplus covers all victims that the store could take from it.
+    """
+    givers, count = np.int64(0), np.int64(0)
+    for other in range(tenants.num_tenants):
+        surplus = tenants.held[other] - tenants.min[other]
+        is_giver = with_own if other == owner else min(needed, tenants.evictable[other]) <= surplus
+        if is_giver:
+            givers |= np.int64(1) << np.int64(other)
+            count += tenants.evictable[other] - tenants.on_path[other]
+    tenants.givers = givers
+    return count
+
+
+@inline
+def _largest_part(tenants: Tenants, owner: int, most: int) -> int:
+    """Set `givers` for the largest part of `most` victims that tenants can give; return its size."""
+    low, high = np.int64(0), np.int64(most)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _find_givers(tenants, owner, middle, True) >= middle:
+            low = middle
+        else:
+            high = middle - 1
+    _find_givers(tenants, owner, low, True)
+    return low
+
+
+@inline
+def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> int:
+    """Set `givers` for a store of a tenant at its maximum, which evicts only own blocks; return its room."""
+    tenants.usable_free = min(num_free, max(np.int64(0), tenants.max[owner] - tenants.held[owner]))
+    tenants.givers = np.int64(1) << np.int64(owner)
+    own = tenants.evictable[owner] - tenants.on_path[owner]
+    return min(wanted, tenants.usable_free + own)
+
+
+@inline
+def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
+    """Return how many of `wanted` new blocks of a tenant have room; set `givers` and `usable_free`.
+
+    In order of preference: a tenant below its minimum takes blocks of others; then all tenants with a
+    surplus and the tenant itself give; a tenant that would exceed its maximum evicts own blocks. If none of
+    these has room for all blocks, the largest part is stored.
+
+    Args:
+        margin: upper bound of the blocks on the path, while `on_path` is 0; 0 if `on_path` is counted. With a
+            margin the result is `wanted` or `UNSURE`.
+
+    Cost: O(tenants), times the logarithm of `wanted` if the room is scarce.
+    """
+    growth = max(np.int64(0), tenants.max[owner] - tenants.held[owner])
+    tenants.usable_free, tenants.is_owed = num_free, 0
+    needed = max(np.int64(0), wanted - num_free)
+    if wanted <= growth:
+        if needed == 0:
+            tenants.givers = np.int64(ALL_TENANTS)
+            return wanted
+        if tenants.held[owner] + wanted <= tenants.min[owner]:
+            if _find_givers(tenants, owner, needed, False) - margin >= needed:
+                tenants.is_owed = 1
+                return wanted
+            if margin > 0:
+                return UNSURE
+        if _find_givers(tenants, owner, needed, True) - margin >= needed:
+            return wanted
+        if margin > 0:
+            return UNSURE
+        return num_free + _largest_part(tenants, owner, needed)
+    own = _room_of_own(tenants, owner, wanted, num_free)
+    if own - margin >= wanted:
+        return own
+    if margin > 0:
+        return UNSURE
+    part = min(growth, num_free)
+    part += _largest_part(tenants, owner, growth - part)
+    if part > own:
+        tenants.usable_free = num_free
+        return part
+    return _room_of_own(tenants, owner, wanted, num_free)
+
+
+# ---- searches that skip many blocks
+
+
+@inline
+def _row_of(tenants: Tenants, key: int) -> int:
+    h = (np.uint64(key) + np.uint64(tenants.givers) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(7)
+    return np.int64(h % np.uint64(_ROWS))
+
+
+@inline
+def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -> int:
+    """Return the block at which a search from the tail of a list begins: no colder block is of a giver.
+
+    A search remembers places that it has passed, as a stack for each list and set of givers. A place is
+    valid while its block has not moved: new blocks join a list at the head, so that colder blocks only leave.
+    """
+    marks, row = tenants.marks, _row_of(tenants, key)
+    if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:
+        while marks[row, _COUNT] > 0:
+            at = _FIRST + 2 * (marks[row, _COUNT] - 1)
+            slot = marks[row, at]
+            if links[slot, LIST] == sentinel and np.int64(tenants.moves[slot]) == marks[row, at + 1]:
+                return np.int64(links[slot, PREV])
+            marks[row, _COUNT] -= 1
+    return np.int64(links[sentinel, PREV])
+
+
+@inline
+def remember_place(tenants: Tenants, key: int, slot: int) -> None:
+    """Remember that no block of a giver is colder than `slot`. When the stack is full, half of it is kept."""
+    marks, row = tenants.marks, _row_of(tenants, key)
+    if marks[row, _KEY] != key or marks[row, _MASK] != tenants.givers:
+        marks[row, _KEY], marks[row, _MASK], marks[row, _COUNT] = key, tenants.givers, 0
+    if marks[row, _COUNT] == _DEPTH:
+        for kept in range(_DEPTH // 2):
+            marks[row, _FIRST + 2 * kept] = marks[row, _FIRST + 4 * kept + 2]
+            marks[row, _FIRST + 2 * kept + 1] = marks[row, _FIRST + 4 * kept + 3]
+        marks[row, _COUNT] = _DEPTH // 2
+    at = _FIRST + 2 * marks[row, _COUNT]
+    marks[row, at], marks[row, at + 1] = slot, np.int64(tenants.moves[slot])
+    marks[row, _COUNT] += 1
