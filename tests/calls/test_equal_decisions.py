@@ -122,6 +122,7 @@ def test_a_policy_that_cannot_be_recorded_is_refused(policy: str, tmp_path: Path
     assert manager.policy is change.new
 
 
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("policy", ["lru", "hazard", "support.naive.lru:NaiveLRU"])
 def test_tenants(policy: str, store: str) -> None:
     check(policy, "all", store, 36, 0.25, base=RecordedTenantMachine)

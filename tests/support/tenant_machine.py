@@ -31,7 +31,8 @@ class TenantMachine(ManagerMachine):
     requests = ManagerMachine.requests
 
     @initialize()
-    def start_tenants(self) -> None:
+    def start(self) -> None:
+        super().start()
         self.owner: dict[bytes, str] = {}
         self.quotas: dict[str, Quota] | None = None
         self.tenant_of: dict[Any, str] = {}
