@@ -216,7 +216,7 @@ def test_a_pool_of_another_version_is_left_alone_while_it_is_used(
         assert len(pools(root)) == 2
         [other] = [pool for pool in pools(root) if pool.path == old.directory.path]
         assert other.is_used
-        assert "needed: format 3" in other.problem
+        assert "needed: format 4" in other.problem
         old.close()
         Engine(root, "newer").close()
         assert [pool.path for pool in pools(root)] == [new.directory.path], (

@@ -77,6 +77,9 @@ class VLLMConfigOptions(TiersOptions):
         "JSON file with options that the running engine takes: the policy.",
         metavar="PATH",
     )
+    tenants: str | None = option(
+        None, "Quotas of tenants, or a file with quotas that may change.", metavar="JSON|file:PATH"
+    )
     form: Annotated[str, OneOf(("flag", "json"))] = option("flag", None, "--format")
 
 
@@ -103,6 +106,7 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "record": options.record,
         "record_max_bytes": options.record_max_bytes,
         "live_settings": options.live_settings,
+        "tenants": options.tenants,
     }
     given = {name: value for name, value in given.items() if value is not None}
     # Options that are set only in the file or the environment are added to the flag.
