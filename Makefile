@@ -81,7 +81,7 @@ engines-env: vllm-env  ## SGLang and LMCache beside vLLM's environment (330 MB, 
 	sh tools/engines_env.sh $(ENGINES_VENV) $(VLLM_VENV)
 
 test-engines: engines-env  ## beside SGLang's controllers and host pools, and LMCache's storage
-	$(ENGINES_VENV)/bin/python -m pytest tests/sglang $(ARGS)
+	$(ENGINES_VENV)/bin/python -m pytest tests/sglang tests/lmcache $(ARGS)
 
 test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
 	PYTHON=$(PYTHON) bash tools/vllm_versions.sh .venv-versions $(VERSIONS)

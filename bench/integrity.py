@@ -2,11 +2,11 @@
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
 our `DiskTier`, vLLM's `fs` secondary tier, LMCache's `fs` and `fs_native` adapters, spoolcache's store,
-SGLang's `file` backend, and ours in SGLang. In servers, through the server's own door: our tier and LMCache's
-`resp` adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a bucket. The
-real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs under a
-Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits 1 if
-kvoffload served one wrong byte.
+SGLang's `file` backend, ours in SGLang and in LMCache. In servers, through the server's own door: our tier and
+LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a
+bucket. The real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs
+under a Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits
+1 if kvoffload served one wrong byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -49,6 +49,7 @@ MODULES = {
     "spoolcache": "spoolcache_files",
     "sglang": "sglang_storage",
     "kvoffload-sglang": "sglang_storage",
+    "kvoffload-lmcache": "lmcache_kvoffload",
     "kvoffload-valkey": "kvoffload_remote",
     "lmcache-resp": "lmcache_resp",
     "kvoffload-s3": "kvoffload_remote",
@@ -63,6 +64,7 @@ TITLES = {
     "spoolcache": "spoolcache",
     "sglang": "SGLang `file`",
     "kvoffload-sglang": "kvoffload in SGLang",
+    "kvoffload-lmcache": "kvoffload in LMCache",
     "kvoffload-valkey": "kvoffload `valkey://`",
     "lmcache-resp": "LMCache `resp`",
     "kvoffload-s3": "kvoffload `s3://`",
@@ -75,7 +77,7 @@ IN_SERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "vllm-obj": rclone,
 }
 """With what each is given a server of its own. They are damaged, and not timed."""
-NOT_TIMED = ("sglang", "kvoffload-sglang")
+NOT_TIMED = ("sglang", "kvoffload-sglang", "kvoffload-lmcache")
 NOT_DAMAGED = ("lmcache-direct",)
 """Writes the files of `lmcache` by another way."""
 
@@ -326,6 +328,7 @@ def main() -> None:
         "lmcache_fs": arguments.lmcache_python,
         "spoolcache_files": arguments.spoolcache_python,
         "sglang_storage": arguments.engines_python,
+        "lmcache_kvoffload": arguments.engines_python,
         "kvoffload_remote": sys.executable,
         "lmcache_resp": arguments.lmcache_python,
         "vllm_obj": arguments.vllm_python,

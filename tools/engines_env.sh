@@ -30,7 +30,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 assert (version("sglang"), version("lmcache")) == (sys.argv[1], sys.argv[2])
-for needed in ("torch", "pytest", "gguf", "orjson", "IPython", "torchvision", "sortedcontainers"):
+for needed in ("torch", "pytest", "gguf", "orjson", "IPython", "torchvision", "aiofile", "sortedcontainers"):
     assert importlib.util.find_spec(needed), needed
 assert Path(sys.argv[3]) in Path(importlib.util.find_spec("kvoffload").origin).resolve().parents
 PY
@@ -51,7 +51,7 @@ say "installing sglang $SGLANG, lmcache $LMCACHE, and what they import"
 "$python" -m pip --quiet --disable-pip-version-check install --no-deps "sglang==$SGLANG" "lmcache==$LMCACHE" \
     "torchvision==$TORCHVISION" gguf orjson ipython ipython-pygments-lexers traitlets decorator jedi parso \
     matplotlib-inline prompt-toolkit wcwidth stack-data executing asttokens pure-eval pexpect ptyprocess \
-    aiofiles sortedcontainers
+    aiofiles aiofile caio sortedcontainers
 if ! complete; then
     say "FAILED: $env is not complete" >&2
     exit 1

@@ -34,6 +34,8 @@ logging.disable(logging.ERROR)
 class LmcacheFs:
     """A `Product`."""
 
+    layouts: dict[int, Any] = {}  # noqa: RUF012
+
     def __init__(
         self, configuration: Any, options: dict[str, Any], directory: Path, model: str,
         block_bytes: int, num_blocks: int,
@@ -71,7 +73,7 @@ class LmcacheFs:
     def read(self, numbers: Sequence[int], blocks_per_job: int) -> list[bool]:
         keys = [self._key(number) for number in numbers]
         lookups = {
-            self._adapter.submit_lookup_and_lock_task([keys[row] for row in part], {}): list(part)
+            self._adapter.submit_lookup_and_lock_task([keys[row] for row in part], self.layouts): list(part)
             for part in parts(len(keys), blocks_per_job)
         }
         found = _rows(lookups, self._adapter.query_lookup_and_lock_result)

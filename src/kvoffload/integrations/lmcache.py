@@ -1,0 +1,351 @@
+"""kvoffload inside LMCache: an L2 adapter of type ``plugin`` for LMCache's MP mode.
+
+    --l2-adapter '{"type": "plugin", "module_path": "kvoffload.integrations.lmcache",
+                   "class_name": "KVOffloadAdapter", "adapter_params": {"tiers": ["disk:/nvme/kv:500GiB"]}}'
+
+Translates LMCache's keys, memory objects, tasks and event descriptors into calls of an `ObjectStore`.
+LMCache's controllers call it from two threads; its own threads wait for the tiers. No failure reaches the
+controllers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.platform import create_event_notifier
+
+from kvoffload._version import __version__
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.integrations.logs import join
+from kvoffload.integrations.objects import KEY_BYTES, OBJECT_KEY_BYTES, Extents, ObjectStore
+from kvoffload.settings.read import Duration, Size, read_options
+from kvoffload.tiers.contract import Mask
+from kvoffload.tiers.spec import TierOwner as Owner
+from kvoffload.tiers.spec import Tiers, open_tiers
+
+logger = logging.getLogger("lmcache.kvoffload")
+WHERE = "adapter_params"
+_KEY_FORMAT = 1
+"""Version of keys and of the order of bytes in an object; increment it with every change."""
+_LOADERS = 2
+Format: TypeAlias = tuple[int, str]
+"""Bytes of an object, and the names of its dtypes."""
+Kind: TypeAlias = tuple[str, int, int]
+"""Model, rank and group of an object: objects of one kind have one format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions:
+    """Options of `KVOffloadAdapter`.
+
+    Attributes:
+        tiers: from the fastest to the slowest.
+        identity: name of the weights and the engines' configuration, which LMCache's keys do not tell.
+        block: bytes of a block; an object is stored in as many blocks as it needs.
+        deadline: longest duration of a load; a store has five times as long.
+        staging: limit of the memory for objects on their way between tiers and LMCache's L1.
+    """
+
+    tiers: Tiers
+    identity: str = ""
+    block: Size = 1 << 20
+    deadline: Duration = 5.0
+    staging: Size = 1 << 30
+
+
+def parse_options(params: Mapping[str, Any]) -> AdapterOptions:
+    """Read the options. Raises `ConfigError` with every problem."""
+    options = read_options(AdapterOptions, params, WHERE)
+    if not options.tiers:
+        raise ConfigError("tiers", [], 'allowed: a list such as ["disk:/nvme/kv:500GiB"]')
+    for tier in options.tiers:
+        if not tier.keeps_blocks:
+            raise ConfigError("tiers", str(tier), "allowed: a tier that stores bytes: disk, valkey, s3")
+    return options
+
+
+class KVOffloadAdapter(L2AdapterInterface):
+    """An L2 adapter of LMCache with tiers of kvoffload.
+
+    The tiers bound and evict their contents; LMCache's own eviction by usage is off, its quotas by
+    ``cache_salt`` work. An object is served only if its key, size, dtypes and bytes match its store. Objects
+    are not locked: an object that leaves between lookup and load is a failed load.
+
+    Args:
+        params: the options, `AdapterOptions`.
+        l1_memory_desc: LMCache's L1 memory; not used.
+
+    Raises: `ConfigError` for impossible options. A directory or server that cannot be used now is logged, and
+        the adapter runs without it.
+    """
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
+        super().__init__()
+        join(logger)
+        try:
+            self.options = parse_options(params)
+            self._store = _open(self.options)
+        except ConfigError as error:
+            for line in str(error).splitlines():
+                logger.error("kvoffload: not started: %s", line.strip())
+            raise
+        self._lock = threading.Lock()
+        self._next_task = 0
+        self._formats: dict[Kind, Format] = {}
+        self._stored: dict[int, Any] = {}
+        self._found: dict[int, Any] = {}
+        self._loaded: dict[int, Any] = {}
+        self._notifiers = [create_event_notifier() for _ in range(3)]
+        self._writer = ThreadPoolExecutor(1, "kvoffload-store")
+        self._readers = ThreadPoolExecutor(_LOADERS, "kvoffload-load")
+        self._closed = False
+
+    # ---- event descriptors
+
+    def get_store_event_fd(self) -> int:
+        """Return the descriptor that signals finished stores."""
+        return int(self._notifiers[0].fileno())
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        """Return the descriptor that signals finished lookups."""
+        return int(self._notifiers[1].fileno())
+
+    def get_load_event_fd(self) -> int:
+        """Return the descriptor that signals finished loads."""
+        return int(self._notifiers[2].fileno())
+
+    # ---- tasks
+
+    def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to store objects; returns the task."""
+        nothing = L2StoreResult(False, 0)
+        return self._submit(self._writer, 0, self._stored, nothing, lambda: self._save(keys, objects))
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        """Return the stores that have ended since the last call."""
+        with self._lock:
+            ended, self._stored = self._stored, {}
+        return ended
+
+    def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
+        """Begin to look up objects; returns the task. The layouts tell sizes and dtypes."""
+        nothing = Bitmap(len(keys))
+        return self._submit(
+            self._readers, 1, self._found, nothing, lambda: self._find(keys, group_layout_descs)
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        """Return the bitmap of present objects, once; None while the task runs."""
+        with self._lock:
+            return self._found.pop(task_id, None)
+
+    def submit_unlock(self, keys: list[Any]) -> None:
+        """Do nothing: objects are not locked."""
+
+    def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
+        """Begin to load objects into LMCache's memory; returns the task."""
+        nothing = Bitmap(len(keys))
+        return self._submit(self._readers, 2, self._loaded, nothing, lambda: self._load(keys, objects))
+
+    def query_load_result(self, task_id: int) -> Any:
+        """Return the bitmap of loaded objects, once; None while the task runs."""
+        with self._lock:
+            return self._loaded.pop(task_id, None)
+
+    def delete(self, keys: list[Any]) -> None:
+        """Forget objects."""
+        with contextlib.suppress(Exception):
+            known = [(key, self._formats[_kind(key)]) for key in keys if _kind(key) in self._formats]
+            for form, rows in _rows_by([form for _, form in known]):
+                self._store.delete([_digest(known[row][0], form) for row in rows], form[0])
+            self._notify_keys_deleted([key for key, _ in known], [form[0] for _, form in known])
+
+    def get_usage(self) -> AdapterUsage:
+        """Return the bytes in tiers with a capacity, and LMCache's own count for each ``cache_salt``.
+
+        The capacity is reported as unknown, because the tiers evict by their own policies.
+        """
+        counted = super().get_usage()
+        used = sum(stats.ready for stats in self._store.stats()) * self.options.block
+        return AdapterUsage(used, 0, counted.bytes_by_cache_salt)
+
+    def report_status(self) -> dict[str, Any]:
+        """Return health and counters of the tiers, for LMCache's status page."""
+        tiers = {
+            tier.name: {name: value for name, value in asdict(stats).items() if value}
+            for tier, stats in zip(self._store.tiers, self._store.stats(), strict=True)
+        }
+        return {
+            "is_healthy": bool(tiers) and not self._closed,
+            "type": type(self).__name__,
+            "tiers": tiers,
+            "late_jobs": self._store.num_late,
+        }
+
+    def close(self) -> None:
+        """End the tasks, make objects durable, and close the tiers. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for pool in (self._writer, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
+        self._store.close()
+        with self._lock:
+            notifiers, self._notifiers = self._notifiers, []
+        for notifier in notifiers:
+            notifier.close()
+
+    # ---- work of the threads
+
+    def _submit(
+        self,
+        pool: ThreadPoolExecutor,
+        event: int,
+        ended: dict[int, Any],
+        nothing: Any,
+        work: Callable[[], Any],
+    ) -> int:
+        with self._lock:
+            task, self._next_task = self._next_task, self._next_task + 1
+
+        def run() -> None:
+            try:
+                result = work()
+            except Exception:
+                logger.exception("kvoffload: internal error in a task; it ends without objects")
+                result = nothing
+            with self._lock:
+                # `pop_completed_store_tasks` replaces its dictionary.
+                (self._stored if event == 0 else ended)[task] = result
+                if self._notifiers:
+                    self._notifiers[event].notify()
+
+        try:
+            pool.submit(run)
+        except RuntimeError:  # closed
+            with self._lock:
+                (self._stored if event == 0 else ended)[task] = nothing
+        return task
+
+    def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
+        buffers = [_buffer(obj) for obj in objects]
+        forms = [_format(obj, buffer) for obj, buffer in zip(objects, buffers, strict=True)]
+        self._formats.update(zip(map(_kind, keys), forms, strict=True))
+        names = [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
+        ok = np.zeros(len(keys), np.bool_)
+        for form, rows in _rows_by(forms):
+            some = [names[row] for row in rows]
+            path = self._store.open_path()
+            self._store.extend_path(path, some, form[0])
+            ok[rows] = self._store.store(some, _extents([buffers[row] for row in rows], form[0]), path)
+            self._store.finish_path(path)
+        stored = np.flatnonzero(ok).tolist()
+        sizes = [forms[row][0] for row in stored]
+        if stored:
+            self._notify_keys_stored([keys[row] for row in stored], sizes)
+        return L2StoreResult(bool(ok.all()), sum(sizes))
+
+    def _find(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Any:
+        of_groups = {group: _format_of_layout(layout) for group, layout in layouts.items()}
+        forms = [of_groups.get(key.object_group_id) or self._formats.get(_kind(key)) for key in keys]
+        ok = np.zeros(len(keys), np.bool_)
+        for form, rows in _rows_by(forms):
+            if form is not None:
+                ok[rows] = self._store.find([_digest(keys[row], form) for row in rows], form[0])
+        return _bitmap(ok)
+
+    def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
+        buffers = [_buffer(obj) for obj in objects]
+        forms = [_format(obj, buffer) for obj, buffer in zip(objects, buffers, strict=True)]
+        names = [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
+        ok = np.zeros(len(keys), np.bool_)
+        for form, rows in _rows_by(forms):
+            some = [names[row] for row in rows]
+            loaded = self._store.load(some, _extents([buffers[row] for row in rows], form[0]))
+            ok[rows] = loaded
+            if loaded.any():
+                path = self._store.open_path()
+                self._store.extend_path(path, [some[i] for i in np.flatnonzero(loaded).tolist()], form[0])
+                self._store.finish_path(path)
+        if ok.any():
+            self._notify_keys_accessed([keys[row] for row in np.flatnonzero(ok).tolist()])
+        return _bitmap(ok)
+
+
+def _open(options: AdapterOptions) -> ObjectStore:
+    def on_unavailable(error: UnavailableError) -> None:
+        logger.error("kvoffload: LMCache runs WITHOUT a tier until its next start: %s", error)
+
+    facts = {"engine": "lmcache", "kvoffload": __version__.rsplit(".", 1)[0], "keys": _KEY_FORMAT}
+    owner = Owner(
+        options.block,
+        KEY_BYTES,
+        json.dumps({**facts, "identity": options.identity}, sort_keys=True),
+        reports_paths=False,
+        on_unavailable=on_unavailable,
+        shared_fingerprint=lambda name: json.dumps(
+            {**facts, "identity": options.identity or name}, sort_keys=True
+        ),
+    )
+    tiers = open_tiers(options.tiers, owner)
+    logger.info("kvoffload: %s", ", ".join(map(str, options.tiers)))
+    return ObjectStore(
+        tiers, block_bytes=options.block, staging_bytes=options.staging, deadline_s=options.deadline
+    )
+
+
+def _kind(key: Any) -> Kind:
+    return key.model_name, key.kv_rank, key.object_group_id
+
+
+def _digest(key: Any, form: Format) -> bytes:
+    """Return the store's key of an object: everything that LMCache's key has, its size and dtypes."""
+    fields = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, *form]
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=OBJECT_KEY_BYTES).digest()
+
+
+def _buffer(obj: Any) -> Any:
+    """Return the bytes of a memory object, as an array without a copy."""
+    return np.frombuffer(obj.byte_array, np.uint8)
+
+
+def _format(obj: Any, buffer: Any) -> Format:
+    meta = obj.meta if hasattr(obj, "meta") else obj.metadata
+    dtypes = getattr(meta, "dtypes", None) or [meta.dtype]
+    return len(buffer), " ".join(map(str, dtypes))
+
+
+def _format_of_layout(layout: Any) -> Format:
+    pairs = list(zip(layout.shapes, layout.dtypes, strict=True))
+    return sum(shape.numel() * dtype.itemsize for shape, dtype in pairs), " ".join(str(d) for _, d in pairs)
+
+
+def _rows_by(forms: Sequence[Format | None]) -> list[tuple[Any, list[int]]]:
+    """Group the rows of a batch by format."""
+    rows: dict[Format | None, list[int]] = {}
+    for row, form in enumerate(forms):
+        rows.setdefault(form, []).append(row)
+    return list(rows.items())
+
+
+def _extents(buffers: Sequence[Any], size: int) -> Extents:
+    return Extents.of_buffers([buffer.ctypes.data for buffer in buffers], size)
+
+
+def _bitmap(mask: Mask) -> Any:
+    bitmap = Bitmap(len(mask))
+    for row in np.flatnonzero(mask).tolist():
+        bitmap.set(row)
+    return bitmap

@@ -1,0 +1,24 @@
+"""LMCache on a CPU, without its usage reports."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    for module in ("check.check_mode_test_l2_adapter", "distributed.storage_manager"):
+        importlib.import_module(f"lmcache.v1.{module}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """LMCache and its libraries warn at import and use."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
