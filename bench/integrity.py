@@ -2,7 +2,7 @@
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
 our `DiskTier`, vLLM's `fs` secondary tier, LMCache's `fs` and `fs_native` adapters, spoolcache's store,
-SGLang's `file` backend, ours in SGLang and in LMCache. In servers, through the server's own door: our tier and
+SGLang's `file` backend, ours in SGLang and LMCache. In servers, through the server's own door: our tier and
 LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a
 bucket. The real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs
 under a Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits
