@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "core": {"structures", "settings", "errors"},
     "policies": {"core", "structures", "errors"},
     "admission": {"core", "structures", "errors"},
+    "whatif": {"core", "structures", "settings", "errors"},
     "calls": {"core", "structures", "settings", "errors", "_version"},
     "node": {"core", "structures", "text", "errors"},
     "transfer": {"structures", "errors"},
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "traces": {"core", "settings", "structures", "text", "errors"},
     "replay": {
         *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"),
-        "_version",
+        *("whatif", "_version"),
     },
     "explain": {"replay", "traces", "tiers", "core", "settings", "text", "errors", "_version"},
     "simulate": {
@@ -57,6 +58,7 @@ MAY_IMPORT = {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },
     "integrations": {
+        "whatif",
         *(
             "cache",
             "metrics",
@@ -82,6 +84,7 @@ MAY_IMPORT = {
             "check",
             "explain",
             "model",
+            "whatif",
             "pages",
             "plan",
             "sweep",

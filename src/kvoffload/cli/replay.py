@@ -37,13 +37,16 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import Injection, parse_injection
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
-from kvoffload.settings.read import ANY_TRACE, Size, parse_capacity
+from kvoffload.settings.read import ANY_TRACE, Count, Size, parse_capacity
 from kvoffload.sweep.grid import device_blocks
 from kvoffload.text import size
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.traces.sources import block_tokens_of
 from kvoffload.traces.trace import Trace
+from kvoffload.whatif import WhatIf
+from kvoffload.whatif.setting import WhatIfParser
+from kvoffload.whatif.shadows import ONE_IN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,13 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
     )
     seed: int = option(0, "Seed of --inject.", show_default=True)
     decisions: Path | None = option(None, "Write every decision to a file.")
+    what_if: tuple[str, ...] = option(
+        (),
+        "Estimate the hit ratio of another setting of RAM on a sample: policy=hazard, admission=reuse:2, "
+        "capacity=2 (twice the capacity), or several separated by commas. May be repeated.",
+        metavar="SETTING",
+    )
+    what_if_sample: Count = option(ONE_IN, "Sample one block in N for --what-if.", show_default=True)
     as_recorded: bool = option(
         False, "TRACE is a recording of calls (NAME.calls): repeat them and compare every decision."
     )
@@ -155,8 +165,20 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         with problems:
             if self.has_managers:
                 self._check_managers()
+        with problems:
+            self.what_ifs()
+        with problems:
+            if self.what_if and self.instances > 1:
+                raise ConfigError("instances", self.instances, "with --what-if allowed: 1")
+        with problems:
+            if self.what_if and self.store != ON_COMPUTE:
+                raise ConfigError("store", self.store, f"with --what-if allowed: {ON_COMPUTE}")
         self.check_sizes(problems, block_bytes)
         problems.check()
+
+    def what_ifs(self) -> tuple[WhatIf, ...]:
+        """Parse ``--what-if``. Raises `ConfigError`."""
+        return WhatIfParser().parse("what-if", self.what_if) if self.what_if else ()
 
     def _check_managers(self) -> None:
         tiers = self.parsed_tiers()
@@ -236,7 +258,14 @@ def replay(options: ReplayOptions) -> None:
         if options.has_managers:
             run = SharedReplay(loaded, config, data)
         else:
-            run = Replay(loaded, config, data[0] if data else None, log)
+            run = Replay(
+                loaded,
+                config,
+                data[0] if data else None,
+                log,
+                what_if=options.what_ifs(),
+                what_if_sample=options.what_if_sample,
+            )
         with progress_bar("replay", loaded.requests, options.quiet) as progress:
             report = run.run(progress)
     checked = None

@@ -9,13 +9,15 @@ from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.replay.report import ReplayReport
 from kvoffload.text import duration, outside_blocks, percent, size
+from kvoffload.whatif.setting import CURRENT
 
 _ENOUGH_TO_MEASURE = 10_000
 """Fewest references for which the time per reference is shown: with fewer, start-up time dominates."""
 
 
 def table(report: ReplayReport) -> RenderableType:
-    return Group(terminal_table(_sources(report)), terminal_table(work(report)), _summary(report))
+    tables = [_sources(report), work(report)] + ([_what_if(report)] if report.what_if else [])
+    return Group(*map(terminal_table, tables), _summary(report))
 
 
 def _sources(report: ReplayReport) -> Table:
@@ -76,6 +78,25 @@ def work(report: ReplayReport) -> Table:
         marks[-1] = "bad" if report.mismatches_served else "good"
     cells = [(name, f"{blocks:,}", detail) for name, blocks, detail in rows]
     return Table("", ("Offload tier", "blocks#", "bytes#"), cells, marks)
+
+
+def _what_if(report: ReplayReport) -> Table:
+    """Build the table of the estimates for other settings."""
+    cells = [
+        (
+            row.setting,
+            _with_error(row.hit_ratio, row.error),
+            "" if row.setting == CURRENT else _with_error(row.gain, row.gain_error, "+"),
+        )
+        for row in report.what_if
+    ]
+    marks = ["good" if row.is_better else "" for row in report.what_if]
+    title = f"What if: hits of the blocks looked up in RAM, by a sample of 1 in {report.what_if_sample}"
+    return Table(title, ("Setting of RAM", "hits#", "gain#"), cells, marks)
+
+
+def _with_error(share: float, error: float, sign: str = "") -> str:
+    return f"{100 * share:{sign}.1f} ±{100 * error:.1f} %"
 
 
 def _summary(report: ReplayReport) -> RenderableType:

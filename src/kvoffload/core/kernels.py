@@ -442,10 +442,15 @@ def finish(cache: Cache, path: Path, is_touched: bool) -> int:
     Returns as `_report_uses`. If the result is not 0, the caller reports the uses in Python, and then calls
     `finish` again to report the end.
     """
-    path.used.count = 0
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, FINISH, 0, 0)
         path.recorded = ENDED
+    return _finish(cache, path, is_touched)
+
+
+@inline
+def _finish(cache: Cache, path: Path, is_touched: bool) -> int:
+    path.used.count = 0
     for position in range(0 if is_touched else path.length):
         _use(cache, path, position, True)
     _observe(cache, path)
@@ -562,8 +567,12 @@ def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
 def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
     """Collect the missing blocks in `new`; return how many of them have room, and are to be stored."""
     count = add_batch(path, batch)
-    if count < 0:
-        return count
+    return count if count < 0 else _offer_rows(cache, path, count, new, no_store)
+
+
+@inline
+def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: bool) -> int:
+    """Collect the missing blocks among the `count` blocks of the last batch."""
     new.num_offered = count
     new.num_missing = _collect_missing(cache, path, count, new)
     if no_store:
@@ -861,6 +870,11 @@ def become_ready(cache: Cache, new: Entering) -> None:
     """Make the blocks of a plan readable."""
     if cache.log.is_open:
         put_end(cache.log, COMPLETE_STORE, new.number, new.slots, new.count, 1)
+    _become_ready(cache, new)
+
+
+@inline
+def _become_ready(cache: Cache, new: Entering) -> None:
     slots = cache.slots
     for i in range(new.count):
         slots.ref_cnt[new.slots[i]] = 0
@@ -888,6 +902,72 @@ def abandon(cache: Cache, new: Entering) -> None:
         _hold(cache, new.slots[i], -WRITING)
     cache.slots.num_writing -= new.count
     cache.store_failed += new.count
+
+
+# ---- whole requests without bytes
+
+
+@kernel
+def live(
+    cache: Cache, path: Path, new: Entering, first: int, label: int, end_label: int, missed: I64Array
+) -> int:
+    """Run the whole life of a request: look up, store the missing blocks at once, finish.
+
+    For a compiled policy without an admission rule, and a store mode on-compute. Equal to the calls `lookup`,
+    `prepare_store`, `become_ready` and `finish` on a new path with the same keys.
+
+    Args:
+        path: the keys of the request; everything else that an earlier life left on the path is cleared.
+        new: room for all blocks of the path; its `admitted` is 1 if the policy may refuse no block.
+        first: number of leading blocks that are not looked up.
+        label, end_label: numbers of the request's hints before and after its end.
+        missed: counts by `group_of` to which the looked-up blocks that are not ready are added.
+
+    Returns:
+        The number of leading ready blocks from `first` on, or an error of `prepare_store`.
+    """
+    records, count = path.records, path.length
+    for position in range(count):
+        records[position, HINT] = records[position, FLAGS] = np.uint64(0)
+        path.positions[position] = position
+    path.observed = path.num_expected = path.foreseen = path.used.count = 0
+    path.was_asked, path.on_device, path.label = 1, first, label
+    end = first
+    while end < count:
+        _prefetch(cache.index, path, count, end)
+        slot = _slot_of(cache, path, end)
+        if slot == ABSENT or cache.slots.ref_cnt[slot] == WRITING:
+            break
+        end += 1
+    for position in range(end, count):
+        missed[group_of(records[position, HASH], missed.shape[0])] += 1
+    new.num_refused = new.number = 0
+    stored = _offer_rows(cache, path, count, new, False)
+    if stored >= 0:
+        _observe(cache, path)
+        new.num_dropped, new.one_prefix = new.num_missing - stored, 1
+        stored = _store(cache, path, new, new)
+    if stored >= 0:
+        _become_ready(cache, new)
+    elif stored != NO_ROOM:
+        return stored
+    path.label = end_label
+    _finish(cache, path, False)
+    return end - first
+
+
+@kernel
+def count_by_group(batch: ReadU64Matrix, counts: I64Array) -> None:
+    """Add the number of keys of each group to `counts`."""
+    for row in range(batch.shape[0]):
+        counts[group_of(hash_row(batch, row), counts.shape[0])] += 1
+
+
+@inline
+def group_of(h: np.uint64, num_groups: int) -> int:
+    """Return the group of a key with hash `h`, 0 to ``num_groups - 1``."""
+    mixed = (h ^ (h >> np.uint64(29))) * np.uint64(0x9E3779B97F4A7C15)
+    return np.int64(((mixed >> np.uint64(32)) * np.uint64(num_groups)) >> np.uint64(32))
 
 
 # ---- the log of calls

@@ -8,7 +8,7 @@ and reports results.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -500,6 +500,11 @@ class OffloadingManager:
         self.store_mode.reset()
         if self.admission is not None:
             self.admission.reset()
+
+    @property
+    def memory(self) -> Any:
+        """The state, as the argument of a kernel."""
+        return self._cache
 
     @property
     def epoch(self) -> int:

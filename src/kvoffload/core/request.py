@@ -245,7 +245,7 @@ def _blank_path(room: int, key_bytes: int) -> bytes:
 
 
 @inline
-def _place_of(path: Path, length: int, row: int) -> int:
+def place_of(path: Path, length: int, row: int) -> int:
     """Return the path position of the key in row `row` of the path's index, inserting a new key at `length`.
 
     Returns ABSENT if there is no room.
@@ -283,7 +283,7 @@ def add_batch(path: Path, batch: KeyBatch) -> int:
         position = following
         if following >= length or not is_key_at(address, key_bytes, keys, following):
             pack_key(address, key_bytes, keys, length)
-            position = _place_of(path, length, length)
+            position = place_of(path, length, length)
             if position == ABSENT:
                 problem = FULL
                 break
@@ -310,7 +310,7 @@ def _enlarge(path: Path, larger: Path) -> None:
     for position in range(path.length):
         for word in range(keys.shape[1]):
             larger.index.keys[position, word] = keys[position, word]
-        _place_of(larger, position, position)
+        place_of(larger, position, position)
         for column in range(path.records.shape[1]):
             larger.records[position, column] = path.records[position, column]
     larger.length, larger.observed = path.length, path.observed

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -36,7 +36,7 @@ from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
-from kvoffload.replay.report import ReplayReport, TierReport
+from kvoffload.replay.report import ReplayReport, TierReport, WhatIfReport
 from kvoffload.replay.routing import SESSION, Instances, Routing, route
 from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
@@ -45,6 +45,8 @@ from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
 from kvoffload.traces.trace import Trace
+from kvoffload.whatif import Shadows, WhatIf
+from kvoffload.whatif.shadows import ONE_IN
 
 NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
 ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
@@ -152,6 +154,18 @@ class ReplayConfig:
         }
 
 
+def check_what_if(config: ReplayConfig) -> None:
+    """Raise `ConfigError` if shadows cannot follow this configuration."""
+    problems = Problems("replay")
+    with problems:
+        if config.store != ON_COMPUTE:
+            raise ConfigError("store", config.store, f"with what-if allowed: {ON_COMPUTE}")
+    with problems:
+        if config.instances > 1:
+            raise ConfigError("instances", config.instances, "with what-if allowed: 1")
+    problems.check()
+
+
 def recorded_s(trace: Trace) -> float:
     """Return the seconds from the first arrival to the last; 0 if the recording has no times."""
     return float(np.ptp(trace.timestamps_ms)) / 1000 if trace.requests else 0.0
@@ -176,6 +190,7 @@ class Replay:
         shared: tier of several instances, which replaces the last tier of `config`.
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
         observer: receives every decision; None for most replays, which then cost no more.
+        what_if: settings to try on a sample of one block in `what_if_sample`. One engine, on-compute.
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
@@ -191,6 +206,8 @@ class Replay:
         shared: SecondaryTier | None = None,
         engine_of: npt.NDArray[np.int32] | None = None,
         observer: Observer | None = None,
+        what_if: Sequence[WhatIf] = (),
+        what_if_sample: int = ONE_IN,
     ) -> None:
         self._trace, self._config, self._data = trace, config, data
         self._log = DecisionLog(decisions)
@@ -244,6 +261,18 @@ class Replay:
         self._watch: Watch | None = None
         if observer is not None:
             self._watch = Watch(observer, trace, self.manager, self._keys, followed)
+        self._shadows: Shadows | None = None
+        if what_if:
+            check_what_if(config)
+            self._shadows = Shadows(
+                what_if,
+                config.capacity_blocks,
+                key_bytes=KEY_BYTES,
+                policy=config.policy,
+                admission=config.admission,
+                one_in=what_if_sample,
+                most_blocks=trace.unique_blocks,
+            )
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -323,6 +352,8 @@ class Replay:
         for request, ctx in ends:
             self._engines.switch_to(request)
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
+            if self._shadows is not None:
+                self._shadows.finished(ctx)
             if self._watch is not None:
                 self._watch.offered(self._trace.refs[self._offsets[request] : self._offsets[request + 1]])
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
@@ -335,6 +366,8 @@ class Replay:
         if self._watch is not None:
             self._watch.settled()
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
+        if self._shadows is not None and self._shadows.is_due:
+            self._shadows.work()
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Load the leading resident blocks; returns the number of blocks before the first damaged block."""
@@ -498,6 +531,8 @@ class Replay:
             instances=config.instances,
             routing=config.routing if config.instances > 1 else "",
             hit_blocks_of_others=self._engines.hit_blocks_of_others,
+            what_if_sample=0 if self._shadows is None else self._shadows.one_in,
+            what_if=[] if self._shadows is None else [*map(WhatIfReport.of, self._shadows.estimates())],
         )
 
     def _tier_reports(self) -> list[TierReport]:

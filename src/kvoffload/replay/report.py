@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvoffload.whatif.estimate import Estimate
+
 
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one tier.
@@ -32,6 +34,36 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     unanswered_blocks: int = 0
     outages: int = 0
     outage_s: float = 0.0
+
+
+class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Estimate for one setting, as shares of the blocks that were looked up in RAM.
+
+    Attributes:
+        setting: the changed options; ``current`` for none.
+        hit_ratio, error: the hit ratio, and half the width of its 95 % interval.
+        gain, gain_error: the hit ratio minus the estimate for ``current``, and likewise.
+        is_better: true if the gain is larger than its error.
+    """
+
+    setting: str
+    hit_ratio: float
+    error: float
+    gain: float
+    gain_error: float
+    is_better: bool
+
+    @classmethod
+    def of(cls, estimate: Estimate) -> WhatIfReport:
+        """Create the report of an estimate."""
+        return cls(
+            setting=estimate.setting,
+            hit_ratio=estimate.hit_ratio,
+            error=estimate.error,
+            gain=estimate.gain,
+            gain_error=estimate.gain_error,
+            is_better=estimate.is_better,
+        )
 
 
 class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,6 +107,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         hit_blocks_of_others: references served from blocks that another instance wrote to the shared RAM or
             the shared tier.
         tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.
+        what_if_sample: one block in this many was sampled for `what_if`; 0 without.
+        what_if: estimates for other settings of RAM, the current setting's first.
     """
 
     trace: str
@@ -123,6 +157,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     routing: str = ""
     shared_ram: bool = False
     hit_blocks_of_others: int = 0
+    what_if_sample: int = 0
+    what_if: list[WhatIfReport] = []
 
     def to_json(self) -> bytes:
         """Encode as one indented JSON object."""

@@ -299,6 +299,18 @@ def read_options(
     return kind(**values)
 
 
+def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
+    """Read options that are the value of the option `field`; errors name ``field.option``."""
+    try:
+        return read_options(options, given, field)
+    except CombinedConfigError as several:
+        problems = [
+            ConfigError(f"{field}.{problem.field}", problem.value, problem.allowed)
+            for problem in several.problems
+        ]
+        raise (problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)) from None
+
+
 @functools.cache
 def _hints(kind: type[Any]) -> dict[str, Any]:
     return typing.get_type_hints(kind, include_extras=True)

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
@@ -30,10 +30,10 @@ from kvoffload.settings.read import (
     convert,
     option_names,
     read_options,
+    within,
 )
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
 
-T = TypeVar("T")
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
@@ -170,18 +170,6 @@ class _RecordParser:
 
 
 Record: TypeAlias = Annotated[RecordOptions, _RecordParser()]
-
-
-def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Read options that are the value of the option `field`; errors name ``field.option``."""
-    try:
-        return read_options(options, given, field)
-    except CombinedConfigError as several:
-        problems = [
-            ConfigError(f"{field}.{problem.field}", problem.value, problem.allowed)
-            for problem in several.problems
-        ]
-        raise (problems[0] if len(problems) == 1 else CombinedConfigError(field, problems)) from None
 
 
 Ram: TypeAlias = Annotated[RamOptions, _RamParser()]

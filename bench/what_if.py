@@ -1,0 +1,109 @@
+"""CPU time of shadows: ``python bench/what_if.py [--rounds N] [--capacity N] [--sample N]``.
+
+Two managers serve the same requests in turns in one process, one with four shadows and the shadow of the
+current setting. First the library's manager; then, if vLLM is installed, the manager of the plug-in with the
+calls that vLLM makes. The requests are those of `control_plane.py`, on a full cache. The unit is CPU time of
+the thread, of 16 requests at a time, because reading the clock is slow on some machines. A ratio is the
+median of the rounds; the lowest and highest are in brackets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+from control_plane import KEY_BYTES, copy_of, fill_blocks, workload
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.whatif import Shadows
+from kvoffload.whatif.setting import WhatIfParser
+
+SETTINGS = "policy=hazard;policy=arc;capacity=0.5;capacity=2"
+SAMPLES = (8, 64, 128)
+BATCH, ROUND_BLOCKS = 16, 100_000
+GOAL = 0.05
+
+
+class Library:
+    """The life of a request with the library's manager."""
+
+    name = "library"
+
+    def __init__(self, capacity: int, one_in: int | None) -> None:
+        self.manager = OffloadingManager(capacity, key_bytes=KEY_BYTES)
+        self.shadows: Shadows | None = None
+        if one_in is not None:
+            settings = WhatIfParser().parse("what_if", SETTINGS)
+            self.shadows = Shadows(settings, capacity, key_bytes=KEY_BYTES, one_in=one_in)
+
+    def life(self, keys: list[bytes]) -> None:
+        """Serve a request."""
+        manager = self.manager
+        ctx = manager.begin_request("", keys)
+        num_ready = manager.lookup(keys, ctx).num_ready
+        if num_ready:
+            manager.complete_load(manager.prepare_load(keys[:num_ready], ctx))
+        plan = manager.prepare_store(keys, ctx)
+        assert plan is not None
+        manager.complete_store(plan)
+        manager.finish_request(ctx)
+        if self.shadows is not None:
+            self.shadows.finished(ctx)
+
+    def step(self) -> None:
+        """End a step."""
+        if self.shadows is not None:
+            self.shadows.work()
+
+
+def measure(make: Callable[[int | None], Any], capacity: int, rounds: int, one_in: int) -> None:
+    """Print a line for one rate of sampling."""
+    sides = [make(None), make(one_in)]
+    for request in workload(capacity, 0, fill_blocks(capacity)):
+        for side in sides:
+            side.life(copy_of(request))
+            side.step()
+    ratios, per_block = [], []
+    for number in range(rounds):
+        spent, blocks, stream, turn = [0, 0], 0, workload(capacity, number + 1, ROUND_BLOCKS), 0
+        while batch := [*islice(stream, BATCH)]:
+            blocks += sum(map(len, batch))
+            turn += 1
+            for which in (0, 1) if turn % 2 else (1, 0):
+                mine, side = [*map(copy_of, batch)], sides[which]
+                start = time.thread_time_ns()
+                for keys in mine:
+                    side.life(keys)
+                side.step()
+                spent[which] += time.thread_time_ns() - start
+        ratios.append(spent[1] / spent[0] - 1)
+        per_block.append(spent[0] / blocks)
+    ratio = statistics.median(ratios)
+    print(
+        f"{sides[0].name:8} {capacity:>9,} blocks  1 in {one_in:<4} {ratio:6.1%} "
+        f"({min(ratios):.1%} to {max(ratios):.1%})  of {statistics.median(per_block):.0f} ns a block  "
+        f"{'reached' if ratio <= GOAL else 'NOT REACHED'}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--capacity", type=int, action="append")
+    parser.add_argument("--sample", type=int, action="append")
+    arguments = parser.parse_args()
+    gc.disable()
+    print(f"four shadows: {SETTINGS}; goal: at most {GOAL:.0%} of the manager's CPU time")
+    for capacity in arguments.capacity or (100_000, 1_000_000):
+        for one_in in arguments.sample or SAMPLES:
+            measure(lambda rate, size=capacity: Library(size, rate), capacity, arguments.rounds, one_in)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,6 @@
+"""What-if: shadow managers that estimate the hit ratio of other settings beside a serving manager."""
+
+from kvoffload.whatif.estimate import Estimate as Estimate
+from kvoffload.whatif.setting import WhatIf as WhatIf
+from kvoffload.whatif.setting import WhatIfs as WhatIfs
+from kvoffload.whatif.shadows import Shadows as Shadows

@@ -1,0 +1,137 @@
+"""Estimates of hit ratios from the misses in a sample, with their errors.
+
+The number of misses is estimated, not the hits: sampled misses times the sampling factor, over *all*
+looked-up blocks. A few blocks that every request has, such as a system prompt, would make the share of
+sampled hits useless, but they are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
+
+An error is half the width of a 95 % interval. It has three independent parts:
+
+- *misses*: other blocks could have been sampled. Estimated from the spread of the misses over groups of keys
+  (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
+- *capacity*: the sampled part of a cache's blocks varies, while the number of a shadow's slots is fixed. A
+  shadow of `n` slots acts like a cache whose capacity is off by ``sqrt((1 - 1 / one_in) / n)``. The effect
+  on the hit ratio `h` is that of the curve ``h = 1 - exp(-capacity)``, with the slope
+  ``-(1 - h) log(1 - h)``.
+- *bias*: a smaller cache is not exactly like the whole, and a policy learns less from a sample. Assumed:
+  `BIAS` of the misses.
+
+Knows counts; no managers, policies or requests.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+GROUPS = 64
+BIAS = 0.0075
+_WIDTH = 1.96
+"""Standard errors in half the width of a 95 % interval."""
+
+MissArray = npt.NDArray[np.int64]
+"""Sampled misses by group of keys, shape ``(GROUPS,)``."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The hit ratio that a setting would have, as a share of the looked-up blocks.
+
+    Attributes:
+        setting: label of the setting.
+        hit_ratio: from 0 to 1.
+        error: half the width of the 95 % interval of `hit_ratio`.
+        gain: `hit_ratio` minus the estimate for the current setting, on the same sample.
+        gain_error: half the width of the 95 % interval of `gain`.
+    """
+
+    setting: str
+    hit_ratio: float
+    error: float
+    gain: float = 0.0
+    gain_error: float = 0.0
+
+    @property
+    def is_better(self) -> bool:
+        """True if the setting is better than the current one by more than the error."""
+        return self.gain > self.gain_error
+
+
+@dataclass(frozen=True)
+class Counted:
+    """The results of one shadow.
+
+    Attributes:
+        setting: label of the setting.
+        missed: sampled misses by group.
+        num_slots: slots of the shadow.
+    """
+
+    setting: str
+    missed: MissArray
+    num_slots: int
+
+
+def estimates(counted: list[Counted], num_looked_up: int, one_in: int) -> list[Estimate]:
+    """Estimate the hit ratio of each shadow; the first shadow has the current setting.
+
+    Args:
+        counted: results of the shadows of one sample.
+        num_looked_up: looked-up blocks of all requests, sampled or not.
+        one_in: one block in this many is sampled.
+    """
+    per_block = one_in / max(1, num_looked_up)
+    current = counted[0]
+    current_ratio = _ratio(current, per_block)
+    found = list[Estimate]()
+    for shadow in counted:
+        ratio = _ratio(shadow, per_block)
+        of_capacity = _slope(ratio) * _off(shadow, one_in)
+        variance = _spread(shadow.missed, one_in, per_block) + of_capacity**2 + (BIAS * (1 - ratio)) ** 2
+        estimate = Estimate(shadow.setting, ratio, _WIDTH * math.sqrt(variance))
+        if shadow is not current:
+            variance = _spread(shadow.missed - current.missed, one_in, per_block)
+            variance += _difference_of_capacity(shadow, current, ratio, current_ratio, one_in)
+            variance += (BIAS * (1 - min(ratio, current_ratio))) ** 2
+            estimate = Estimate(
+                shadow.setting, ratio, estimate.error, ratio - current_ratio, _WIDTH * math.sqrt(variance)
+            )
+        found.append(estimate)
+    return found
+
+
+def _ratio(shadow: Counted, per_block: float) -> float:
+    return min(1.0, max(0.0, 1.0 - int(shadow.missed.sum()) * per_block))
+
+
+def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
+    """Return the variance of a ratio because of the sampled blocks; `missed` may be a difference."""
+    groups = len(missed)
+    deviations = missed - missed.mean()
+    return float((deviations**2).sum()) * groups / (groups - 1) * (1 - 1 / one_in) * per_block**2
+
+
+def _slope(ratio: float) -> float:
+    """Return the change of a hit ratio with the logarithm of the capacity."""
+    return -(1 - ratio) * math.log(1 - ratio) if 0 < ratio < 1 else 0.0
+
+
+def _off(shadow: Counted, one_in: int) -> float:
+    """Return the standard error of the logarithm of the capacity that a shadow stands for."""
+    return math.sqrt((1 - 1 / one_in) / shadow.num_slots)
+
+
+def _difference_of_capacity(
+    shadow: Counted, current: Counted, ratio: float, current_ratio: float, one_in: int
+) -> float:
+    """Return the variance of a gain because of the capacities.
+
+    Two caches share many of their blocks, of which the same are sampled. Caches of one size under two
+    policies: half of the blocks.
+    """
+    one, other = _slope(ratio) * _off(shadow, one_in), _slope(current_ratio) * _off(current, one_in)
+    smaller, larger = sorted((shadow.num_slots, current.num_slots))
+    shared = 0.5 if smaller == larger else math.sqrt(smaller / larger)
+    return one**2 + other**2 - 2 * shared * one * other

@@ -1,0 +1,78 @@
+"""The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
+
+A key stands for the whole prefix that ends in its block, so all requests with a prefix agree about which of
+its blocks are sampled, and the sampled blocks of a request are again a chain: a shorter prefix for a smaller
+cache. A sample of whole requests or sessions would need many more of them: it takes or leaves a shared system
+prompt whole.
+
+Source: SHARDS, Waldspurger et al., FAST'15.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvoffload.core.request import FULL, HASH, Path, RequestContext, place_of
+from kvoffload.structures.index import copy_key, remove_hashed
+from kvoffload.structures.jit import I64Array, inline, kernel
+
+
+class Sampled:
+    """The sampled blocks of one request. Memory is reused: `take` replaces the request by another.
+
+    Attributes:
+        request: a context whose path has the sampled keys, in prefix order.
+        num_blocks: number of sampled blocks.
+        first: number of leading sampled blocks that were not looked up, because the device holds them.
+        num_looked_up: number of all looked-up blocks of the request, sampled or not.
+    """
+
+    __slots__ = ("first", "num_blocks", "num_looked_up", "request")
+
+    def __init__(self, key_bytes: int) -> None:
+        self.request = RequestContext("", key_bytes)
+        self.num_blocks = self.first = self.num_looked_up = 0
+
+    def take(self, ctx: RequestContext, one_in: int, seed: int) -> None:
+        """Sample the path of a request. Cost: a nanosecond for each block of the path."""
+        while (result := _sample(ctx.memory, self.request.memory, one_in, seed, _RESULT)) == FULL:
+            self.request = RequestContext("", ctx.key_bytes, None, 2 * self.request.room)
+        self.request.hints = ctx.hints
+        self.num_blocks, (self.first, self.num_looked_up) = result, _RESULT.tolist()
+
+
+_RESULT = np.zeros(2, np.int64)
+
+
+@inline
+def _is_sampled(h: np.uint64, one_in: int, seed: int) -> bool:
+    # Mixed once more, because an index uses the same bits of the hash.
+    mixed = (h ^ np.uint64(seed)) * np.uint64(0x94D049BB133111EB)
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    is_sampled: bool = (mixed >> np.uint64(32)) * np.uint64(one_in) < np.uint64(1 << 32)
+    return is_sampled
+
+
+@kernel
+def _sample(path: Path, sample: Path, one_in: int, seed: int, result: I64Array) -> int:
+    """Replace the keys of `sample` by the sampled keys of a path; return their number, or `FULL`.
+
+    `result`: number of sampled keys that are on the device, and of all keys that are not.
+    """
+    records, first, length, room = path.records, 0, 0, sample.records.shape[0]
+    on_device = path.on_device if path.was_asked else path.length
+    for position in range(sample.length - 1, -1, -1):
+        remove_hashed(sample.index, position, sample.records[position, HASH])
+    sample.length = 0
+    for position in range(path.length):
+        if not _is_sampled(records[position, HASH], one_in, seed):
+            continue
+        if length == room:
+            sample.length = length
+            return FULL
+        copy_key(sample.index.keys, length, path.index.keys, position)
+        length += place_of(sample, length, length) == length
+        first += position < on_device
+    sample.length = length
+    result[0], result[1] = first, path.length - on_device
+    return length

@@ -1,0 +1,115 @@
+"""Settings to try: the policy, admission rule or capacity of a shadow.
+
+A list of settings is ``[{"policy": "hazard"}, {"capacity": 2.0}]``, the same as JSON text, or
+``policy=hazard;capacity=2`` for the environment and command lines.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeAlias
+
+from kvoffload.core.admission import AdmissionName
+from kvoffload.core.policy import PolicyName
+from kvoffload.errors import ConfigError, Problems
+from kvoffload.settings.read import Factor, option_names, within
+
+MOST_SETTINGS = 8
+CURRENT = "current"
+"""Label of the shadow with the serving manager's own settings."""
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """Changes of the serving manager's settings; None and 1 change nothing.
+
+    Attributes:
+        policy: another eviction policy.
+        admission: another admission rule.
+        capacity: factor of the capacity of RAM.
+    """
+
+    policy: PolicyName | None = None
+    admission: AdmissionName | None = None
+    capacity: Factor = 1.0
+
+    @property
+    def label(self) -> str:
+        """The setting as text, for metrics and tables: ``policy=hazard,capacity=2``."""
+        parts = [f"{name}={value}" for name in ("policy", "admission") if (value := getattr(self, name))]
+        if self.capacity != 1.0:
+            parts.append(f"capacity={self.capacity:g}")
+        return ",".join(parts) or CURRENT
+
+
+class WhatIfParser:
+    """Parser of a list of settings, of which none repeats and each changes something."""
+
+    allowed = (
+        f'1 to {MOST_SETTINGS} settings with policy, admission or capacity: [{{"policy": "hazard"}}, '
+        '{"capacity": 2}], or as text policy=hazard;capacity=2'
+    )
+
+    def parse(self, field: str, value: object) -> tuple[WhatIf, ...]:
+        """Return the settings. Raises `ConfigError` with the position and name of each wrong option."""
+        given = self._listed(field, value)
+        if not 1 <= len(given) <= MOST_SETTINGS:
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        problems, settings = Problems(field), list[WhatIf]()
+        for number, item in enumerate(given):
+            with problems:
+                setting = self._setting(f"{field}[{number}]", item)
+                if setting in settings:
+                    raise ConfigError(f"{field}[{number}]", setting.label, "it is given twice; give it once")
+                settings.append(setting)
+        problems.check()
+        return tuple(settings)
+
+    def _listed(self, field: str, value: object) -> Sequence[Any]:
+        if isinstance(value, str) and value.strip().startswith(("[", "{")):
+            try:
+                value = json.loads(value)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    field, value, f"it is not JSON ({error}); allowed: {self.allowed}"
+                ) from None
+        if isinstance(value, str):
+            value = value.split(";")
+        if isinstance(value, (Mapping, WhatIf)):
+            value = [value]
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        return value
+
+    def _setting(self, field: str, value: object) -> WhatIf:
+        if isinstance(value, str):
+            value = _named(field, value)
+        setting = within(field, WhatIf, value) if isinstance(value, Mapping) else value
+        if not isinstance(setting, WhatIf):
+            raise ConfigError(field, value, f"allowed: {self.allowed}")
+        if setting.label == CURRENT:
+            raise ConfigError(field, value, f"it changes nothing; allowed: {self.allowed}")
+        return setting
+
+
+def _named(field: str, text: str) -> dict[str, str]:
+    """Split ``policy=s3fifo,small_share=0.2,capacity=2``; other names are parameters of the option before."""
+    values, name = dict[str, str](), ""
+    for part in text.strip().split(","):
+        word, equals, value = part.partition("=")
+        if word.strip() in option_names(WhatIf) and equals:
+            name = word.strip()
+            if name in values:
+                raise ConfigError(field, text, f"{name} is given twice; give it once")
+            values[name] = value.strip()
+        elif name:
+            values[name] += f",{part}"
+        else:
+            raise ConfigError(field, text, f"allowed: {WhatIfParser.allowed}")
+    return values
+
+
+WhatIfs: TypeAlias = Annotated[tuple[WhatIf, ...], WhatIfParser()]
+"""Type of an option for settings to try."""

@@ -1,0 +1,119 @@
+"""Estimates beside full replays of three recordings, for several samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.replay.keys import KEY_BYTES, TraceKeys
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.traces.format import read_trace
+from kvoffload.traces.trace import Trace
+from kvoffload.whatif import Shadows, WhatIf
+from kvoffload.whatif.estimate import Estimate
+
+SETTINGS = (
+    WhatIf(policy="hazard"),
+    WhatIf(policy="s3fifo"),
+    WhatIf(capacity=0.5),
+    WhatIf(capacity=2.0),
+    WhatIf(admission="reuse:2"),
+)
+CAPACITY = 0.05
+"""Of the unique blocks."""
+MOST_MEAN_ERROR = 0.02
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Estimates beside the truth.
+
+    Attributes:
+        found: estimates of each sample, the current setting's first.
+        true: hit ratios of full replays, in the same order.
+    """
+
+    found: Sequence[Sequence[Estimate]]
+    true: Sequence[float]
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Errors of the hit ratios, shape ``(samples, settings)``."""
+        return np.array([[e.hit_ratio for e in sample] for sample in self.found]) - self.true
+
+    @property
+    def share_inside(self) -> float:
+        """Share of the hit ratios that are in their intervals."""
+        return float(np.mean(np.abs(self.errors) <= [[e.error for e in sample] for sample in self.found]))
+
+    @property
+    def share_of_gains_inside(self) -> float:
+        """Share of the gains that are in their intervals."""
+        gains = np.array([[e.gain for e in sample[1:]] for sample in self.found])
+        widths = [[e.gain_error for e in sample[1:]] for sample in self.found]
+        return float(np.mean(np.abs(gains - (np.array(self.true[1:]) - self.true[0])) <= widths))
+
+
+def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SETTINGS) -> Beside:
+    """Estimate each setting by one sample for each seed, in one pass, and replay each setting in full."""
+    capacity = max(1, round(CAPACITY * trace.unique_blocks))
+    true = [
+        Replay(
+            trace,
+            ReplayConfig(
+                round(capacity * setting.capacity), setting.policy or "lru", setting.admission or "all"
+            ),
+        )
+        .run()
+        .prefix_hit_ratio
+        for setting in (WhatIf(), *settings)
+    ]
+    manager, keys = OffloadingManager(capacity, key_bytes=KEY_BYTES), TraceKeys(trace)
+    samples = [Shadows(settings, capacity, key_bytes=KEY_BYTES, seed=seed) for seed in seeds]
+    for request in range(trace.requests):
+        begin, end = trace.offsets[request : request + 2]
+        path = keys.of_blocks(trace.refs[begin:end])
+        ctx = manager.begin_request("", path)
+        manager.lookup(path, ctx)
+        plan = manager.prepare_store(path, ctx)
+        if plan is not None:
+            manager.complete_store(plan)
+        manager.finish_request(ctx)
+        for shadows in samples:
+            shadows.finished(ctx)
+            if shadows.is_due:
+                shadows.work()
+    return Beside([shadows.estimates() for shadows in samples], true)
+
+
+@pytest.mark.trace
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_samples"), [("conversation_first60", 12), ("agentic_12h", 3), ("agentic_3h", 3)]
+)
+def test_shadows_agree_with_replays(
+    recorded_trace_path: Callable[[str], Path], name: str, num_samples: int
+) -> None:
+    found = compare(read_trace(recorded_trace_path(name)), [101 * seed + 1 for seed in range(num_samples)])
+    mean_error = float(np.mean(np.abs(found.errors)))
+    print(
+        f"{name}: mean absolute error {mean_error:.4f}, largest {np.abs(found.errors).max():.4f}; inside the "
+        f"intervals {found.share_inside:.0%}, gains {found.share_of_gains_inside:.0%}"
+    )
+    assert mean_error <= MOST_MEAN_ERROR
+    assert found.share_inside >= 0.9
+    assert found.share_of_gains_inside >= 0.9
+
+
+@pytest.mark.trace
+def test_a_sample_agrees_with_replays(recorded_trace_path: Callable[[str], Path]) -> None:
+    """Of the shortest recording one sample, with the tests of every day."""
+    settings = (WhatIf(policy="hazard"), WhatIf(capacity=2.0))
+    found = compare(read_trace(recorded_trace_path("conversation_first60")), [1], settings)
+    assert np.abs(found.errors).mean() <= MOST_MEAN_ERROR
+    assert found.share_inside == found.share_of_gains_inside == 1.0

@@ -1,0 +1,218 @@
+"""Shadows beside managers that serve the same requests by single calls."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.policy import POLICIES, BlockwisePolicy
+from kvoffload.errors import ConfigError
+from kvoffload.whatif import Shadows, WhatIf
+from kvoffload.whatif.shadows import MOST_WAITING
+
+KEY_BYTES = 32
+ENDS = (NO_HINTS, Hints(finish_reason="stop"), Hints(finish_reason="tool_calls", priority=1))
+
+
+def traffic(seed: int, count: int) -> Iterator[tuple[list[bytes], int, Hints]]:
+    """Yield requests of sessions that share prompts: keys, blocks on the device, hints at the end."""
+    rng = random.Random(seed)
+    prompts = [[rng.randbytes(KEY_BYTES) for _ in range(rng.randrange(1, 30))] for _ in range(4)]
+    sessions = [[*rng.choice(prompts)] for _ in range(12)]
+    for _ in range(count):
+        session = rng.choice(sessions)
+        session += [rng.randbytes(KEY_BYTES) for _ in range(rng.randrange(12))]
+        if len(session) > 150:
+            session[:] = rng.choice(prompts)
+        yield [*session], rng.choice((0, 0, 3)), rng.choice(ENDS)
+
+
+def serve(manager: OffloadingManager, keys: list[bytes], on_device: int, hints: Hints) -> tuple[object, int]:
+    """Serve a request; return its context and its hits."""
+    ctx = manager.begin_request("", keys, hints=hints.at_begin)
+    hits = manager.lookup(keys[on_device:], ctx).num_ready
+    plan = manager.prepare_store(keys, ctx)
+    if plan is not None:
+        manager.complete_store(plan)
+    manager.finish_request(ctx, hints=hints)
+    return ctx, hits
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+@pytest.mark.parametrize("admission", ["all", "reuse:2"])
+def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(policy: str, admission: str) -> None:
+    manager = OffloadingManager(120, policy=policy, admission=admission)
+    shadows = Shadows([WhatIf(capacity=3)], 120, policy=policy, admission=admission, one_in=1)
+    looked_up = hit = 0
+    for keys, on_device, hints in traffic(1, 400):
+        ctx, hits = serve(manager, keys, on_device, hints)
+        shadows.finished(ctx)
+        looked_up, hit = looked_up + max(0, len(keys) - on_device), hit + hits
+        if shadows.is_due:
+            shadows.work()
+    current, larger = shadows.estimates()
+    assert shadows.num_looked_up == looked_up
+    assert current.hit_ratio == pytest.approx(hit / looked_up)
+    assert larger.hit_ratio > current.hit_ratio
+    shadow = shadows._shadows[0].manager
+    ours, theirs = manager.stats(), shadow.stats()
+    for name in ("stored", "evicted", "refused", "dropped", "ready"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert {*manager.index.keys_at(manager.slots.ready())} == {*shadow.index.keys_at(shadow.slots.ready())}
+    assert ours.policy == theirs.policy
+
+
+class Newest(BlockwisePolicy):
+    """A policy in Python: evicts the newest block."""
+
+    name = "newest"
+
+    def __init__(self, index: object) -> None:
+        super().__init__(index)
+        self._order: list[int] = []
+
+    def insert(self, slot: int, key: bytes) -> None:
+        self._order.append(slot)
+
+    def hit(self, slot: int) -> None:
+        pass
+
+    def forget(self, slot: int) -> None:
+        self._order.remove(slot)
+
+    def victim(self, key: bytes, protected: object) -> int:
+        found = next(slot for slot in reversed(self._order) if slot not in protected)
+        self._order.remove(found)
+        return found
+
+    def reset(self) -> None:
+        self._order.clear()
+
+
+class Failing(Newest):
+    name = "failing"
+
+    def hit(self, slot: int) -> None:
+        raise RuntimeError("boom")
+
+
+def run(shadows: Shadows, count: int = 200) -> None:
+    manager = OffloadingManager(100)
+    for keys, on_device, hints in traffic(2, count):
+        shadows.finished(serve(manager, keys, on_device, hints)[0])
+
+
+def test_policies_in_python_are_served_by_calls() -> None:
+    shadows = Shadows([WhatIf(capacity=2)], 100, policy=Newest, one_in=2)
+    run(shadows)
+    current, larger = shadows.estimates()
+    assert 0 < current.hit_ratio < larger.hit_ratio
+
+
+def test_a_failing_setting_is_removed() -> None:
+    failed = list[tuple[str, Exception]]()
+    shadows = Shadows([WhatIf(capacity=2)], 100, one_in=2, on_failure=lambda *failure: failed.append(failure))
+    broken = Shadows([WhatIf()], 100, policy=Failing, one_in=2)._shadows[0]
+    broken.setting = WhatIf(policy="failing")
+    shadows._shadows.insert(1, broken)
+    run(shadows)
+    shadows.work()
+    assert [(label, str(error)) for label, error in failed] == [("policy=failing", "boom")]
+    assert [estimate.setting for estimate in shadows.estimates()] == ["current", "capacity=2"]
+
+
+def test_without_the_current_setting_there_is_no_estimate() -> None:
+    failed = list[str]()
+    shadows = Shadows(
+        [WhatIf(policy="lru")],
+        100,
+        policy=Failing,
+        one_in=2,
+        on_failure=lambda label, _: failed.append(label),
+    )
+    run(shadows)
+    assert (shadows.estimates(), failed) == ([], ["current"])
+
+
+def test_errors_of_other_callers_are_raised() -> None:
+    shadows = Shadows([WhatIf(policy="lru")], 100, policy=Failing, one_in=2)
+    run(shadows)
+    with pytest.raises(RuntimeError, match="boom"):
+        shadows.work()
+
+
+def test_work_is_bounded_and_deferred() -> None:
+    shadows = Shadows([WhatIf(capacity=2)], 100, one_in=1)
+    run(shadows, 40)
+    waiting = [sampled.num_blocks for sampled in shadows._waiting]
+    shadows.work(most_blocks=waiting[0] + 1)
+    assert [sampled.num_blocks for sampled in shadows._waiting] == waiting[2:]
+
+
+def test_requests_without_room_are_left_out() -> None:
+    shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
+    key = bytes(32)
+    for _ in range(MOST_WAITING + 3):
+        shadows.finished(serve(manager, [key], 0, NO_HINTS)[0])
+    assert shadows.num_left_out == 3
+    current, _ = shadows.estimates()
+    assert shadows.num_looked_up == MOST_WAITING
+    assert current.hit_ratio == 1 - 1 / MOST_WAITING
+
+
+def test_estimates_are_of_the_last_two_periods() -> None:
+    shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
+    first, second = bytes(32), bytes([1]) * 32
+    shadows.finished(serve(manager, [first], 0, NO_HINTS)[0])
+    shadows.rotate()
+    shadows.finished(serve(manager, [first], 0, NO_HINTS)[0])
+    assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.5, 0.5]
+    shadows.rotate()
+    shadows.finished(serve(manager, [second], 0, NO_HINTS)[0])
+    assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.5, 0.5]
+    shadows.rotate()
+    assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.0, 0.0]
+
+
+def test_a_reset_forgets_blocks_and_keeps_counts() -> None:
+    shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
+    for is_last in (False, True):
+        shadows.finished(serve(manager, [bytes(32)], 0, NO_HINTS)[0])
+        shadows.work()
+        if not is_last:
+            shadows.reset()
+    assert shadows.num_looked_up == 2
+    assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.0, 0.0]
+
+
+def test_nothing_is_estimated_before_the_first_lookup() -> None:
+    assert Shadows([WhatIf(capacity=2)], 100).estimates() == []
+
+
+def test_shadows_are_smaller_managers() -> None:
+    shadows = Shadows([WhatIf(capacity=2), WhatIf(admission="reuse:2")], 800, one_in=8)
+    managers = [shadow.manager for shadow in shadows._shadows]
+    assert [manager.capacity_blocks for manager in managers] == [100, 200, 100]
+    assert managers[2].admission is not None
+    assert managers[2].admission.max_tracker_size == 8000  # type: ignore[attr-defined]
+    assert shadows.labels == ["current", "capacity=2", "admission=reuse:2"]
+
+
+def test_a_setting_that_cannot_be_created_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"what_if\[0\]\.policy: 'nonsense'"):
+        Shadows([WhatIf(policy="nonsense")], 100)
+    with pytest.raises(ConfigError, match="what_if_sample: 0 is invalid; allowed: 1 to"):
+        Shadows([], 100, one_in=0)
+
+
+def test_groups_are_even() -> None:
+    from kvoffload.core import kernels
+
+    counts = np.zeros(64, np.int64)
+    kernels.count_by_group(np.random.default_rng(1).integers(0, 1 << 63, (64_000, 4), np.uint64), counts)
+    assert 800 < counts.min() <= counts.max() < 1200
