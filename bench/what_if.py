@@ -13,9 +13,7 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
 from itertools import islice
-from typing import Any
 
 from control_plane import KEY_BYTES, copy_of, fill_blocks, workload
 from kvoffload.core.manager import OffloadingManager
@@ -56,13 +54,13 @@ class Library:
 
     def step(self) -> None:
         """End a step."""
-        if self.shadows is not None:
+        if self.shadows is not None and self.shadows.is_due:
             self.shadows.work()
 
 
-def measure(make: Callable[[int | None], Any], capacity: int, rounds: int, one_in: int) -> None:
+def measure(kind: type[Library], capacity: int, rounds: int, one_in: int) -> None:
     """Print a line for one rate of sampling."""
-    sides = [make(None), make(one_in)]
+    sides = [kind(capacity, rate) for rate in (None, one_in)]
     for request in workload(capacity, 0, fill_blocks(capacity)):
         for side in sides:
             side.life(copy_of(request))
@@ -102,7 +100,7 @@ def main() -> None:
     print(f"four shadows: {SETTINGS}; goal: at most {GOAL:.0%} of the manager's CPU time")
     for capacity in arguments.capacity or (100_000, 1_000_000):
         for one_in in arguments.sample or SAMPLES:
-            measure(lambda rate, size=capacity: Library(size, rate), capacity, arguments.rounds, one_in)
+            measure(Library, capacity, arguments.rounds, one_in)
 
 
 if __name__ == "__main__":

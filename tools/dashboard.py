@@ -254,6 +254,23 @@ def ram() -> Iterator[Panel]:
     )
 
 
+def what_if() -> Iterator[Panel]:
+    yield Panel(
+        "Hit ratio of other settings",
+        "With `what_if`: estimated share of the looked-up blocks that RAM would serve under each setting, of "
+        "the last one to two hours. `current` is the estimate for the setting in use.",
+        ((f"avg by (setting, instance) ({ours('what_if_hit_ratio')})", "{{setting}} {{instance}}"),),
+        "percentunit",
+    )
+    yield Panel(
+        "Gain of other settings, at least",
+        "Estimated gain of hit ratio minus its error (95 % interval). Above 0: the setting is better.",
+        ((f"avg by (setting, instance) ({ours('what_if_gain')} - {ours('what_if_gain_error')})",
+          "{{setting}} {{instance}}"),),
+        "percentunit",
+    )  # fmt: skip
+
+
 def tiers() -> Iterator[Panel]:
     yield Panel(
         "Use of tiers",
@@ -348,6 +365,7 @@ SECTIONS = {
     "Misses": misses,
     "Bytes and latency": transfers,
     "RAM and policy": ram,
+    "What if": what_if,
     "Tiers": tiers,
     "Damage, canary, audit": soundness,
 }

@@ -45,7 +45,7 @@ def test_every_panel_has_an_explanation_and_a_number_of_its_own() -> None:
     shown = panels()
     assert all(panel["description"].endswith(".") for panel in shown)
     titles = [panel["title"] for panel in shown]
-    assert len({panel["id"] for panel in shown}) == len(shown) == 33
+    assert len({panel["id"] for panel in shown}) == len(shown) == 35
     assert len(set(titles)) >= len(titles) - 1, "only the hit ratio is shown twice"
 
 
@@ -78,6 +78,7 @@ def test_every_family_is_on_the_dashboard_or_has_a_reason() -> None:
         "unrecorded_requests_total": "has an alarm",
         "miss_record_reach_s": "only explains the reason unknown",
         "paused": "has an alarm",
+        "what_if_hit_ratio_error": "the error of the gain is shown",
         "audited_requests_total": "audited blocks say more",
         "audit_difference": "audited blocks say more",
         "tier_written_total": "in bytes",

@@ -70,6 +70,15 @@ def test_blocks_on_the_device_are_not_looked_up(on_device: int, is_asked: bool) 
     assert sampled.first == len([key for key in chosen if key in {*keys[:skipped]}])
 
 
+def test_an_engine_may_know_better_what_was_looked_up() -> None:
+    manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(5), 100)
+    ctx, sampled = manager.begin_request("", keys), Sampled(KEY_BYTES)
+    sampled.take(ctx, 1, 0, 30)
+    assert (sampled.first, sampled.num_looked_up, sampled.num_blocks) == (30, 70, 100)
+    sampled.take(ctx, 1, 0, 101)
+    assert (sampled.first, sampled.num_looked_up, sampled.num_blocks) == (100, 0, 100)
+
+
 def test_memory_is_used_again() -> None:
     rng, manager, sampled = random.Random(6), OffloadingManager(64, key_bytes=KEY_BYTES), Sampled(KEY_BYTES)
     for length in (5, 300, 0, 40, 7):

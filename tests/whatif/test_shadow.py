@@ -26,7 +26,7 @@ def traffic(seed: int, count: int) -> Iterator[tuple[list[bytes], int, Hints]]:
     sessions = [[*rng.choice(prompts)] for _ in range(12)]
     for _ in range(count):
         session = rng.choice(sessions)
-        session += [rng.randbytes(KEY_BYTES) for _ in range(rng.randrange(12))]
+        session += [rng.randbytes(KEY_BYTES) for _ in range(rng.choice((0, 0, 3, 11)))]
         if len(session) > 150:
             session[:] = rng.choice(prompts)
         yield [*session], rng.choice((0, 0, 3)), rng.choice(ENDS)
@@ -45,9 +45,13 @@ def serve(manager: OffloadingManager, keys: list[bytes], on_device: int, hints: 
 
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
-def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(policy: str, admission: str) -> None:
-    manager = OffloadingManager(120, policy=policy, admission=admission)
-    shadows = Shadows([WhatIf(capacity=3)], 120, policy=policy, admission=admission, one_in=1)
+@pytest.mark.parametrize("capacity", [120, 3000])
+def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
+    policy: str, admission: str, capacity: int
+) -> None:
+    """In a small cache, and in a cache that fills late: there requests without new blocks find free slots."""
+    manager = OffloadingManager(capacity, policy=policy, admission=admission)
+    shadows = Shadows([WhatIf(capacity=3)], capacity, policy=policy, admission=admission, one_in=1)
     looked_up = hit = 0
     for keys, on_device, hints in traffic(1, 400):
         ctx, hits = serve(manager, keys, on_device, hints)
@@ -58,7 +62,7 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(policy: str, admi
     current, larger = shadows.estimates()
     assert shadows.num_looked_up == looked_up
     assert current.hit_ratio == pytest.approx(hit / looked_up)
-    assert larger.hit_ratio > current.hit_ratio
+    assert larger.hit_ratio >= current.hit_ratio
     shadow = shadows._shadows[0].manager
     ours, theirs = manager.stats(), shadow.stats()
     for name in ("stored", "evicted", "refused", "dropped", "ready"):

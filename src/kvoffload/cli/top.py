@@ -20,7 +20,7 @@ from kvoffload.cli.options import FormatOptions, argument, option, options_of
 from kvoffload.cli.output import terminal_table
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.metrics.fetch import fetch, metrics_url
-from kvoffload.metrics.live import EngineRates, Reading, TierRates, rates, read
+from kvoffload.metrics.live import EngineRates, Reading, TierRates, WhatIfShown, rates, read
 from kvoffload.metrics.scrape import samples
 from kvoffload.pages.page import Table
 from kvoffload.settings.read import Duration
@@ -255,12 +255,25 @@ def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
     ):
         if text := _reasons(reasons):
             yield Text(f"{prefix}{what}: {text}")
+    if engine.what_if:
+        yield Text(f"{prefix}what if: {'; '.join(map(_setting, engine.what_if))}")
     faults = [_counted(engine.faults)]
     faults += [f"{printable(tier.name)}: {text}" for tier in engine.tiers if (text := _counted(tier.faults))]
     if any(faults):
         yield Text(f"{prefix}since the start: {'; '.join(filter(None, faults))}", "bold red")
     else:
         yield Text(f"{prefix}no faults since the start")
+
+
+def _setting(shown: WhatIfShown) -> str:
+    """Format ``policy=hazard 16.6±2.2% (+4.3±1.7)``."""
+    text = f"{printable(shown.setting)} {_points(shown.hit_ratio)}±{_points(shown.error)}%"
+    gain = f" ({_points(shown.gain, '+')}±{_points(shown.gain_error)})" if shown.gain_error else ""
+    return text + gain
+
+
+def _points(share: float | None, sign: str = "") -> str:
+    return "-" if share is None else f"{100 * share:{sign}.1f}"
 
 
 def _reasons(by_reason: Mapping[str, float | None]) -> str:

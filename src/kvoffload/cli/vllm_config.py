@@ -80,6 +80,13 @@ class VLLMConfigOptions(TiersOptions):
     tenants: str | None = option(
         None, "Quotas of tenants, or a file with quotas that may change.", metavar="JSON|file:PATH"
     )
+    what_if: tuple[str, ...] = option(
+        (),
+        "Estimate the hit ratio of another setting of RAM while serving: policy=hazard, capacity=2, ... "
+        "May be repeated.",
+        metavar="SETTING",
+    )
+    what_if_sample: int | None = option(None, "Sample one block in N for --what-if.")
     form: Annotated[str, OneOf(("flag", "json"))] = option("flag", None, "--format")
 
 
@@ -107,6 +114,8 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         "record_max_bytes": options.record_max_bytes,
         "live_settings": options.live_settings,
         "tenants": options.tenants,
+        "what_if": ";".join(options.what_if) or None,
+        "what_if_sample": options.what_if_sample,
     }
     given = {name: value for name, value in given.items() if value is not None}
     # Options that are set only in the file or the environment are added to the flag.

@@ -918,7 +918,8 @@ def live(
 
     Args:
         path: the keys of the request; everything else that an earlier life left on the path is cleared.
-        new: room for all blocks of the path; its `admitted` is 1 if the policy may refuse no block.
+        new: room for all blocks of the path, used again for every life. Its `admitted` is 1 if the policy
+            may refuse no block.
         first: number of leading blocks that are not looked up.
         label, end_label: numbers of the request's hints before and after its end.
         missed: counts by `group_of` to which the looked-up blocks that are not ready are added.
@@ -941,7 +942,7 @@ def live(
         end += 1
     for position in range(end, count):
         missed[group_of(records[position, HASH], missed.shape[0])] += 1
-    new.num_refused = new.number = 0
+    new.num_free = new.num_given = new.num_dropped = new.num_refused = new.number = 0
     stored = _offer_rows(cache, path, count, new, False)
     if stored >= 0:
         _observe(cache, path)

@@ -69,6 +69,14 @@ TENANT_COUNTERS = {
 }
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
 """Metrics of each tenant that has a quota, and of all others as ``other``, with the label ``tenant``."""
+WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"
+WHAT_IF = {
+    WHAT_IF_RATIO: "With what_if: estimated share of the looked-up blocks that RAM would serve, by setting.",
+    "what_if_hit_ratio_error": "With what_if: half the width of the hit ratio's 95 % interval, by setting.",
+    WHAT_IF_GAIN: "With what_if: estimated hit ratio minus that of the current setting, by setting.",
+    "what_if_gain_error": "With what_if: half the width of the gain's 95 % interval, by setting.",
+}
+"""Gauges with the label ``setting``: ``current``, ``policy=hazard``."""
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
 NOT_PROMOTED_REASONS = {
@@ -170,6 +178,8 @@ def _families() -> Iterator[Family]:
 
 
 def _families_of_vllm() -> Iterator[Family]:
+    for name, text in WHAT_IF.items():
+        yield Family(name, False, text, ("setting",), is_of_vllm=True)
     text = "1 while offloading is paused, after an internal error or an audit that stops it, until a reset."
     yield Family(PAUSED, False, text, is_of_vllm=True)
     text = "Seconds for which the reason of an absent block is remembered; older reasons are unknown."

@@ -18,6 +18,8 @@ from kvoffload.metrics.families import (
     REFUSED,
     TIER,
     VLLM_PREFIX,
+    WHAT_IF,
+    WHAT_IF_RATIO,
     Family,
 )
 from kvoffload.metrics.scrape import Sample
@@ -31,7 +33,7 @@ _VLLMS = {
 }
 """vLLM's own counters, and their names here."""
 _LABELS_OF_ENGINES = ("model_name", "engine", "manager")
-_OWN_LABELS = ("tier", "reason", "name")
+_OWN_LABELS = ("tier", "reason", "name", "setting")
 _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
 _FAULTS = ("verification_failures", "failed_load_blocks", "failed_store_blocks", "internal_errors")
 
@@ -113,6 +115,17 @@ class TierRates:
 
 
 @dataclass(frozen=True)
+class WhatIfShown:
+    """The estimates for a setting, as last reported: a hit ratio, a gain, and half their 95 % intervals."""
+
+    setting: str
+    hit_ratio: float | None
+    error: float | None
+    gain: float | None
+    gain_error: float | None
+
+
+@dataclass(frozen=True)
 class EngineRates:
     """An engine in an interval. Rates are blocks per second unless named; `faults` count since its start.
 
@@ -121,6 +134,7 @@ class EngineRates:
     Attributes:
         hit_ratio: of the looked-up blocks of the interval; None if there were none.
         ram_hits: hits that came from RAM.
+        what_if: the current setting of RAM, then the settings to try; empty without them.
         is_restarted: True if a counter fell: it counts from 0 again.
     """
 
@@ -147,6 +161,7 @@ class EngineRates:
     writing: float | None
     faults: Mapping[str, float]
     tiers: tuple[TierRates, ...]
+    what_if: tuple[WhatIfShown, ...] = ()
 
 
 def rates(before: Reading, after: Reading) -> list[EngineRates]:
@@ -194,6 +209,7 @@ class _Engine:
             writing=self._value("writing_blocks"),
             faults={name: value for name in _FAULTS if (value := self._value(name)) is not None},
             tiers=tiers,
+            what_if=self._what_if(),
         )
 
     def _tier(self, name: str) -> TierRates:
@@ -212,6 +228,12 @@ class _Engine:
 
     def _tiers(self) -> list[str]:
         return sorted({label for name, label in self._after if name.startswith(TIER)})
+
+    def _what_if(self) -> tuple[WhatIfShown, ...]:
+        settings = sorted(self._labels(WHAT_IF_RATIO), key=lambda setting: (setting != "current", setting))
+        return tuple(
+            WhatIfShown(setting, *(self._value(name, setting) for name in WHAT_IF)) for setting in settings
+        )
 
     def _labels(self, metric: str) -> list[str]:
         return [label for name, label in self._after if name == metric]

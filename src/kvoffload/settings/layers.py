@@ -35,6 +35,8 @@ OF_ENGINES = (
     "tenants",
     "tier_deadline_s",
     "verify",
+    "what_if",
+    "what_if_sample",
 )
 """Options that an engine takes from the environment and from a file. vLLM's flag alone can set the others."""
 

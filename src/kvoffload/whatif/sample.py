@@ -33,10 +33,21 @@ class Sampled:
         self.request = RequestContext("", key_bytes)
         self.num_blocks = self.first = self.num_looked_up = 0
 
-    def take(self, ctx: RequestContext, one_in: int, seed: int) -> None:
-        """Sample the path of a request. Cost: a nanosecond for each block of the path."""
-        while (result := _sample(ctx.memory, self.request.memory, one_in, seed, _RESULT)) == FULL:
-            self.request = RequestContext("", ctx.key_bytes, None, 2 * self.request.room)
+    def take(self, ctx: RequestContext, one_in: int, seed: int, num_skipped: int = -1) -> None:
+        """Sample the path of a request.
+
+        Args:
+            num_skipped: number of leading blocks that were not looked up; -1: the blocks before the request's
+                first `lookup`, or all without one.
+
+        Cost: a nanosecond for each block of the path.
+        """
+        while True:
+            own = self.request
+            result = _sample(ctx.memory, own.memory, one_in, seed, num_skipped, _RESULT)
+            if result != FULL:
+                break
+            self.request = RequestContext("", ctx.key_bytes, None, 2 * own.room)
         self.request.hints = ctx.hints
         self.num_blocks, (self.first, self.num_looked_up) = result, _RESULT.tolist()
 
@@ -54,13 +65,15 @@ def _is_sampled(h: np.uint64, one_in: int, seed: int) -> bool:
 
 
 @kernel
-def _sample(path: Path, sample: Path, one_in: int, seed: int, result: I64Array) -> int:
+def _sample(path: Path, sample: Path, one_in: int, seed: int, num_skipped: int, result: I64Array) -> int:
     """Replace the keys of `sample` by the sampled keys of a path; return their number, or `FULL`.
 
     `result`: number of sampled keys that are on the device, and of all keys that are not.
     """
     records, first, length, room = path.records, 0, 0, sample.records.shape[0]
-    on_device = path.on_device if path.was_asked else path.length
+    on_device = min(num_skipped, path.length)
+    if num_skipped < 0:
+        on_device = path.on_device if path.was_asked else path.length
     for position in range(sample.length - 1, -1, -1):
         remove_hashed(sample.index, position, sample.records[position, HASH])
     sample.length = 0

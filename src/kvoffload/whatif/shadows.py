@@ -64,7 +64,7 @@ class Shadows:
         on_failure: Callable[[str, Exception], None] | None = None,
     ) -> None:
         self.one_in, self.seed = check_integer("what_if_sample", one_in, MOST_ONE_IN), seed
-        self._on_failure = on_failure
+        self.on_failure = on_failure
         self._shadows, problems = list[Shadow](), Problems("what_if")
         for number, setting in enumerate((WhatIf(), *settings)):
             with problems:
@@ -101,8 +101,10 @@ class Shadows:
         """True if so many requests wait that a call of `work` is worth its cold caches."""
         return len(self._waiting) >= ENOUGH_WAITING
 
-    def finished(self, ctx: RequestContext) -> None:
+    def finished(self, ctx: RequestContext, num_skipped: int = -1) -> None:
         """Report a request of the serving manager, after its `finish_request`.
+
+        `num_skipped`: as for `Sampled.take`.
 
         Cost: a nanosecond for each block of the request, and a microsecond.
         """
@@ -110,7 +112,7 @@ class Shadows:
             self.num_left_out += 1
             return
         sampled = self._unused.pop() if self._unused else Sampled(self._key_bytes)
-        sampled.take(ctx, self.one_in, self.seed)
+        sampled.take(ctx, self.one_in, self.seed, num_skipped)
         self._looked_up += sampled.num_looked_up
         (self._waiting if sampled.num_blocks else self._unused).append(sampled)
 
@@ -125,9 +127,9 @@ class Shadows:
                 for sampled in batch:
                     shadow.live(sampled)
             except Exception as error:
-                if self._on_failure is None:
+                if self.on_failure is None:
                     raise
-                self._remove(shadow, error, self._on_failure)
+                self._remove(shadow, error, self.on_failure)
         self._unused += batch
 
     def _remove(self, shadow: Shadow, error: Exception, on_failure: Callable[[str, Exception], None]) -> None:

@@ -39,6 +39,7 @@ class Request:
         was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
         pending_since_s: the time of the first lookup that met a block in flight of a shared pool; else None.
         is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
+        num_skipped: number of leading blocks that were not looked up; -1 if only the path knows it.
     """
 
     ctx: RequestContext
@@ -50,6 +51,7 @@ class Request:
     was_preempted: bool = False
     pending_since_s: float | None = None
     is_audited: bool | None = None
+    num_skipped: int = -1
 
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.

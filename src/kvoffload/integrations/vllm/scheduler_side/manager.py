@@ -61,6 +61,8 @@ from kvoffload.node.directory import PoolDirectory
 from kvoffload.node.manager import NodeManager
 from kvoffload.tiering.manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
+from kvoffload.whatif import Shadows
+from kvoffload.whatif.live import LiveShadows, usual_one_in
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Nothing is stored, and vLLM does not repeat the offer."""
@@ -167,6 +169,7 @@ class KVOffloadManager(OffloadingManager):
         self._quotas: Quotas | None = None
         if options.tenants is not None:
             self._quotas = Quotas(options.tenants, options.ram_bytes, pool.num_slots)
+        self._what_if: LiveShadows | None = None
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
@@ -212,6 +215,8 @@ class KVOffloadManager(OffloadingManager):
         self._misses.follow(self.core)
         if self._live is not None:
             self._live.apply_to(self.core)
+        if options.what_if:
+            self._what_if = self._shadows(key_bytes)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
@@ -224,6 +229,19 @@ class KVOffloadManager(OffloadingManager):
             tiered=self._tiered is not None,
             deadline_s=None if self._node_pool is None else options.tier_deadline_s,
         )
+
+    def _shadows(self, key_bytes: int) -> LiveShadows:
+        """Make the shadows of RAM's manager."""
+        options = self._options
+        shadows = Shadows(
+            options.what_if,
+            self._pool.num_slots,
+            key_bytes=key_bytes,
+            policy=options.policy,
+            admission=options.admission,
+            one_in=options.what_if_sample or usual_one_in(self._tokens_per_block),
+        )
+        return LiveShadows(shadows, time.monotonic(), logger)
 
     def _recompute_s_per_block(self) -> float | None:
         tokens_per_s = self._options.recompute_tokens_per_s
@@ -287,6 +305,8 @@ class KVOffloadManager(OffloadingManager):
         if request is not None:
             self._release(request)
             self.core.finish_request(request.ctx, hints=hints)
+            if self._what_if is not None:
+                self._what_if.finished(request.ctx, request.num_skipped)
 
     @_contained(None)
     def expect(self, req_context: Any) -> None:
@@ -605,6 +625,8 @@ class KVOffloadManager(OffloadingManager):
             request.wait_again(self._step)
         self._asked_again.clear()
         self._step += 1
+        if self._what_if is not None:
+            self._what_if.work()
 
     @_contained(False)
     def has_pending_work(self) -> bool:
@@ -639,6 +661,8 @@ class KVOffloadManager(OffloadingManager):
         if self._verifier is not None:
             self._verifier.reset()
         self.core.reset(drop_in_flight=self._node_pool is None)
+        if self._what_if is not None:
+            self._what_if.reset()
         self._events.reset(self.core)
 
     def _end_dropped(self) -> None:
@@ -684,6 +708,8 @@ class KVOffloadManager(OffloadingManager):
         if self._quotas is not None:
             self._update_quotas(self._quotas)
             self.metrics.add_tenants(taken, self.core.stats().tenants)
+        if self._what_if is not None:
+            self.metrics.show_what_if(taken, self._what_if.due(time.monotonic()))
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken

@@ -41,10 +41,12 @@ from kvoffload.metrics.families import (
     TIER_COUNTERS,
     TIER_FAMILIES,
     TIER_GAUGES,
+    WHAT_IF,
     Family,
 )
 from kvoffload.metrics.families import VLLM_PREFIX as PREFIX
 from kvoffload.tiering.lane import TieringCounts
+from kvoffload.whatif import Estimate
 
 NATIVE_GAUGES = {
     "cpu_cache_usage_perc": "Share of the blocks in RAM that transfers in flight use.",
@@ -225,6 +227,13 @@ class Metrics:
     def show_reach(self, taken: OffloadingConnectorStats, seconds: float) -> None:
         """Set the gauge of the record's reach, rounded to two digits so that it changes rarely."""
         self._show(taken, REACH, float(f"{seconds:.2g}"))
+
+    def show_what_if(self, taken: OffloadingConnectorStats, found: Iterable[Estimate]) -> None:
+        """Set the gauges of what-if settings, rounded so that they change rarely."""
+        for estimate in found:
+            values = (estimate.hit_ratio, estimate.error, estimate.gain, estimate.gain_error)
+            for name, value in zip(WHAT_IF, values, strict=True):
+                self._show(taken, name, round(value, 4), (estimate.setting,))
 
     def add_audits(
         self, taken: OffloadingConnectorStats, num_requests: int, results: Counter[str], largest: float

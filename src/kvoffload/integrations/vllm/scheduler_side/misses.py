@@ -119,6 +119,7 @@ class Misses:
         if manager is None:
             reason = PAUSED
         elif asked.request is not None and rest is not None:
+            asked.request.num_skipped = rest[0]
             num_missed = _count_rest(asked, manager, *rest)
         elif asked.request is not None:
             for keys in _missing(asked):

@@ -33,6 +33,7 @@ from kvoffload.settings.read import (
     within,
 )
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
+from kvoffload.whatif import WhatIfs
 
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
@@ -199,6 +200,8 @@ class VLLMOptions:
         record_max_bytes: size limit of each file of the recording.
         live_settings: absolute path of a JSON file with options that a running engine takes; None for none.
         tenants: quotas of tenants in bytes of RAM; None for none.
+        what_if: settings of RAM to estimate on a sample of the blocks.
+        what_if_sample: one block in this many is sampled; None: one in 128 for blocks of 16 tokens.
     """
 
     ram: Ram
@@ -218,6 +221,8 @@ class VLLMOptions:
     record_max_bytes: Size = 2**30
     live_settings: str | None = None
     tenants: Tenants | None = None
+    what_if: WhatIfs = ()
+    what_if_sample: Count | None = None
 
     @property
     def ram_bytes(self) -> int:
@@ -287,6 +292,9 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     if options.ram.shared and options.store != ON_COMPUTE:
         why = f"with shared RAM allowed: {ON_COMPUTE}, because {ON_DEVICE_EVICTION} follows one device"
         problems.append(ConfigError("store", options.store, why))
+    if options.what_if and (options.ram.shared or options.store != ON_COMPUTE):
+        why = f"allowed: with store {ON_COMPUTE}, and without shared RAM, because shadows follow one engine"
+        problems.append(ConfigError("what_if", ";".join(s.label for s in options.what_if), why))
     if options.store == ON_DEVICE_EVICTION and (options.blocks_per_chunk or 1) > 1:
         problems.append(ConfigError("blocks_per_chunk", options.blocks_per_chunk, ONE_BY_ONE))
     if options.live_settings is not None and not os.path.isabs(options.live_settings):
