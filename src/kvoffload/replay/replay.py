@@ -154,8 +154,8 @@ class ReplayConfig:
         }
 
 
-def check_what_if(config: ReplayConfig) -> None:
-    """Raise `ConfigError` if shadows cannot follow this configuration."""
+def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], one_in: int) -> Shadows:
+    """Make the shadows of a replay. Raises `ConfigError` if they cannot follow the configuration."""
     problems = Problems("replay")
     with problems:
         if config.store != ON_COMPUTE:
@@ -164,6 +164,15 @@ def check_what_if(config: ReplayConfig) -> None:
         if config.instances > 1:
             raise ConfigError("instances", config.instances, "with what-if allowed: 1")
     problems.check()
+    return Shadows(
+        what_if,
+        config.capacity_blocks,
+        key_bytes=KEY_BYTES,
+        policy=config.policy,
+        admission=config.admission,
+        one_in=one_in,
+        most_blocks=trace.unique_blocks,
+    )
 
 
 def recorded_s(trace: Trace) -> float:
@@ -261,18 +270,7 @@ class Replay:
         self._watch: Watch | None = None
         if observer is not None:
             self._watch = Watch(observer, trace, self.manager, self._keys, followed)
-        self._shadows: Shadows | None = None
-        if what_if:
-            check_what_if(config)
-            self._shadows = Shadows(
-                what_if,
-                config.capacity_blocks,
-                key_bytes=KEY_BYTES,
-                policy=config.policy,
-                admission=config.admission,
-                one_in=what_if_sample,
-                most_blocks=trace.unique_blocks,
-            )
+        self._shadows = shadows_of(trace, config, what_if, what_if_sample) if what_if else None
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
