@@ -1,10 +1,9 @@
 """CPU time of shadows: ``python bench/what_if.py [--rounds N] [--capacity N] [--sample N]``.
 
 Two managers serve the same requests in turns in one process, one with four shadows and the shadow of the
-current setting. First the library's manager; then, if vLLM is installed, the manager of the plug-in with the
-calls that vLLM makes. The requests are those of `control_plane.py`, on a full cache. The unit is CPU time of
-the thread, of 16 requests at a time, because reading the clock is slow on some machines. A ratio is the
-median of the rounds; the lowest and highest are in brackets.
+current setting. The requests are those of `control_plane.py`, on a full cache. The unit is CPU time of the
+thread, of 16 requests at a time, because reading the clock is slow on some machines. A ratio is the median of
+the rounds; the lowest and highest are in brackets. The plug-in for vLLM is not measured.
 """
 
 from __future__ import annotations
