@@ -12,6 +12,8 @@ ARGS ?=
 SOAK_SECONDS ?= 600
 SEED ?=
 VERSIONS ?=
+# Two versions of numba overwrite each other's kernels in one place.
+OWN_KERNELS = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/kernels
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
 .PHONY: help install replay report test test-slow test-all test-checked engines-env test-engines test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
@@ -75,13 +77,13 @@ vllm-env:  ## an environment with a CPU build of vLLM 0.32, or of VLLM=0.30.0 (3
 	PYTHON=$(PYTHON) bash tools/vllm_env.sh $(VLLM_VENV) $(VLLM)
 
 test-vllm: vllm-env  ## beside vLLM's manager, in real engines, and in transformers
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(if $(filter 0.32.0,$(VLLM)),tests/hf_transformers) $(ARGS)
+	$(OWN_KERNELS) $(VLLM_VENV)/bin/python -m pytest tests/vllm $(if $(filter 0.32.0,$(VLLM)),tests/hf_transformers) $(ARGS)
 
 engines-env: vllm-env  ## SGLang and LMCache beside vLLM's environment (330 MB, a minute)
 	sh tools/engines_env.sh $(ENGINES_VENV) $(VLLM_VENV)
 
 test-engines: engines-env  ## beside SGLang's controllers and host pools, and LMCache's storage
-	$(ENGINES_VENV)/bin/python -m pytest tests/sglang tests/lmcache $(ARGS)
+	$(OWN_KERNELS) $(ENGINES_VENV)/bin/python -m pytest tests/sglang tests/lmcache $(ARGS)
 
 test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
 	PYTHON=$(PYTHON) bash tools/vllm_versions.sh .venv-versions $(VERSIONS)
@@ -96,7 +98,7 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 	$(VLLM_VENV)/bin/python bench/vllm_time.py
 
 gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if there is one (ARGS="--device cpu" without a GPU)
-	PYTHONPATH=src $(PYTHON) bench/gpu_check.py $(ARGS)
+	PYTHONPATH=src $(if $(findstring vllm,$(PYTHON)),$(OWN_KERNELS) )$(PYTHON) bench/gpu_check.py $(ARGS)
 
 soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour) and of a shared pool (two hours), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
