@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload import DiskTier
-from kvoffload.integrations.objects import KEY_BYTES, Extents, ObjectStore
+from kvoffload.integrations.objects import KEY_BYTES, Extents, ObjectStore, _Batch
 from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from kvoffload.tiers.contract import SecondaryTier
 
@@ -171,6 +171,36 @@ def test_a_late_read_does_not_touch_the_callers_memory() -> None:
     tier.end(job)
     assert (memory == 0xA5).all()
     assert read(store, [2], BLOCK) == [content(2, BLOCK)]
+
+
+@pytest.mark.parametrize("kind", ["load", "store"])
+def test_a_job_that_ends_just_after_the_deadline_frees_its_buffer(kind: str) -> None:
+    """Another thread takes the result between the caller's last look at the job and the end of its call."""
+    tier = ScriptedTier(BLOCK, immediate=True)
+    store = store_of(tier, staging=4 * BLOCK, clock=TickingClock())
+    assert all(write(store, [1], BLOCK))
+    collect = store._collect
+
+    def collect_and_let_others_poll(batch: _Batch) -> None:
+        collect(batch)
+        for job in [*tier.jobs]:
+            tier.end(job)
+        with store._lock:
+            store._poll()
+
+    store._collect = collect_and_let_others_poll  # type: ignore[method-assign]
+    tier.immediate = False
+    for number in range(2, 12):
+        if kind == "load":
+            assert read(store, [1], BLOCK) == [None]
+        else:
+            assert write(store, [number], BLOCK) == [False]
+    assert not store._staging._late
+    assert store.num_late == 10
+    store._collect = collect  # type: ignore[method-assign]
+    tier.immediate = True
+    assert read(store, [1], BLOCK) == [content(1, BLOCK)]
+    assert all(write(store, [20], BLOCK))
 
 
 def test_a_late_write_is_not_reported_as_stored() -> None:

@@ -140,8 +140,8 @@ class ObjectStore:
         block_bytes: bytes of a block of every tier.
         staging_bytes: limit of the staging memory; larger objects are neither stored nor loaded.
         deadline_s: longest duration of a load; a store has `STORE_DEADLINES` times as long.
-        zero_copy: None allows it if all tiers end their jobs in bounded time, as shared tiers do. True allows
-            it for disks too: the call then waits for a hanging disk, however long. False: never.
+        zero_copy: None: zero copy if every tier is shared. True: always; a call may then wait for a hanging
+            disk without limit. False: never.
         clock: monotonic seconds.
 
     Thread: any; tiers are called by one thread at a time. No call raises for a failure of a tier.
@@ -484,16 +484,18 @@ class ObjectStore:
         """Return the buffer, or keep it for the jobs that are late."""
         if batch.buffer.memory is None:
             return
+        memory = batch.buffer.memory
         with self._lock:
             if batch.jobs:
                 self.num_late += 1
                 self._log.warn(
                     "late", "%d jobs exceeded their deadline of %g s", len(batch.jobs), self.deadline_s
                 )
-                memory = batch.buffer.memory
-                self._staging.keep(memory, [(job.lane, job.number) for job in batch.jobs])
+            # Since `_collect`, another thread may have polled: a job with a result has left the tier.
+            if unended := [(job.lane, job.number) for job in batch.jobs if job.result is None]:
+                self._staging.keep(memory, unended)
             else:
-                self._staging.put(batch.buffer.memory)
+                self._staging.put(memory)
 
     def _poll(self) -> None:
         """Take the results of the tiers. The caller has the lock."""
