@@ -531,12 +531,11 @@ def test_a_request_that_ends_after_an_error_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_tenants_have_quotas_and_metrics(world: Callable[..., World], tmp_path: Path) -> None:
-    path = tmp_path / "quotas.json"
-    path.write_text('{"a": {"min": 2048}}')
-    rig = world(4, tenants=f"file:{path}")
+    path = tmp_path / "live.json"
+    rig = world(4, live_settings=str(path), tenants={"a": {"min": 2048}})
     share = rig.manager._options.ram_bytes // 4
-    path.write_text(json.dumps({"a": {"min": 2 * share}, "b": {"max": 2 * share}}))
-    rig.manager.get_stats()
+    path.write_text(json.dumps({"tenants": {"a": {"min": 2 * share}, "b": {"max": 2 * share}}}))
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     for number, tenant in enumerate(["a", "b", "b", "b"]):
         rig.manager.add_hints(str(number), Hints(tenant=tenant))
         rig.serve(str(number), [key(10 * number), key(10 * number + 1)])

@@ -23,7 +23,7 @@ class Rig:
 
     def __init__(self, tmp_path: Path) -> None:
         self.path, self.now = tmp_path / "live.json", 0.0
-        self.live = LiveSettings(str(self.path), "lru", lambda: self.now)
+        self.live = LiveSettings(str(self.path), "lru", 2**20, lambda: self.now)
         self.new_manager()
 
     def new_manager(self) -> None:
@@ -72,7 +72,34 @@ def test_the_same_policy_changes_nothing(rig: Rig) -> None:
     assert rig.manager.policy is before
 
 
-@pytest.mark.parametrize("text", ['{"policy": "lur"}', '{"polcy": "arc"}', "{", '{"policy": 3}'])
+def test_quotas_change(rig: Rig) -> None:
+    rig.write('{"tenants": {"a": {"min": "512KiB"}, "b": {"max": "256KiB"}}}')
+    rig.step()
+    tenants = rig.manager.stats().tenants
+    assert {name: (tenant.min, tenant.max) for name, tenant in tenants.items()} == {
+        "a": (5, None),
+        "b": (0, 2),
+        "other": (0, None),
+    }
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+    assert rig.manager.stats().tenants.keys() == {"a", "b", "other"}, "kept"
+    rig.write('{"tenants": {}}')
+    rig.step()
+    assert rig.manager.stats().tenants.keys() == {"other"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"policy": "lur"}',
+        '{"polcy": "arc"}',
+        "{",
+        '{"policy": 3}',
+        '{"tenants": {"a": {"min": "much"}}}',
+        '{"tenants": {"a": {"min": "2MiB"}}}',
+    ],
+)
 def test_wrong_settings_change_nothing_and_are_logged_once(
     rig: Rig, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:

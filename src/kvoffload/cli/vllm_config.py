@@ -74,11 +74,11 @@ class VLLMConfigOptions(TiersOptions):
     )
     live_settings: str | None = option(
         None,
-        "JSON file with options that the running engine takes: the policy.",
+        "JSON file with options that the running engine takes: policy, tenants.",
         metavar="PATH",
     )
     tenants: str | None = option(
-        None, "Quotas of tenants, or a file with quotas that may change.", metavar="JSON|file:PATH"
+        None, 'Quotas of tenants: {"a": {"min": "10GiB", "max": "40GiB"}}.', metavar="JSON"
     )
     what_if: tuple[str, ...] = option(
         (),

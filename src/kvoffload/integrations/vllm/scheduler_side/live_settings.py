@@ -1,4 +1,4 @@
-"""Settings of a running engine: the user edits a file, and the engine changes its policy."""
+"""Settings of a running engine: the user edits a file, and the engine changes its policy and its quotas."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kvoffload.core.policy import PolicyName
 from kvoffload.core.policy_change import PolicyChange
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.integrations.vllm.shared.logs import logger
+from kvoffload.integrations.vllm.shared.tenants import TenantOptions, Tenants
 from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.manager import AnyManager
 
@@ -20,13 +21,15 @@ NUM_BLOCKS = 512
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """The options that a running engine takes: ``{"policy": "hazard"}``.
+    """The options that a running engine takes: ``{"policy": "hazard", "tenants": {"a": {"min": "10GiB"}}}``.
 
     Attributes:
         policy: the policy of RAM; None keeps it.
+        tenants: all quotas of tenants; None keeps them.
     """
 
     policy: PolicyName | None = None
+    tenants: Tenants | None = None
 
 
 class LiveSettings:
@@ -38,13 +41,16 @@ class LiveSettings:
     Args:
         path: the file. It need not exist.
         policy: the policy with which the engine has started.
+        ram_bytes: size of RAM, for quotas.
         clock: monotonic seconds.
 
     Thread: the scheduler's.
     """
 
-    def __init__(self, path: str, policy: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._first_policy, self._clock = path, policy, clock
+    def __init__(
+        self, path: str, policy: str, ram_bytes: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._path, self._first_policy, self._ram_bytes, self._clock = path, policy, ram_bytes, clock
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
@@ -58,22 +64,25 @@ class LiveSettings:
         assert self._manager is not None
         try:
             if (options := self._file.poll()) is not None:
-                self._apply(options)
+                self._set_tenants(options.tenants)
+                self._set_policy(options.policy)
         except ConfigError as error:
             logger.error("kvoffload: %s; nothing is changed", error)
         if self._preparation is not None and self._preparation.is_done:
             self._begin(self._preparation)
         self._manager.advance_policy_change(NUM_BLOCKS)
 
-    def _apply(self, options: LiveOptions) -> None:
+    def _set_tenants(self, tenants: TenantOptions | None) -> None:
         assert self._manager is not None
-        if options.policy is None or options.policy == self._policy:
-            return
-        logger.info(
-            "kvoffload: %s: the policy changes from %s to %s", self._path, self._policy, options.policy
-        )
-        self._policy = options.policy
-        self._preparation = _Preparation(self._manager, options.policy)
+        if tenants is not None:
+            self._manager.set_tenants(tenants.in_blocks(self._ram_bytes, self._manager.capacity_blocks))
+            logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
+
+    def _set_policy(self, policy: str | None) -> None:
+        assert self._manager is not None
+        if policy is not None and policy != self._policy:
+            logger.info("kvoffload: %s: policy %s replaces %s", self._path, policy, self._policy)
+            self._policy, self._preparation = policy, _Preparation(self._manager, policy)
 
     def _begin(self, preparation: _Preparation) -> None:
         """Begin a change that is prepared, unless the previous change is under way."""

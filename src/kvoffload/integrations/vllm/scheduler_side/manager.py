@@ -39,7 +39,6 @@ from kvoffload.integrations.vllm.scheduler_side.lookups import (
 )
 from kvoffload.integrations.vllm.scheduler_side.metrics import Metrics
 from kvoffload.integrations.vllm.scheduler_side.misses import Asked, Misses, Reach
-from kvoffload.integrations.vllm.scheduler_side.quotas import Quotas
 from kvoffload.integrations.vllm.scheduler_side.recording import call_recorder
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared.logs import logger, rate_limited_log
@@ -165,10 +164,7 @@ class KVOffloadManager(OffloadingManager):
         self._call_recorder = call_recorder(options)
         self._live: LiveSettings | None = None
         if options.live_settings is not None:
-            self._live = LiveSettings(options.live_settings, options.policy)
-        self._quotas: Quotas | None = None
-        if options.tenants is not None:
-            self._quotas = Quotas(options.tenants, options.ram_bytes, pool.num_slots)
+            self._live = LiveSettings(options.live_settings, options.policy, options.ram_bytes)
         self._what_if: LiveShadows | None = None
         self._build(USUAL_KEY_BYTES)
 
@@ -184,8 +180,8 @@ class KVOffloadManager(OffloadingManager):
             "block_size": self._tokens_per_block,
             "explain_misses": True,
         }
-        if self._quotas is not None:
-            given["tenants"] = self._quotas.current
+        if options.tenants is not None:
+            given["tenants"] = options.tenants.in_blocks(options.ram_bytes, pool.num_slots)
         make_ram_manager: Callable[..., core.OffloadingManager] = core.OffloadingManager
         if self._node_pool is not None:
             if key_bytes != USUAL_KEY_BYTES:
@@ -705,24 +701,13 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.show(taken, counters, self.core.policy)
         self.metrics.show_reach(taken, self._reach.seconds(self.core.miss_record, time.monotonic()))
         self._add_audits(taken)
-        if self._quotas is not None:
-            self._update_quotas(self._quotas)
+        if self._options.tenants is not None or self._live is not None:
             self.metrics.add_tenants(taken, self.core.stats().tenants)
         if self._what_if is not None:
             self.metrics.show_what_if(taken, self._what_if.due(time.monotonic()))
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken
-
-    def _update_quotas(self, quotas: Quotas) -> None:
-        """Apply the quotas of a file that has changed."""
-        if (changed := quotas.changed(time.monotonic())) is not None:
-            try:
-                self.core.set_tenants(changed)
-            except ConfigError as error:
-                quotas.refused(error)
-            else:
-                quotas.accepted(changed)
 
     def _add_audits(self, taken: Any) -> None:
         if self.audits is not None:

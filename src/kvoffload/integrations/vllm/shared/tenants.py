@@ -1,11 +1,10 @@
-"""The option ``tenants``: quotas in bytes, given directly or in a JSON file that may change at run time.
+"""The option ``tenants``: quotas in bytes.
 
 Imports no vLLM, because the command line checks options on machines without vLLM.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeAlias
@@ -16,7 +15,6 @@ from kvoffload.core.tenants import MAX_TENANTS, Quota
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Size, convert
 
-_FILE = "file:"
 _NAMES = ("min", "max")
 
 
@@ -30,60 +28,51 @@ class QuotaBytes:
 
 @dataclass(frozen=True)
 class TenantOptions:
-    """Quotas by name of the tenant.
-
-    Attributes:
-        quotas: the quotas; of a file: its quotas when the options were read.
-        file: path of a JSON file with the quotas; empty if they were given directly.
-    """
+    """Quotas by name of the tenant."""
 
     quotas: Mapping[str, QuotaBytes] = field(default_factory=dict)
-    file: str = ""
 
     def __str__(self) -> str:
-        return _FILE + self.file if self.file else ", ".join(self.quotas)
+        return ", ".join(self.quotas)
 
     @property
     def min_bytes(self) -> int:
         """Sum of the minimums."""
         return sum(quota.min for quota in self.quotas.values())
 
+    def in_blocks(self, ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
+        """Convert to blocks of a pool; a minimum is rounded down, a maximum is at least one block."""
+
+        def blocks(num_bytes: int) -> int:
+            return num_bytes * capacity_blocks // ram_bytes
+
+        return {
+            name: Quota(
+                blocks(quota.min),
+                None if quota.max is None else max(1, blocks(quota.min), blocks(quota.max)),
+            )
+            for name, quota in self.quotas.items()
+        }
+
 
 class _TenantsParser:
-    allowed = '{"a": {"min": "10GiB", "max": "40GiB"}, ...}, or file:/absolute/path.json with the same'
+    allowed = '{"a": {"min": "10GiB", "max": "40GiB"}, ...}'
 
     def parse(self, field: str, value: object) -> TenantOptions:
         if isinstance(value, TenantOptions):
             return value
-        if isinstance(value, str) and value.startswith(_FILE):
-            path = value.removeprefix(_FILE)
-            if not os.path.isabs(path):
-                raise ConfigError(field, value, f"allowed: {self.allowed}")
-            return TenantOptions(read_quotas(field, path), path)
         if isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
             except msgspec.DecodeError:
                 raise ConfigError(field, value, f"allowed: {self.allowed}") from None
-        return TenantOptions(quotas_in_bytes(field, value))
+        return TenantOptions(_quotas(field, value))
 
 
 Tenants: TypeAlias = Annotated[TenantOptions, _TenantsParser()]
 
 
-def read_quotas(field: str, path: str) -> dict[str, QuotaBytes]:
-    """Read quotas from a JSON file. Raises `ConfigError`."""
-    try:
-        with open(path, "rb") as file:
-            given = msgspec.json.decode(file.read())
-    except OSError as error:
-        raise ConfigError(field, path, f"the file cannot be read: {error.strerror}") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(field, path, f"the file is no JSON: {error}") from None
-    return quotas_in_bytes(field, given)
-
-
-def quotas_in_bytes(field: str, given: object) -> dict[str, QuotaBytes]:
+def _quotas(field: str, given: object) -> dict[str, QuotaBytes]:
     """Check quotas that a user has written. Raises `ConfigError`."""
     if not isinstance(given, Mapping):
         raise ConfigError(field, given, f"allowed: {_TenantsParser.allowed}")
@@ -108,24 +97,3 @@ def _bytes(field: str, value: Any) -> int | None:
     if value is None or value in (0, "0"):
         return None if value is None else 0
     return convert(field, value, Size)
-
-
-def in_blocks(quotas: Mapping[str, QuotaBytes], ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
-    """Convert quotas to blocks of a pool; a minimum is rounded down, a maximum is at least one block."""
-    return {
-        name: Quota(
-            _blocks(quota.min, ram_bytes, capacity_blocks),
-            None
-            if quota.max is None
-            else max(
-                1,
-                _blocks(quota.min, ram_bytes, capacity_blocks),
-                _blocks(quota.max, ram_bytes, capacity_blocks),
-            ),
-        )
-        for name, quota in quotas.items()
-    }
-
-
-def _blocks(num_bytes: int, ram_bytes: int, capacity_blocks: int) -> int:
-    return num_bytes * capacity_blocks // ram_bytes
