@@ -51,7 +51,7 @@ class TenantStats:
     Attributes:
         min, max: the quota; `max` None for no limit.
         held: blocks that the tenant owns, readable or in flight.
-        loaded: blocks that requests of the tenant have loaded, whoever owns them.
+        loaded: blocks that requests of the tenant have loaded, of any owner.
         evicted: blocks of the tenant that were evicted, for whichever tenant.
     """
 
@@ -68,7 +68,7 @@ class Tenants(Struct):
     Attributes:
         owner: int16: tenant of the block in each slot.
         moves: uint32: for each slot the number of calls that may have moved its block in the policy's order.
-        held, evictable: blocks of each tenant, and those that are ready and not pinned.
+        held, evictable: all blocks of each tenant, and the ready blocks without pins.
         min, max: quotas; `UNLIMITED` for no maximum.
         loaded, evicted: as in `TenantStats`.
         on_path: evictable blocks of each tenant on the path of the current store.
@@ -189,7 +189,7 @@ def gives(tenants: Tenants, slot: int) -> bool:
 
 @inline
 def num_evictable_of(tenants: Tenants) -> int:
-    """Return the number of evictable blocks that the current store may evict, with those of its path."""
+    """Return the number of blocks that the current store may evict, including blocks on its path."""
     count = np.int64(0)
     for owner in range(tenants.num_tenants):
         if (tenants.givers >> owner) & 1 != 0:

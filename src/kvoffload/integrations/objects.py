@@ -125,7 +125,7 @@ class _Batch:
 
 
 class ObjectStore:
-    """Objects of bytes in tiers. Every call returns at its deadline with what has been done by then.
+    """Objects of bytes in tiers. Every call returns at its deadline with the partial result.
 
     An object is stored as blocks of `block_bytes`, the last of them padded, and is present if all its blocks
     are; they may come from different stores of its key. The tiers verify each block that they read. A load

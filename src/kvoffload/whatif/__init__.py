@@ -1,4 +1,4 @@
-"""What-if: shadow managers that estimate the hit ratio of other settings beside a serving manager."""
+"""Shadow managers that estimate the hit ratio of other settings beside a serving manager."""
 
 from kvoffload.whatif.estimate import Estimate as Estimate
 from kvoffload.whatif.setting import WhatIf as WhatIf

@@ -45,7 +45,7 @@ class WhatIf:
 
 
 class WhatIfParser:
-    """Parser of a list of settings, of which none repeats and each changes something."""
+    """Parser of a list of settings. Each setting changes something, and no two are equal."""
 
     allowed = (
         f'1 to {MOST_SETTINGS} settings with policy, admission or capacity: [{{"policy": "hazard"}}, '

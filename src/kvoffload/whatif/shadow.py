@@ -1,7 +1,7 @@
-"""One shadow: a manager without bytes that serves the sampled blocks of every request.
+"""A shadow, a manager without bytes that serves the sampled blocks of every request.
 
 The manager and its policy are of the same classes as a serving manager's. A request's whole life is run at
-once when it has finished: look up, store what is missing, finish.
+once when it has finished: look up, store the missing blocks, finish.
 """
 
 from __future__ import annotations
