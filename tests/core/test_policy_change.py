@@ -15,6 +15,8 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.policies.lru import LRU, State
+from kvoffload.structures.lists import Lists
 from kvoffload.testing.audit import audit
 from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Player, Step, play, random_script, scripts
@@ -235,3 +237,40 @@ def test_the_state_machine_with_changes(policies: tuple[Any, ...], store: str) -
 
     changing = with_policy_changes(machine, policies)
     run_state_machine_as_test(changing, settings=machine.TestCase.settings)
+
+
+class MovesItsState(LRU):
+    """LRU whose `reset` replaces its state, which the contract of compiled policies allows."""
+
+    def reset(self) -> None:
+        self.state = State(order=Lists(self.capacity_blocks, 1))
+
+
+def test_a_reset_between_preparation_and_begin() -> None:
+    manager = manager_of(MovesItsState)
+    play(manager, random_script(4, num_steps=60, settle=True))
+    prepared = manager.prepare_policy_change(MovesItsState)
+    kept = [manager.policy.state]  # so that a stale address is noticed, not a crash
+    manager.reset()
+    play(manager, random_script(5, num_steps=60, settle=True))
+    manager.begin_policy_change(prepared)
+    play(manager, random_script(6, num_steps=60), audit)
+    assert kept[0].order.size(0) > 0
+
+
+def test_a_policy_in_python_that_fails_leaves_the_old_policy() -> None:
+    class Fails(NaiveLRU):
+        def insert(self, slot: int, key: bytes) -> None:
+            raise RuntimeError("not this block")
+
+    manager = manager_of("lru", 10)
+    play(manager, random_script(5, num_steps=100, settle=True))
+    order = manager.policy.order()
+    with pytest.raises(RuntimeError, match="not this block"):
+        change(manager, Fails)
+    assert (manager.policy.name, manager.policy.order()) == ("lru", order)
+    assert not manager.advance_policy_change()
+    change(manager, "arc")
+    while manager.advance_policy_change():
+        pass
+    assert manager.policy.order() == order

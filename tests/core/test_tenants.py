@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from support.letters import HIT, MISS, keys, make, states, store, text
 from support.naive.lru import NaiveLRU
 from support.naive.tenants import Blocks
 from support.naive.tenants import room_of_store as naive_room
+from support.small_hazard import SmallHazard
 
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
 AB = {"a": Quota(4), "b": Quota(2, 6)}
@@ -299,6 +301,42 @@ def serve_numbers(manager: OffloadingManager, tenant: str, numbers: range) -> Re
     manager.complete_store(plan)
     manager.finish_request(ctx)
     return ctx
+
+
+@pytest.mark.parametrize("policy", [SmallHazard if name == "hazard" else name for name in POLICIES.names()])
+def test_remembered_places_change_no_decision(policy: Any) -> None:
+    """Each skipped block is remembered, or none; blocks are used again between the stores."""
+    for seed in range(4):
+        orders = []
+        for stride in (1, 1 << 40):
+            rng = random.Random(seed)
+            quotas = {"a": Quota(20, 30), "b": Quota(5, 30)}
+            manager = OffloadingManager(40, key_bytes=8, policy=policy, tenants=quotas)
+            manager.store_mode.cache.tenants.stride = stride
+            log = []
+            for _ in range(300):
+                tenant, first = rng.choice("aab"), rng.randrange(60)
+                numbers = range(
+                    first + 100 * (tenant == "b"), first + 100 * (tenant == "b") + rng.randrange(1, 6)
+                )
+                serve_numbers(manager, tenant, numbers)
+                log.append(manager.policy.order())
+            orders.append(log)
+        assert orders[0] == orders[1], f"seed {seed}"
+
+
+def test_counters_do_not_jump_when_quotas_change() -> None:
+    manager = make("lru", 4)
+    manager.set_tenants({"a": Quota(2)})
+    serve(manager, "a", "abcd")
+    serve(manager, "a", "efgh")
+    before = manager.stats().tenants
+    assert before["a"].evicted > 0
+    manager.set_tenants({})
+    assert manager.stats().tenants["other"].evicted == before["other"].evicted
+    assert manager.stats().tenants["other"].held == 4
+    manager.set_tenants({"a": Quota(2, 1 << 62)})
+    assert manager.stats().tenants["a"].evicted == before["a"].evicted
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo"])

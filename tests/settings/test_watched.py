@@ -79,5 +79,15 @@ def test_a_wrong_version_is_an_error_once(tmp_path: Path, text: str, message: st
 
 def test_a_directory_in_its_place(tmp_path: Path) -> None:
     file, _ = watched(tmp_path)
-    with pytest.raises(ConfigError, match="JSON object"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         file.poll()
+
+
+def test_a_file_that_cannot_be_reached_is_an_error_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file, clock = watched(tmp_path / "file" / "live.json")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        file.poll()
+    for _ in range(3):
+        clock.now += INTERVAL_S
+        assert file.poll() is None

@@ -98,7 +98,7 @@ class TenantMachine(ManagerMachine):
         assert set(stats) == {*self.quotas, OTHER}
         assert {name: stats[name].held for name in named} == named
         assert stats[OTHER].held == len(self.state) - sum(named.values())
-        evicted = sum(tenant.evicted for tenant in stats.values())
+        evicted = int(self.manager.store_mode.cache.tenants.evicted.sum())
         assert evicted == self.manager.counters().evicted - self.evicted_before
 
     def _quotas(self) -> dict[str, Quota]:

@@ -33,7 +33,8 @@ from kvoffload.integrations.vllm.shared.producer import (
     why_not_kept,
 )
 from kvoffload.integrations.vllm.shared.producer_table import BOUND, WITHOUT_EFFECT
-from kvoffload.integrations.vllm.shared.tiers import Producer, _model_files
+from kvoffload.integrations.vllm.shared.tiers import Producer
+from kvoffload.model.weights import files_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -219,10 +220,10 @@ def test_values_of_any_type_are_told_apart(value: Any, other: Any) -> None:
 def test_a_model_of_one_file_is_known_by_its_size_and_time(tmp_path: Path) -> None:
     model = tmp_path / "m.gguf"
     model.write_bytes(b"one")
-    before = _model_files(str(model))
+    before = files_of(str(model))
     model.write_bytes(b"another")
     assert before
-    assert _model_files(str(model)) != before
+    assert files_of(str(model)) != before
 
 
 def test_a_field_that_nobody_knows_is_bound(config: Any) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.errors import CombinedConfigError
+from kvoffload.integrations.vllm.scheduler_side import live_settings
 from kvoffload.integrations.vllm.scheduler_side.live_settings import LiveSettings
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.settings.watched import INTERVAL_S
@@ -21,9 +23,9 @@ from support.timeouts import HANGS_S
 class Rig:
     """A manager of ten blocks and its live settings; a clock that passes a second with each step."""
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.path, self.now = tmp_path / "live.json", 0.0
-        self.live = LiveSettings(str(self.path), "lru", 2**20, lambda: self.now)
+    def __init__(self, tmp_path: Path, store: str = ON_COMPUTE) -> None:
+        self.path, self.now, self.store = tmp_path / "live.json", 0.0, store
+        self.live = LiveSettings(str(self.path), "lru", self.store, 2**20, lambda: self.now)
         self.new_manager()
 
     def new_manager(self) -> None:
@@ -131,6 +133,63 @@ class Broken(NaiveLRU):
 
     def __init__(self, index: object) -> None:
         raise RuntimeError("no memory for it")
+
+
+def test_the_file_changes_again_during_a_change(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_settings, "NUM_BLOCKS", 1)
+    rig.write('{"policy": "fifo"}')
+    deadline = time.monotonic() + HANGS_S
+    while not rig.manager.advance_policy_change(0):
+        assert time.monotonic() < deadline
+        rig.step()
+    rig.write('{"policy": "lru"}')
+    rig.step()
+    assert rig.manager.advance_policy_change(0), "the first change continues"
+    rig.step_until("fifo")
+    rig.step_until("lru")
+
+
+def test_a_policy_that_fails_when_it_adopts_blocks(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.write(f'{{"policy": "{__name__}:FailsLater"}}')
+    deadline = time.monotonic() + HANGS_S
+    while "the policy stays lru" not in caplog.text:
+        assert time.monotonic() < deadline
+        rig.step()
+    order = rig.manager.policy.order()
+    assert rig.manager.policy.name == "lru"
+    assert len(order) == 10
+    rig.manager.reset()
+    rig.step()
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+
+
+class FailsLater(NaiveLRU):
+    """A policy that cannot take a block."""
+
+    def insert(self, slot: int, key: bytes) -> None:
+        raise RuntimeError("not this block")
+
+
+def test_a_file_in_another_encoding(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.path.write_bytes('{"tenants": {"Müller": {}}}'.encode("latin-1"))
+    for _ in range(3):
+        rig.step()
+    assert caplog.text.count("nothing is changed") == 1
+    rig.write("[" * 100_000)
+    rig.step()
+    assert caplog.text.count("nothing is changed") == 2
+
+
+def test_a_victim_tier_has_no_quotas(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(tmp_path, ON_DEVICE_EVICTION)
+    rig.write('{"tenants": {"a": {"min": "512KiB"}}}')
+    rig.step()
+    assert "dropped blocks belong to no request" in caplog.text
+    assert rig.manager.stats().tenants == {}
+    rig.write('{"tenants": {}}')
+    rig.step()
+    assert caplog.text.count("nothing is changed") == 1
 
 
 def test_a_new_manager_gets_the_policy_of_the_file(rig: Rig) -> None:

@@ -49,10 +49,15 @@ def test_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"a": {"min": "2GiB", "max": "1GiB"}}, "tenants.a.max"),
         ({"a": {"min": "3GiB"}, "b": {"min": "2GiB"}}, "add up to 5368709120 bytes; ram has 4294967296"),
         ({str(number): {} for number in range(63)}, "allowed: up to 62 tenants"),
+        ({"": {"min": 1}}, "a tenant needs a name"),
     ],
 )
 def test_wrong_quotas_are_refused(value: Any, expected: str) -> None:
     assert expected in message(value)
+
+
+def test_a_victim_tier_has_no_quotas() -> None:
+    assert "dropped blocks belong to no request" in message(GIVEN, store="on-device-eviction")
 
 
 def test_a_shared_pool_has_no_quotas() -> None:

@@ -49,6 +49,7 @@ from kvoffload.core.state import (
     can_leave,
     evictable,
     may_give,
+    note_move,
 )
 from kvoffload.core.tenants import UNSURE, num_evictable_of, room_of_store
 from kvoffload.structures.batches import KeyBatch, OneKey
@@ -345,13 +346,6 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 
 
 @inline
-def _note_move(cache: Cache, slot: int) -> None:
-    """Record that the policy may move a block, which ends the validity of remembered places."""
-    if cache.has_tenants:
-        cache.tenants.moves[slot] += np.uint32(1)
-
-
-@inline
 def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
     """Mark a block as accessed by its request, and add a resident block to ``path.used``.
 
@@ -366,7 +360,7 @@ def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
     if first:
         note_use(cache.known, path.index.keys, position, records[position, HASH], slot != ABSENT)
     if slot != ABSENT:
-        _note_move(cache, slot)
+        note_move(cache, slot)
         used.slots[used.count] = slot
         used.reused[used.count] = first
         used.count += 1
@@ -380,7 +374,7 @@ def _observe(cache: Cache, path: Path) -> None:
     for position in range(path.observed, path.length):
         path.found[position] = _slot_of(cache, path, position)
         if path.found[position] != ABSENT:
-            _note_move(cache, path.found[position])
+            note_move(cache, path.found[position])
     call_2(cache.observe, cache.policy, path)
     path.observed = path.length
 
@@ -459,7 +453,7 @@ def _finish(cache: Cache, path: Path, is_touched: bool) -> int:
         for position in range(path.length):
             path.found[position] = _slot_of(cache, path, position)
             if path.found[position] != ABSENT:
-                _note_move(cache, path.found[position])
+                note_move(cache, path.found[position])
         call_2(cache.finished, cache.policy, path)
     return num_unreported
 
@@ -471,7 +465,7 @@ def loaded(cache: Cache, path: Path, load: Pinned) -> int:
     for row in range(load.count):
         slot = load.slots[row]
         path.used.slots[row] = slot
-        _note_move(cache, slot)
+        note_move(cache, slot)
         note_use(cache.known, cache.index.keys, slot, hash_row(cache.index.keys, slot), True)
     return _report_uses(cache, path)
 
@@ -746,7 +740,7 @@ def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) 
                 cache.known, path.index.keys, positions[row], records[positions[row], HASH]
             )
             has_reuse = has_reuse or was_used_again
-            _note_move(cache, slot)
+            note_move(cache, slot)
             used.slots[used.count] = slot
             used.reused[used.count] = was_used_again
             used.count += 1

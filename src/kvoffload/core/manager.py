@@ -566,11 +566,12 @@ class OffloadingManager:
         if self._follows_device:
             ordered = ordered[self._state.duplicates.links[ordered, LIST] == UNLISTED]
         change.begin(ordered)
-        self._change = change
-        if change.policy is change.old:
-            self.advance_policy_change()
-        else:
+        if change.is_gradual:
+            self._change = change
             self._decide_by(change.policy)
+        else:
+            change.advance(self._state, len(ordered))
+            self._complete_policy_change(change)
 
     def advance_policy_change(self, num_blocks: int = 256) -> bool:
         """Continue a change of the policy; return True if it is not complete.
@@ -578,15 +579,19 @@ class OffloadingManager:
         Call it regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: blocks that the new policy gets in this call. At the end of the change the new policy
-                gets more blocks than requests have used since the last call. Cost: 1 us for each block.
+            num_blocks: blocks that the new policy gets in this call. Near the end each call hands over more
+                blocks than requests have used since the last call, so that the change ends under any traffic.
+                Cost: 1 us for each block.
         """
         change = self._change
         if change is not None and change.advance(self._state, num_blocks):
-            self._change = None
-            self._state.exchange("known", change.known)
-            self._decide_by(change.new)
+            self._complete_policy_change(change)
         return self._change is not None
+
+    def _complete_policy_change(self, change: PolicyChange) -> None:
+        self._change = None
+        self._state.exchange("known", change.known)
+        self._decide_by(change.new)
 
     def refuse_only_if_asked(self) -> None:
         """Let policies refuse blocks only if the user has set their `write_cost`."""

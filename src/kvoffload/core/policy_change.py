@@ -65,8 +65,8 @@ class State(Struct):
 class Handover(CompiledPolicy):
     """The policy of a manager during a change: the old policy decides, and the new policy learns.
 
-    Both policies observe all traffic. The uses of blocks, and the blocks that enter, reach the new policy
-    after the blocks that it adopts, because these were used earlier.
+    Both policies observe all traffic. The new policy adopts the resident blocks first. Uses and new blocks
+    follow, because they are more recent.
 
     Attributes:
         old, new: the policies.
@@ -97,10 +97,14 @@ class Handover(CompiledPolicy):
             **functions,
         )
 
+    def follow_states(self) -> None:
+        """Take the addresses of the policies' states, which their `reset` may have replaced."""
+        self.state.old, self.state.new = self.old.state.address, self.new.state.address
+
     def reset(self) -> None:
         self.old.reset()
         self.new.reset()
-        self.state.old, self.state.new = self.old.state.address, self.new.state.address
+        self.follow_states()
         self.state.where.fill(LEFT)
         self.state.recent.clear()
 
@@ -286,6 +290,7 @@ class PolicyChange:
         self._order = ordered.tolist() if order is None else order
         self._order.reverse()
         if isinstance(self.policy, Handover):
+            self.policy.follow_states()
             self.policy.state.where[ordered] = OLD
 
     def advance(self, cache: Cache, num_blocks: int) -> bool:

@@ -196,11 +196,18 @@ def is_expected(cache: Cache, new: Entering, row: int) -> bool:
 
 
 @inline
+def note_move(cache: Cache, slot: int) -> None:
+    """Record that a block may move in its list, so that a search does not begin there (`resume_search`)."""
+    if cache.has_tenants:
+        cache.tenants.moves[slot] += np.uint32(1)
+
+
+@inline
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
     """Return the coldest evictable block of a list, from `slot` towards the head, or the sentinel.
 
     With quotas, a search from the tail begins where an earlier one has skipped blocks of other tenants. So a
-    compiled policy may move a block to the head of the same list only in the calls that report its use.
+    compiled policy that moves a block to the head of the same list in `replace` calls `note_move`.
     """
     return coldest_of(cache, path, links, slot, sentinel, sentinel)
 

@@ -1,14 +1,14 @@
 """Tenants: the owners of blocks, their quotas, and the room of a store under these quotas.
 
-Memory is borrowed while it is idle and returned under pressure. A store may evict a block of another tenant
-only if the other tenant holds more than its minimum; the surplus must cover the whole store. A tenant at its
-maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or requests.
+Memory is borrowed while it is idle and returned under pressure. A store may evict blocks of another tenant
+only if that tenant's surplus over its minimum covers all victims that the store could take from it. A tenant
+at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ UNSURE = -1
 
 _STRIDE, _DEPTH, _ROWS = 64, 16, 256
 _KEY, _MASK, _COUNT, _FIRST = 0, 1, 2, 3
+_MIX_KEY, _MIX_GIVERS = np.uint64(0xD6E8FEB86659FD93), np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,20 +148,22 @@ class TenantNumbers:
         for name, quota in self.quotas.items():
             number = self._numbers[name]
             tenants.min[number] = quota.min_blocks
-            tenants.max[number] = UNLIMITED if quota.max_blocks is None else quota.max_blocks
+            tenants.max[number] = UNLIMITED if quota.max_blocks is None else min(quota.max_blocks, UNLIMITED)
         tenants.num_tenants = len(self._numbers)
 
     def stats(self, tenants: Tenants) -> dict[str, TenantStats]:
-        """Return the counts of each tenant with a quota, and of all others together as `OTHER`."""
-        counts = [tenants.held, tenants.loaded, tenants.evicted]
-        names = [name for name in self.quotas if name != OTHER]
-        known = np.array([[count[self._numbers[name]] for count in counts] for name in names], np.int64)
-        others = [int(count.sum()) for count in counts] - known.reshape(-1, len(counts)).sum(axis=0)
-        quotas = {OTHER: Quota(), **self.quotas}
-        return {
-            name: TenantStats(quotas[name].min_blocks, quotas[name].max_blocks, *numbers)
-            for name, numbers in zip([*names, OTHER], [*known.tolist(), others.tolist()], strict=True)
-        }
+        """Return the counts of each tenant with a quota, and of `OTHER`.
+
+        Blocks of tenants whose quota was removed are held by `OTHER`. Their loads and evictions count for no
+        tenant, because a counter must not jump when a quota is removed or returns.
+        """
+        counts = (tenants.held, tenants.loaded, tenants.evicted)
+        stats = {}
+        for name, quota in {**self.quotas, OTHER: self.quotas.get(OTHER, Quota())}.items():
+            numbers = [int(count[self._numbers[name]]) for count in counts]
+            stats[name] = TenantStats(quota.min_blocks, quota.max_blocks, *numbers)
+        num_named = sum(tenant.held for name, tenant in stats.items() if name != OTHER)
+        return stats | {OTHER: replace(stats[OTHER], held=int(tenants.held.sum()) - num_named)}
 
 
 def check_quotas(quotas: Mapping[str, Quota], capacity: int) -> None:
@@ -241,9 +244,9 @@ def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> in
 def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
     """Return how many of `wanted` new blocks of a tenant have room; set `givers` and `usable_free`.
 
-    In order of preference: a tenant below its minimum takes blocks of others; then all tenants with a
-    surplus and the tenant itself give; a tenant that would exceed its maximum evicts own blocks. If none of
-    these has room for all blocks, the largest part is stored.
+    Sources of victims, in this order: for a tenant below its minimum, other tenants; for a tenant that would
+    exceed its maximum, the tenant itself; otherwise the tenant itself and all tenants with a surplus. If
+    there is no room for all blocks, the largest part is stored.
 
     Args:
         margin: upper bound of the blocks on the path, while `on_path` is 0; 0 if `on_path` is counted. With a
@@ -287,13 +290,15 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 
 @inline
 def _row_of(tenants: Tenants, key: int) -> int:
-    h = (np.uint64(key) + np.uint64(tenants.givers) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(7)
-    return np.int64(h % np.uint64(_ROWS))
+    mixed = np.uint64(key) * _MIX_KEY + np.uint64(tenants.givers) * _MIX_GIVERS
+    return np.int64((mixed >> np.uint64(32)) % np.uint64(_ROWS))
 
 
 @inline
 def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -> int:
-    """Return the block at which a search from the tail of a list begins: no colder block is of a giver.
+    """Return the first block that a search from the tail of a list must check.
+
+    All colder blocks belong to tenants that give none.
 
     A search remembers places that it has passed, as a stack for each list and set of givers. A place is
     valid while its block has not moved: new blocks join a list at the head, so that colder blocks only leave.

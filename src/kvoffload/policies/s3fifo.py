@@ -14,7 +14,7 @@ import numpy as np
 from kvoffload.core.ghosts import leave_ghost, pop_ghost, prefetch_exchange
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, victim_of_either
+from kvoffload.core.state import Cache, Entering, note_move, victim_of_either
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import U8Array, inline
 from kvoffload.structures.keylists import KeyLists
@@ -170,6 +170,7 @@ def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
         if not _is_spared(own, slot, queue):
             break
         carry(own.queues, MAIN, slot)
+        note_move(cache, slot)
     if queue == SMALL:
         leave_ghost(own.ghosts, own.ghosts.lists.num_positions + GHOSTS, cache, slot)
     take(own.queues, slot)

@@ -34,7 +34,7 @@ class WatchedFile(Generic[T]):
     def __init__(self, path: str, options: type[T], clock: Callable[[], float] = time.monotonic) -> None:
         self.path, self._options, self._clock = path, options, clock
         self._next_look = -1.0
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, ...] | str = ""
 
     def poll(self) -> T | None:
         """Return the settings if the file is new or has changed, otherwise None.
@@ -48,15 +48,22 @@ class WatchedFile(Generic[T]):
         self._next_look = now + INTERVAL_S
         try:
             stat = os.stat(self.path)
-            version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            version = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
             if version == self._seen:
                 return None
             self._seen = version
             with open(self.path, "rb") as file:
-                given = msgspec.json.decode(file.read(), type=dict[str, object])
+                text = file.read()
         except FileNotFoundError:
-            self._seen = None
+            self._seen = ""
             return None
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(self.path, "", f"allowed: a JSON object that can be read: {error}") from None
+        except OSError as error:
+            if str(error) == self._seen:
+                return None
+            self._seen = str(error)
+            raise ConfigError("live settings", self.path, f"the file cannot be read: {error}") from None
+        try:
+            given = msgspec.json.decode(text, type=dict[str, object])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError("live settings", self.path, f"allowed: a JSON object: {error}") from None
         return read_options(self._options, given, self.path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+import threading
 from collections.abc import Callable
 from typing import Annotated, Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -108,6 +109,7 @@ class Kernel:
 
 
 _WAITING: list[Kernel] = []
+_COMPILING = threading.RLock()
 
 
 def compile_all() -> int:
@@ -118,9 +120,10 @@ def compile_all() -> int:
     count = 0
     if _WAITING and not _SHIPPED.is_usable:
         kernel_cache.announce_compilation(_SHIPPED.why_not)
-    while _WAITING:
-        _WAITING.pop().made  # noqa: B018  (the property compiles)
-        count += 1
+    with _COMPILING:
+        while _WAITING:
+            _WAITING.pop().made  # noqa: B018  (the property compiles)
+            count += 1
     return count
 
 

@@ -164,7 +164,7 @@ class KVOffloadManager(OffloadingManager):
         self._call_recorder = call_recorder(options)
         self._live: LiveSettings | None = None
         if options.live_settings is not None:
-            self._live = LiveSettings(options.live_settings, options.policy, options.ram_bytes)
+            self._live = LiveSettings(options.live_settings, options.policy, options.store, options.ram_bytes)
         self._what_if: LiveShadows | None = None
         self._build(USUAL_KEY_BYTES)
 

@@ -211,13 +211,15 @@ class Metrics:
         names = dict.fromkeys([*tenants, *self._tenants_before])
         for tenant in names:
             counts = tenant_values(tenants[tenant]) if tenant in tenants else {}
-            before = self._tenants_before.get(tenant)
-            for name in TENANT_COUNTERS:
-                increase = counts.get(name, 0) - (before or {}).get(name, 0)
-                if before is None or increase > 0:
-                    taken.increase_counter(PREFIX + name, max(0, increase), (tenant,))
             for name in TENANT_GAUGES:
                 self._show(taken, name, counts.get(name, 0), (tenant,))
+            if not counts:
+                continue
+            before = self._tenants_before.get(tenant)
+            for name in TENANT_COUNTERS:
+                increase = counts[name] - (before or {}).get(name, 0)
+                if before is None or increase > 0:
+                    taken.increase_counter(PREFIX + name, max(0, increase), (tenant,))
             self._tenants_before[tenant] = counts
 
     def show_paused(self, taken: OffloadingConnectorStats, is_paused: bool) -> None:

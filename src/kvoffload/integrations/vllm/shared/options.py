@@ -18,7 +18,7 @@ from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.integrations.vllm.shared.tenants import Tenants
+from kvoffload.integrations.vllm.shared.tenants import ONE_OWNER, Tenants
 from kvoffload.settings.layers import OF_ENGINES, gathered
 from kvoffload.settings.read import (
     Count,
@@ -318,6 +318,8 @@ def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
     if options.ram.shared:
         why = "with shared RAM there are no quotas: engines number tenants independently"
         yield ConfigError("tenants", str(options.tenants), why)
+    if options.store == ON_DEVICE_EVICTION:
+        yield ConfigError("tenants", str(options.tenants), ONE_OWNER)
     if options.tenants.min_bytes > options.ram_bytes:
         why = f"the minimums add up to {options.tenants.min_bytes} bytes; ram has {options.ram_bytes}"
         yield ConfigError("tenants", str(options.tenants), why)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.tenants import MAX_TENANTS, Quota
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Size, convert
@@ -69,6 +70,10 @@ class _TenantsParser:
         return TenantOptions(_quotas(field, value))
 
 
+ONE_OWNER = (
+    f"with store {ON_DEVICE_EVICTION} there are no quotas, because dropped blocks belong to no request"
+)
+
 Tenants: TypeAlias = Annotated[TenantOptions, _TenantsParser()]
 
 
@@ -78,6 +83,8 @@ def _quotas(field: str, given: object) -> dict[str, QuotaBytes]:
         raise ConfigError(field, given, f"allowed: {_TenantsParser.allowed}")
     if len(given) >= MAX_TENANTS:
         raise ConfigError(field, len(given), f"allowed: up to {MAX_TENANTS - 1} tenants")
+    if "" in given:
+        raise ConfigError(field, "", "a tenant needs a name")
     return {str(name): _quota(f"{field}.{name}", quota) for name, quota in given.items()}
 
 
