@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import kvoffload
 from kvoffload import ConfigError, KVCache
 from kvoffload.integrations.transformers import PrefixCache, kv_layout
-from kvoffload.integrations.transformers.model import configuration_digest
+from kvoffload.integrations.transformers.model import check_rope, configuration_digest
 from support.disk_blocks import slab_in
 from support.timeouts import HANGS_S
 from support.tiny_models import MODELS, left_padded, model_of, tokens
@@ -41,6 +43,21 @@ def logits(model: Any, ids: torch.Tensor, cache: Any = None, past: int = 0) -> t
     with torch.no_grad():
         result: torch.Tensor = model(ids[:, past:], past_key_values=cache).logits
     return result
+
+
+@contextmanager
+def forward_passes(model: Any) -> Iterator[list[int]]:
+    """Record the number of tokens of each forward pass."""
+    computed: list[int] = []
+
+    def record(_: Any, arguments: Any, options: dict[str, Any]) -> None:
+        computed.append((options["input_ids"] if "input_ids" in options else arguments[0]).shape[1])
+
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield computed
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,10 +114,70 @@ def test_batches_with_different_prefixes_and_padding(name: str) -> None:
             ([tokens(3, seed=7), known[0]], 30),
         ):
             batch = left_padded(rows)
-            with prefix.begin(**batch) as begun:
-                assert begun.num_cached == columns
             expected = model.generate(**batch, **GREEDY)
-            assert torch.equal(prefix.generate(**batch, **GREEDY), expected)
+            with forward_passes(model) as computed:
+                assert torch.equal(prefix.generate(**batch, **GREEDY), expected)
+            assert computed[0] == batch["input_ids"].shape[1] - columns
+
+
+def test_a_batch_with_padding_serves_its_prompts_without_padding() -> None:
+    """`generate` computes KV at positions that do not count padding."""
+    model, rows = model_of("llama"), [tokens(30, seed=1), tokens(17, seed=2)]
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        prefix.generate(**left_padded(rows), **GREEDY)
+        with prefix.begin(rows[1][None]) as batch:
+            assert batch.num_cached == 16
+            found = logits(model, rows[1][None], batch.cache, 16)
+            assert torch.allclose(found, logits(model, rows[1][None])[:, 16:], atol=1e-4)
+
+
+def test_models_that_count_padding_share_kv_only_with_equal_padding() -> None:
+    """Bart takes no ``position_ids``: its positions are columns, with the padding."""
+    model, rows = model_of("bart", decoder_layers=3), [tokens(30, seed=1), tokens(17, seed=2)]
+    batch = left_padded(rows)
+    with opened(model) as cache:
+        prefix, expected = PrefixCache(model, cache), model.generate(**batch, **GREEDY)
+        for columns in (0, 28):
+            with forward_passes(model) as computed:
+                assert torch.equal(prefix.generate(**batch, **GREEDY), expected)
+            assert computed[0] == 30 - columns
+        with prefix.begin(rows[1][None]) as begun:
+            assert begun.num_cached == 0
+
+
+def test_own_loops_have_no_padding() -> None:
+    """A model alone counts columns of padding as positions, and rotates keys by them."""
+    model, rows = model_of("llama"), [tokens(30, seed=1), tokens(17, seed=2)]
+    with opened(model) as cache:
+        prefix, prompt = PrefixCache(model, cache), rows[1][None]
+        with pytest.raises(ConfigError, match=r"attention_mask\[1\]: .*13 columns of padding.*generate"):
+            prefix.begin(**left_padded(rows))
+        with prefix.begin(prompt, torch.ones_like(prompt)) as batch:
+            assert batch.num_cached == 0
+
+
+def test_a_second_store_continues_the_first() -> None:
+    model, full = model_of("llama"), tokens(1, 20)
+    with opened(model) as cache, torch.no_grad():
+        prefix = PrefixCache(model, cache)
+        with prefix.begin(full[:, :8]) as batch:
+            for begin, end, stored in ((0, 12, 12), (12, 20, 8), (20, 20, 0)):
+                if begin < end:
+                    model(full[:, begin:end], past_key_values=batch.cache)
+                assert batch.store(full[:, :end]) == stored
+            with pytest.raises(ConfigError, match=r"sequences\[0\]: .*20 tokens of the last store"):
+                batch.store(tokens(1, 20, seed=1))
+            with pytest.raises(ConfigError, match=r"sequences\[0\]: .*20 tokens of the last store"):
+                batch.store(full[:, :12])
+            with pytest.raises(ConfigError, match=r"sequences.shape: \(2, 20\)"):
+                batch.store(full.repeat(2, 1))
+        never_computed = torch.cat([full[:, :12], full[:, 8:]], 1)
+        for row, columns in ((full, 19), (never_computed, 12)):
+            with prefix.begin(row) as batch:
+                assert batch.num_cached == columns
+                found = logits(model, row, batch.cache, columns)
+                assert torch.allclose(found, logits(model, row)[:, columns:], atol=1e-4)
 
 
 def test_several_answers_and_beams() -> None:
@@ -230,6 +307,56 @@ def test_a_saved_model_has_the_keys_of_the_original(tmp_path: Path) -> None:
 
 
 # ---- refusals
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 16.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0] * 4, "long_factor": [8.0, 6.0, 4.0, 2.0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "named"),
+    [
+        ("llama", {"rope_parameters": DYNAMIC}, "rope_parameters.rope_type: 'dynamic'"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+            "rope_parameters.type: 'dynamic'",
+        ),
+        ("llama", {"rope_parameters": LONG}, "rope_parameters.rope_type: 'longrope'"),
+        (
+            "phi3",
+            {"rope_parameters": LONG, "original_max_position_embeddings": 32},
+            "rope_parameters.rope_type: 'longrope'",
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": DYNAMIC, "sliding_attention": {"rope_type": "default"}}},
+            "rope_parameters.full_attention.rope_type: 'dynamic'",
+        ),
+    ],
+)
+def test_rope_that_depends_on_the_total_length_is_refused(
+    name: str, fields: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        kv_layout(model_of(name, **fields), T)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"text_config": {"rope_scaling": {"type": "dynamic"}}}, "text_config.rope_scaling.type: 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "my_dynamic_ntk"}}, "rope_scaling.rope_type: 'my_dynamic_ntk'"),
+        ({"layers": [{"rope_parameters": {"a": {"type": "longrope"}}}]}, "layers.0.rope_parameters.a.type: "),
+    ],
+)
+def test_rope_is_found_at_every_depth_of_a_configuration(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_rope(fields)
+    check_rope({"type": "dynamic", "rope_scaling": {"type": "linear"}, "rope_parameters": None})
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,25 @@ class PrefixBatch:
     """
 
     def __init__(
-        self, kv_cache: KVCache, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, salt: str
+        self,
+        kv_cache: KVCache,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        salt: str,
+        *,
+        counts_padding: bool = False,
     ) -> None:
-        self._kv_cache, self._salt, self._ids = kv_cache, salt, input_ids
-        self._starts = _starts(input_ids, attention_mask)
+        """Begin a batch.
+
+        Args:
+            counts_padding: the model counts columns of padding as positions, so rows of different padding
+                share no KV.
+        """
+        self._kv_cache, self._ids = kv_cache, input_ids
+        self._starts = first_columns(input_ids, attention_mask)
+        self._prompts = [row[start:].clone() for row, start in zip(input_ids, self._starts, strict=True)]
+        self._salts = [f"{start if counts_padding else 0}/{salt}" for start in self._starts]
+        self._sequences = list(self._prompts)
         self._requests: list[KVRequest] = []
         self._open = ExitStack()
         self.cache, self.num_cached = DynamicCache(), 0
@@ -36,8 +51,8 @@ class PrefixBatch:
     def __enter__(self) -> PrefixBatch:
         with ExitStack() as opened:
             self._requests = [
-                opened.enter_context(self._kv_cache.request(row[start:], salt=self._salt))
-                for row, start in zip(self._ids, self._starts, strict=True)
+                opened.enter_context(self._kv_cache.request(prompt, salt=salt))
+                for prompt, salt in zip(self._prompts, self._salts, strict=True)
             ]
             self._load()
             self._open = opened.pop_all()
@@ -49,27 +64,38 @@ class PrefixBatch:
     def store(self, sequences: torch.Tensor, *, prompts_only: bool = False) -> int:
         """Store the KV in `cache` after a model has extended it; return the number of stored tokens.
 
+        May be called again when `cache` has more columns.
+
         Args:
             sequences: token ids of all rows, prompts and generated tokens. There may be several sequences
                 for each prompt, one after the other, as ``model.generate`` returns them.
-            prompts_only: the rows of `cache` do not belong to the rows of `sequences` beyond the prompts, as
-                after beam search.
+            prompts_only: Store only the prompts. Needed after beam search, which reorders the rows of
+                `cache`.
+
+        Raises: `ConfigError` for sequences that do not continue the prompts and the last call's sequences.
         """
         kv = [(layer.keys, layer.values) for layer in self.cache.layers]
         if not kv:
             return 0
         width, rows = self._ids.shape[1], len(kv[0][0])
+        if not prompts_only and (sequences.ndim != 2 or len(sequences) != rows):
+            raise ConfigError(
+                "sequences.shape", tuple(sequences.shape), f"allowed: ({rows}, tokens), the rows of the cache"
+            )
         computed = min(self.cache.get_seq_length(), width if prompts_only else sequences.shape[1])
         copies, stored = rows // len(self._ids), 0
         for row in range(0, rows, copies if prompts_only else 1):
             number, copy = divmod(row, copies)
-            start, request = self._starts[number], self._requests[number]
+            start, request, known = self._starts[number], self._requests[number], self._sequences[number]
             with ExitStack() as done:
                 if copy:
-                    prompt = self._ids[number, start:]
-                    request = done.enter_context(self._kv_cache.request(prompt, salt=self._salt))
+                    known = self._prompts[number]
+                    request = done.enter_context(self._kv_cache.request(known, salt=self._salts[number]))
                 if not prompts_only:
-                    request.extend(sequences[row, width:])
+                    sequence = sequences[row, start:]
+                    request.extend(_continuation(sequence, known, f"sequences[{row}]"))
+                    if not copy:
+                        self._sequences[number] = sequence.clone()
                 stored += request.store_from(kv, row=row, start=start, num_tokens=max(0, computed - start))
         return stored
 
@@ -101,7 +127,19 @@ class PrefixBatch:
             self.cache.update(*(tensor[:, :, :count] for tensor in tensors), layer)
 
 
-def _starts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+def _continuation(sequence: torch.Tensor, known: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the tokens after the known ones. Raises `ConfigError` if the sequence begins differently."""
+    begin = sequence[: len(known)].to(known.device)
+    if len(begin) < len(known) or not bool((begin == known).all()):
+        raise ConfigError(
+            name,
+            f"{len(sequence)} other tokens",
+            f"allowed: sequences that begin with the {len(known)} tokens of the last store (or the prompt)",
+        )
+    return sequence[len(known) :]
+
+
+def first_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
     """Return the column of each row's first token. Raises `ConfigError` unless padding is on the left."""
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ConfigError("input_ids.shape", tuple(input_ids.shape), "allowed: (batch, tokens)")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     """Return the layout of a model's KV, from a forward pass of one token.
 
     Raises: `ConfigError` for a model whose KV is not a key and a value for each token and layer:
-    encoder-decoders, linear attention, paged attention.
+    encoder-decoders, linear attention, paged attention, rope that depends on the total length.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")
     if str(getattr(model.config, "_attn_implementation", "")).startswith("paged"):
         attention = model.config._attn_implementation
         raise ConfigError("attn_implementation", attention, "allowed: any but paged (continuous batching)")
+    check_rope(model.config.to_dict())
     with torch.no_grad():
         made = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
     cache = getattr(made, "past_key_values", None)
@@ -51,3 +53,35 @@ def configuration_digest(model: Any) -> str:
     """Return a digest of a model's configuration: rope, windows, norms and the others change KV."""
     fields = {k: v for k, v in model.config.to_dict().items() if k not in _WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -> None:
+    """Refuse types of rope that compute the KV of a token from the length of the whole sequence.
+
+    Args:
+        fields: a configuration as a dict, or a part of it.
+        path: name of this part.
+        in_rope: below a field such as ``rope_parameters``, where older configurations have ``type``.
+
+    Raises: `ConfigError` that names the field.
+    """
+    for name, value in _items(fields):
+        where = f"{path}.{name}"
+        is_type = name == "rope_type" or (in_rope and name == "type")
+        if is_type and isinstance(value, str) and ("dynamic" in value or value in ("longrope", "su")):
+            raise ConfigError(
+                where,
+                value,
+                "allowed: types whose KV does not depend on the total length, such as default, yarn",
+            )
+        check_rope(value, where, in_rope or name.startswith("rope_"))
+
+
+def _items(fields: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(fields, dict):
+        return ((str(name), value) for name, value in fields.items())
+    return (
+        ((str(number), value) for number, value in enumerate(fields))
+        if isinstance(fields, list | tuple)
+        else ()
+    )

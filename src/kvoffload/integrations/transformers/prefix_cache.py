@@ -9,7 +9,7 @@ import torch
 
 from kvoffload.cache.cache import KVCache
 from kvoffload.errors import ConfigError
-from kvoffload.integrations.transformers.batch import PrefixBatch
+from kvoffload.integrations.transformers.batch import PrefixBatch, first_columns
 from kvoffload.integrations.transformers.model import configuration_digest, kv_layout
 
 _REFUSED = {
@@ -53,10 +53,21 @@ class PrefixCache:
         ``model(...)`` or ``model.generate``.
 
         Args:
-            input_ids: prompts, padded on the left; shape ``(batch, tokens)``.
+            input_ids: prompts of equal length; shape ``(batch, tokens)``.
+            attention_mask: all ones, if given. Without ``position_ids`` a model counts padding as positions,
+                and its KV would be wrong in other batches.
             salt: prompts of different salts share no KV: a tenant.
+
+        Raises: `ConfigError` for padding.
         """
-        return PrefixBatch(self._cache, input_ids, attention_mask, f"{self._digest}/{salt}")
+        for row, start in enumerate(first_columns(input_ids, attention_mask)):
+            if start:
+                raise ConfigError(
+                    f"attention_mask[{row}]",
+                    f"{start} columns of padding",
+                    "allowed: none in begin(); use generate(), or prompts of equal length",
+                )
+        return self._batch(input_ids, None, salt)
 
     def generate(
         self, inputs: torch.Tensor | None = None, *arguments: Any, salt: str = "", **options: Any
@@ -71,7 +82,7 @@ class PrefixCache:
             raise ConfigError("input_ids", None if ids is None else type(ids).__name__, "give token ids")
         config = arguments[0] if arguments else options.get("generation_config")
         self._check(ids, config, options)
-        with self.begin(ids, options.get("attention_mask"), salt=salt) as batch:
+        with self._batch(ids, options.get("attention_mask"), salt) as batch:
             beams, answers = (self._setting(name, config, options) or 1 for name in _COPIES)
             if batch.num_cached and max(beams, answers) > 1:
                 batch.cache.batch_repeat_interleave(max(beams, answers))
@@ -79,6 +90,12 @@ class PrefixCache:
             sequences = output if isinstance(output, torch.Tensor) else output.sequences
             batch.store(sequences, prompts_only=beams > 1)
         return output
+
+    def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
+        """Return a batch. ``model.generate`` leaves padding out of the positions, if the model takes them."""
+        counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
+        salt = f"{self._digest}/{salt}"
+        return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
 
     def _check(self, ids: torch.Tensor, config: Any, options: dict[str, Any]) -> None:
         for name, why in _REFUSED.items():
