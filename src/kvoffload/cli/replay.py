@@ -37,7 +37,7 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import Injection, parse_injection
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
-from kvoffload.settings.read import ANY_TRACE, Count, Size, parse_capacity
+from kvoffload.settings.read import ANY_TRACE, Size, parse_capacity
 from kvoffload.sweep.grid import device_blocks
 from kvoffload.text import size
 from kvoffload.tiers.memory import available_bytes
@@ -45,7 +45,7 @@ from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.traces.sources import block_tokens_of
 from kvoffload.traces.trace import Trace
 from kvoffload.whatif import WhatIf
-from kvoffload.whatif.setting import WhatIfParser
+from kvoffload.whatif.setting import OneIn, WhatIfParser
 from kvoffload.whatif.shadows import ONE_IN
 
 
@@ -139,7 +139,7 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         "capacity=2 (twice the capacity), or several separated by commas. May be repeated.",
         metavar="SETTING",
     )
-    what_if_sample: Count = option(ONE_IN, "Sample one block in N for --what-if.", show_default=True)
+    what_if_sample: OneIn = option(ONE_IN, "Sample one block in N for --what-if.", show_default=True)
     as_recorded: bool = option(
         False, "TRACE is a recording of calls (NAME.calls): repeat them and compare every decision."
     )

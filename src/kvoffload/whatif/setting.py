@@ -11,12 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeAlias
 
+import msgspec
+
 from kvoffload.core.admission import AdmissionName
 from kvoffload.core.policy import PolicyName
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.settings.read import Factor, option_names, within
 
 MOST_SETTINGS = 8
+MOST_CAPACITY = 100.0
+MOST_ONE_IN = 1 << 16
+OneIn: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MOST_ONE_IN)]
+"""Type of an option for the sampling rate: one block in this many is sampled."""
 CURRENT = "current"
 """Label of the shadow with the serving manager's own settings."""
 
@@ -28,7 +34,7 @@ class WhatIf:
     Attributes:
         policy: another eviction policy.
         admission: another admission rule.
-        capacity: factor of the capacity of RAM.
+        capacity: factor of the capacity of RAM, at most `MOST_CAPACITY`.
     """
 
     policy: PolicyName | None = None
@@ -45,7 +51,7 @@ class WhatIf:
 
 
 class WhatIfParser:
-    """Parser of a list of settings. Each setting changes something, and no two are equal."""
+    """Parser of a list of settings. Each setting changes something, and no two have one label."""
 
     allowed = (
         f'1 to {MOST_SETTINGS} settings with policy, admission or capacity: [{{"policy": "hazard"}}, '
@@ -61,8 +67,9 @@ class WhatIfParser:
         for number, item in enumerate(given):
             with problems:
                 setting = self._setting(f"{field}[{number}]", item)
-                if setting in settings:
-                    raise ConfigError(f"{field}[{number}]", setting.label, "it is given twice; give it once")
+                if setting.label in [other.label for other in settings]:
+                    why = "a setting with this label is given twice; give it once"
+                    raise ConfigError(f"{field}[{number}]", setting.label, why)
                 settings.append(setting)
         problems.check()
         return tuple(settings)
@@ -89,6 +96,9 @@ class WhatIfParser:
         setting = within(field, WhatIf, value) if isinstance(value, Mapping) else value
         if not isinstance(setting, WhatIf):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
+        if setting.capacity > MOST_CAPACITY:
+            why = f"allowed: a number more than 0 and up to {MOST_CAPACITY:g}"
+            raise ConfigError(f"{field}.capacity", setting.capacity, why)
         if setting.label == CURRENT:
             raise ConfigError(field, value, f"it changes nothing; allowed: {self.allowed}")
         return setting

@@ -34,6 +34,7 @@ from kvoffload.settings.read import (
 )
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
 from kvoffload.whatif import WhatIfs
+from kvoffload.whatif.setting import OneIn
 
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
@@ -222,7 +223,7 @@ class VLLMOptions:
     live_settings: str | None = None
     tenants: Tenants | None = None
     what_if: WhatIfs = ()
-    what_if_sample: Count | None = None
+    what_if_sample: OneIn | None = None
 
     @property
     def ram_bytes(self) -> int:
