@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.traces.sources import load_trace
 from kvoffload.whatif import WhatIf
 from support.run_cli import kvoffload
@@ -35,6 +36,16 @@ def test_shadows_change_no_decision() -> None:
     plain, tried = Replay(trace, CONFIG).run(), Replay(trace, CONFIG, what_if=SETTINGS).run()
     assert plain.decisions_sha256 == tried.decisions_sha256
     assert (plain.what_if, plain.what_if_sample, tried.what_if_sample) == ([], 0, 8)
+
+
+def test_behind_ram_with_tiers_policies_refuse_as_in_the_replay() -> None:
+    trace = load_trace("chat").of_requests(range(50))  # type: ignore[arg-type]
+    config = replace(CONFIG, policy="hazard", tiers=(SimulatedOptions(capacity="900"),))
+    replay = Replay(trace, config, what_if=SETTINGS)
+    assert replay._tiered is not None
+    assert not replay._tiered.ram_manager.refuses_unasked
+    assert replay._shadows is not None
+    assert not any(shadow.manager.refuses_unasked for shadow in replay._shadows._shadows)
 
 
 def test_the_command_shows_every_setting() -> None:
@@ -70,6 +81,10 @@ def test_the_command_shows_every_setting() -> None:
             "store: 'on-device-eviction' is invalid; with --what-if allowed: on-compute",
         ),
         (("--what-if", "capacity=2", "--what-if-sample", "0"), "what-if-sample: 0 is invalid"),
+        (
+            ("--what-if", "capacity=2", "--what-if-sample", "100000"),
+            "what-if-sample: 100000 is invalid; allowed: a whole number from 1 to 65536",
+        ),
     ],
 )
 def test_mistakes_are_one_message(arguments: tuple[str, ...], message: str) -> None:

@@ -37,10 +37,11 @@ def test_the_policy_changes_in_a_serving_engine(
     steps_during = 0
     step = live_settings.LiveSettings.step
 
-    def counted(live: Any) -> None:
+    def counted(live: Any) -> str:
         nonlocal steps_during
-        step(live)
+        policy = step(live)
         steps_during += core.advance_policy_change(0)
+        return policy
 
     monkeypatch.setattr(live_settings.LiveSettings, "step", counted)
     seeds, deadline = itertools.count(), time.monotonic() + PATIENCE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.settings import watched
+from support.vllm_traffic import PATIENCE_S, note_position
 from support.vllm_world import World, base, key
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]
@@ -21,6 +24,7 @@ SETTINGS = [{"policy": "hazard"}, {"capacity": 4.0}]
 def reported(manager: Any) -> dict[str, dict[str, float]]:
     """Return the gauges of the next report: name -> setting -> value."""
     manager.metrics.interval_s, manager._what_if._reported_s = 0.0, -1e9
+    manager._what_if.shadows.work()
     values = vars(manager.get_stats())["data"]["data"]
     return {
         name: {labels[0]: value for labels, value in values.get(f"{PREFIX}{name}", {}).items()}
@@ -69,6 +73,58 @@ def test_the_current_setting_is_estimated_exactly_without_sampling(tmp_path: Pat
     assert all(0 < error < 1 for error in found["what_if_hit_ratio_error"].values())
 
 
+def test_blocks_that_are_only_stored_are_not_looked_up(tmp_path: Path) -> None:
+    """Two requests look up 10 blocks and store 40, of which 30 were generated."""
+    rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
+    for session in (0, 1000):
+        for name in ("first", "again"):
+            keys = [key(session + number) for number in range(40)]
+            ctx = rig.request(f"{name}{session}", keys[:10])
+            if hits := rig.manager.lookup_prefix(keys[:10], ctx)[0]:
+                rig.manager.prepare_load(keys[:hits], ctx)
+            rig.manager.on_schedule_end(base.ScheduleEndContext([ctx.req_id], []))
+            rig.manager.complete_load({*keys[:hits]}, ctx)
+            for position, block_key in enumerate(keys[10:], 11):
+                note_position(ctx, block_key, position)
+            output = rig.store(ctx, keys)
+            rig.manager.complete_store({*output.keys_to_store}, ctx)
+            rig.manager.on_request_finished(ctx)
+    assert reported(rig.manager)["what_if_hit_ratio"]["current"] == 0.5
+    assert rig.manager._what_if.shadows.num_looked_up == 40
+
+
+def test_several_groups_look_up_the_blocks_of_the_path_before_they_run(tmp_path: Path) -> None:
+    rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
+    groups = [[key(number, group) for number in range(10)] for group in (0, 1)]
+    ctx = rig.request("a", [*groups[0], *groups[1]], groups=2)
+    assert [rig.manager.lookup_prefix(keys, ctx)[0] for keys in groups] == [0, 0]
+    rig.manager.on_schedule_end(base.ScheduleEndContext(["a"], []))
+    output = rig.store(ctx, [*groups[0], *groups[1], *(key(number) for number in range(10, 20))])
+    rig.manager.complete_store({*output.keys_to_store}, ctx)
+    rig.manager.on_request_finished(ctx)
+    assert reported(rig.manager)["what_if_hit_ratio"]["current"] == 0.0
+    assert rig.manager._what_if.shadows.num_looked_up == 20
+
+
+def test_shadows_follow_a_change_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "INTERVAL_S", 0.0)
+    path = tmp_path / "live.json"
+    rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1, live_settings=str(path))
+    traffic(rig, at_once=True, count=20)
+    path.write_text('{"policy": "sieve"}')
+    deadline, before = time.monotonic() + PATIENCE_S, rig.manager._what_if.shadows
+    while rig.manager._what_if.shadows is before:
+        assert time.monotonic() < deadline
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert rig.manager.core.policy.name == "sieve"
+    shadows = rig.manager._what_if.shadows
+    names = [shadow.manager.policy.name for shadow in shadows._shadows]
+    assert names == ["sieve", "hazard", "sieve"]
+    assert shadows.num_looked_up == 0
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert rig.manager._what_if.shadows is shadows, "one change, one restart"
+
+
 def test_a_reset_forgets_the_shadows_blocks(tmp_path: Path) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
     keys = [*map(key, range(10))]
@@ -103,7 +159,12 @@ def test_without_the_option_there_are_no_shadows(tmp_path: Path) -> None:
     ("given", "named"),
     [
         ({"what_if": [{"policy": "hazardd"}]}, ["what_if[0].policy", "hazardd", "did you mean hazard?"]),
-        ({"what_if": "capacity=2", "what_if_sample": 0}, ["what_if_sample", "0", "1 or more"]),
+        ({"what_if": "capacity=2", "what_if_sample": 0}, ["what_if_sample", "0", "from 1 to 65536"]),
+        (
+            {"what_if": "capacity=2", "what_if_sample": 100_000},
+            ["what_if_sample", "100000", "from 1 to 65536"],
+        ),
+        ({"what_if": [{"capacity": 1e9}]}, ["what_if[0].capacity", "1000000000.0", "up to 100"]),
         ({"what_if": "capacity=2", "store": "on-device-eviction"}, ["what_if", "capacity=2", "on-compute"]),
         ({"what_if": "capacity=2", "ram": "1GiB,shared=node"}, ["what_if", "capacity=2", "shared"]),
     ],

@@ -88,6 +88,8 @@ def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SET
             shadows.finished(ctx)
             if shadows.is_due:
                 shadows.work()
+    for shadows in samples:
+        shadows.work()
     return Beside([shadows.estimates() for shadows in samples], true)
 
 

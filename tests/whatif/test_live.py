@@ -12,8 +12,8 @@ from kvoffload.whatif import Estimate, Shadows, WhatIf
 from kvoffload.whatif.live import PERIOD_S, REPORT_S, LiveShadows, advice, usual_one_in
 
 LOG = logging.getLogger("kvoffload.test_what_if")
-NUM_KEYS = 300
-"""Keys of a loop: under LRU nothing hits in less room."""
+NUM_KEYS = 320
+"""Keys of a loop: under LRU nothing hits in less room. A multiple of `ENOUGH_WAITING`, so that none waits."""
 
 
 def made(settings: tuple[WhatIf, ...] = (WhatIf(capacity=2),)) -> tuple[OffloadingManager, LiveShadows]:
@@ -28,6 +28,53 @@ def loop(manager: OffloadingManager, live: LiveShadows, rounds: int = 4) -> None
         manager.finish_request(ctx)
         live.finished(ctx)
         live.work()
+
+
+def test_a_report_serves_no_waiting_request() -> None:
+    """The next steps serve the requests, a bounded number of blocks each."""
+    manager, live = made()
+    shadows = live.shadows
+    assert shadows is not None
+    for number in range(10):
+        ctx = manager.begin_request("", [(300 * number + row).to_bytes(32, "little") for row in range(40)])
+        manager.lookup([(300 * number).to_bytes(32, "little")], ctx)
+        manager.finish_request(ctx)
+        live.finished(ctx)
+    live.work()
+    assert live.due(REPORT_S) == []
+    assert (len(shadows._waiting), shadows.num_looked_up) == (10, 0)
+    live.work(100)
+    assert len(shadows._waiting) == 7
+    live.work(100)
+    live.work(100)
+    live.work(100)
+    assert (len(shadows._waiting), shadows.num_looked_up) == (0, 400)
+    live.finished(ctx)
+    live.work()
+    assert len(shadows._waiting) == 1, "a few requests wait for the next report"
+    assert [estimate.hit_ratio for estimate in live.due(2 * REPORT_S)] == [0.0, 0.0]
+
+
+def test_a_restart_begins_new_counts_and_a_new_period(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    manager, live = made()
+    loop(manager, live)
+    live.restart(lambda: Shadows((WhatIf(capacity=2),), 200, policy="sieve", one_in=1), PERIOD_S - 1)
+    assert live.due(PERIOD_S + REPORT_S) == []
+    loop(manager, live)
+    found = live.due(PERIOD_S + 2 * REPORT_S)
+    assert [estimate.setting for estimate in found] == ["current", "capacity=2"]
+    assert found[1].is_better
+    assert not caplog.records, "no advice before the end of the new period"
+
+
+def test_an_error_of_a_restart_stops_the_shadows_only(caplog: pytest.LogCaptureFixture) -> None:
+    _, live = made()
+    live.restart(lambda: Shadows((), 200, policy="nonsense"), 1.0)
+    assert live.shadows is None
+    assert "what_if has stopped after an internal error: " in caplog.text
+    live.restart(lambda: Shadows((WhatIf(capacity=2),), 200), 2.0)
+    assert live.shadows is None
 
 
 def test_estimates_are_due_after_ten_seconds() -> None:

@@ -85,3 +85,19 @@ def test_memory_is_used_again() -> None:
         keys = keys_of(rng, length)
         sampled.take(manager.begin_request("", keys), 2, 0)
         assert [*sampled.request.keys()] == sample(manager, keys, 2)
+
+
+def test_blocks_that_are_only_stored_are_not_looked_up() -> None:
+    manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(7), 100)
+    ctx, sampled = manager.begin_request("", keys), Sampled(KEY_BYTES)
+    sampled.take(ctx, 1, 0, 30, 50)
+    assert (sampled.first, sampled.end, sampled.num_looked_up, sampled.num_blocks) == (30, 50, 20, 100)
+    sampled.take(ctx, 1, 0, 30, 101)
+    assert (sampled.first, sampled.end, sampled.num_looked_up, sampled.num_blocks) == (30, 100, 70, 100)
+    sampled.take(ctx, 1, 0, 30, 20)
+    assert (sampled.first, sampled.end, sampled.num_looked_up, sampled.num_blocks) == (30, 30, 0, 100)
+    sampled.take(ctx, 4, 0, 30, 50)
+    chosen = sampled.request.keys()
+    assert sampled.first == len([key for key in chosen if key in {*keys[:30]}])
+    assert sampled.end == len([key for key in chosen if key in {*keys[:50]}])
+    assert sampled.num_looked_up == 20

@@ -13,7 +13,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, BlockwisePolicy
 from kvoffload.errors import ConfigError
 from kvoffload.whatif import Shadows, WhatIf
-from kvoffload.whatif.shadows import MOST_WAITING
+from kvoffload.whatif.shadows import ENOUGH_BLOCKS, MOST_WAITING
 
 KEY_BYTES = 32
 ENDS = (NO_HINTS, Hints(finish_reason="stop"), Hints(finish_reason="tool_calls", priority=1))
@@ -59,6 +59,7 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
         looked_up, hit = looked_up + max(0, len(keys) - on_device), hit + hits
         if shadows.is_due:
             shadows.work()
+    shadows.work()
     current, larger = shadows.estimates()
     assert shadows.num_looked_up == looked_up
     assert current.hit_ratio == pytest.approx(hit / looked_up)
@@ -69,6 +70,27 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
         assert getattr(ours, name) == getattr(theirs, name), name
     assert {*manager.index.keys_at(manager.slots.ready())} == {*shadow.index.keys_at(shadow.slots.ready())}
     assert ours.policy == theirs.policy
+
+
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("admission", ["all", "reuse:2"])
+def test_blocks_that_are_only_stored_are_no_misses(policy: str, admission: str) -> None:
+    """With an admission rule a shadow runs a life by calls, otherwise in a kernel."""
+    manager = OffloadingManager(500, policy=policy, admission=admission)
+    shadows = Shadows([WhatIf(capacity=2)], 500, policy=policy, admission=admission, one_in=1)
+    looked_up = hit = 0
+    for keys, on_device, hints in traffic(3, 200):
+        asked = keys[on_device : on_device + 10]
+        ctx = manager.begin_request("", keys, hints=hints.at_begin)
+        hit, looked_up = hit + manager.lookup(asked, ctx).num_ready, looked_up + len(asked)
+        plan = manager.prepare_store(keys, ctx)
+        if plan is not None:
+            manager.complete_store(plan)
+        manager.finish_request(ctx, hints=hints)
+        shadows.finished(ctx, on_device, on_device + 10)
+    shadows.work()
+    assert shadows.num_looked_up == looked_up
+    assert shadows.estimates()[0].hit_ratio == pytest.approx(hit / looked_up)
 
 
 class Newest(BlockwisePolicy):
@@ -105,10 +127,13 @@ class Failing(Newest):
         raise RuntimeError("boom")
 
 
-def run(shadows: Shadows, count: int = 200) -> None:
+def run(shadows: Shadows, count: int = 200, *, serves: bool = True) -> None:
+    """Report requests; with `serves` the shadows serve each at once."""
     manager = OffloadingManager(100)
     for keys, on_device, hints in traffic(2, count):
         shadows.finished(serve(manager, keys, on_device, hints)[0])
+        if serves:
+            shadows.work()
 
 
 def test_policies_in_python_are_served_by_calls() -> None:
@@ -145,17 +170,80 @@ def test_without_the_current_setting_there_is_no_estimate() -> None:
 
 def test_errors_of_other_callers_are_raised() -> None:
     shadows = Shadows([WhatIf(policy="lru")], 100, policy=Failing, one_in=2)
-    run(shadows)
+    run(shadows, serves=False)
     with pytest.raises(RuntimeError, match="boom"):
         shadows.work()
 
 
 def test_work_is_bounded_and_deferred() -> None:
     shadows = Shadows([WhatIf(capacity=2)], 100, one_in=1)
-    run(shadows, 40)
+    run(shadows, 40, serves=False)
     waiting = [sampled.num_blocks for sampled in shadows._waiting]
     shadows.work(most_blocks=waiting[0] + 1)
     assert [sampled.num_blocks for sampled in shadows._waiting] == waiting[2:]
+
+
+def test_long_requests_are_due_before_there_are_many() -> None:
+    shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
+    keys = [number.to_bytes(32, "little") for number in range(ENOUGH_BLOCKS // 2)]
+    for number in range(3):
+        assert shadows.is_due == (number == 2)
+        shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
+    shadows.work(1)
+    assert shadows.is_due
+    shadows.work(1)
+    assert not shadows.is_due
+    shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
+    shadows.reset()
+    shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
+    assert not shadows.is_due
+
+
+def test_estimates_and_rotations_serve_no_waiting_request() -> None:
+    """Hits and looked-up blocks are of the same requests, whether or not these have sampled blocks."""
+    shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=2), OffloadingManager(100)
+    requests = [[number.to_bytes(32, "little")] for number in range(40)]
+    for keys in requests:
+        shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
+    num_waiting, counted = len(shadows._waiting), shadows.num_looked_up
+    assert 0 < num_waiting < 40
+    shadows.estimates()
+    shadows.rotate()
+    assert (len(shadows._waiting), shadows.num_looked_up) == (num_waiting, counted)
+    assert counted < 10, "of requests without sampled blocks, before the first request that waits"
+    shadows.work()
+    assert shadows.num_looked_up == 40
+
+
+def test_waiting_requests_that_a_reset_forgets_are_not_counted() -> None:
+    shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
+    shadows.finished(serve(manager, [bytes(32)], 0, NO_HINTS)[0])
+    shadows.reset()
+    shadows.work()
+    assert (shadows.num_looked_up, shadows.estimates()) == (0, [])
+
+
+@pytest.mark.parametrize(("policy", "refuses"), [("hazard", False), ("hazard,write_cost=1", True)])
+def test_behind_a_manager_with_tiers_only_a_policy_with_a_write_cost_refuses(
+    policy: str, refuses: bool
+) -> None:
+    settings = [WhatIf(policy=policy), WhatIf(capacity=2)]
+    shadows = Shadows(settings, 100, policy=policy, one_in=1, refuses_unasked=False)
+    assert [shadow.manager.policy_may_refuse for shadow in shadows._shadows] == [refuses] * 3
+    unlimited = Shadows(settings, 100, policy=policy, one_in=1)
+    assert [shadow.manager.policy_may_refuse for shadow in unlimited._shadows] == [True] * 3
+
+
+def test_refusals_are_those_of_a_serving_manager_with_tiers() -> None:
+    manager = OffloadingManager(60, policy="hazard")
+    manager.refuse_only_if_asked()
+    shadows = Shadows([WhatIf(capacity=2)], 60, policy="hazard", one_in=1, refuses_unasked=False)
+    for keys, on_device, hints in traffic(4, 300):
+        shadows.finished(serve(manager, keys, on_device, hints)[0])
+    shadows.work()
+    ours, theirs = manager.stats(), shadows._shadows[0].manager.stats()
+    assert (ours.stored, ours.evicted, ours.refused) == (theirs.stored, theirs.evicted, theirs.refused)
+    assert ours.refused == 0
 
 
 def test_requests_without_room_are_left_out() -> None:
@@ -164,6 +252,7 @@ def test_requests_without_room_are_left_out() -> None:
     for _ in range(MOST_WAITING + 3):
         shadows.finished(serve(manager, [key], 0, NO_HINTS)[0])
     assert shadows.num_left_out == 3
+    shadows.work()
     current, _ = shadows.estimates()
     assert shadows.num_looked_up == MOST_WAITING
     assert current.hit_ratio == 1 - 1 / MOST_WAITING
@@ -173,11 +262,14 @@ def test_estimates_are_of_the_last_two_periods() -> None:
     shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
     first, second = bytes(32), bytes([1]) * 32
     shadows.finished(serve(manager, [first], 0, NO_HINTS)[0])
+    shadows.work()
     shadows.rotate()
     shadows.finished(serve(manager, [first], 0, NO_HINTS)[0])
+    shadows.work()
     assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.5, 0.5]
     shadows.rotate()
     shadows.finished(serve(manager, [second], 0, NO_HINTS)[0])
+    shadows.work()
     assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.5, 0.5]
     shadows.rotate()
     assert [estimate.hit_ratio for estimate in shadows.estimates()] == [0.0, 0.0]

@@ -903,7 +903,7 @@ def abandon(cache: Cache, new: Entering) -> None:
 
 @kernel
 def live(
-    cache: Cache, path: Path, new: Entering, first: int, label: int, end_label: int, missed: I64Array
+    cache: Cache, path: Path, new: Entering, asked: int, label: int, end_label: int, missed: I64Array
 ) -> int:
     """Run the whole life of a request: look up, store the missing blocks at once, finish.
 
@@ -911,30 +911,31 @@ def live(
     `prepare_store`, `become_ready` and `finish` on a new path with the same keys.
 
     Args:
-        path: the keys of the request; everything else that an earlier life left on the path is cleared.
+        path: the keys of the request, with `on_device` leading blocks that are not looked up; everything else
+            that an earlier life left on the path is cleared.
         new: room for all blocks of the path, used again for every life. Its `admitted` is 1 if the policy
             may refuse no block.
-        first: number of leading blocks that are not looked up.
+        asked: end of the looked-up blocks, which begin at `on_device`. Later blocks are only stored.
         label, end_label: numbers of the request's hints before and after its end.
         missed: counts by `group_of` to which the looked-up blocks that are not ready are added.
 
     Returns:
-        The number of leading ready blocks from `first` on, or an error of `prepare_store`.
+        The number of leading ready looked-up blocks, or an error of `prepare_store`.
     """
     records, count = path.records, path.length
     for position in range(count):
         records[position, HINT] = records[position, FLAGS] = np.uint64(0)
         path.positions[position] = position
     path.observed = path.num_expected = path.foreseen = path.used.count = 0
-    path.was_asked, path.on_device, path.label = 1, first, label
-    end = first
-    while end < count:
-        _prefetch(cache.index, path, count, end)
+    path.was_asked, path.label = 1, label
+    end = path.on_device
+    while end < asked:
+        _prefetch(cache.index, path, asked, end)
         slot = _slot_of(cache, path, end)
         if slot == ABSENT or cache.slots.ref_cnt[slot] == WRITING:
             break
         end += 1
-    for position in range(end, count):
+    for position in range(end, asked):
         missed[group_of(records[position, HASH], missed.shape[0])] += 1
     new.num_free = new.num_given = new.num_dropped = new.num_refused = new.number = 0
     stored = _offer_rows(cache, path, count, new, False)
@@ -948,7 +949,7 @@ def live(
         return stored
     path.label = end_label
     _finish(cache, path, False)
-    return end - first
+    return end - path.on_device
 
 
 @kernel

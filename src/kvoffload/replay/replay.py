@@ -172,6 +172,7 @@ def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], on
         admission=config.admission,
         one_in=one_in,
         most_blocks=trace.unique_blocks,
+        refuses_unasked=not config.tiers,
     )
 
 
@@ -530,8 +531,15 @@ class Replay:
             routing=config.routing if config.instances > 1 else "",
             hit_blocks_of_others=self._engines.hit_blocks_of_others,
             what_if_sample=0 if self._shadows is None else self._shadows.one_in,
-            what_if=[] if self._shadows is None else [*map(WhatIfReport.of, self._shadows.estimates())],
+            what_if=self._what_if_reports(),
         )
+
+    def _what_if_reports(self) -> list[WhatIfReport]:
+        """Serve the waiting requests in the shadows, and create the reports of the settings."""
+        if self._shadows is None:
+            return []
+        self._shadows.work()
+        return [*map(WhatIfReport.of, self._shadows.estimates())]
 
     def _tier_reports(self) -> list[TierReport]:
         """Create the reports of RAM, then of the tiers behind RAM."""

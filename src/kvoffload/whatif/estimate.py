@@ -1,8 +1,8 @@
 """Estimates of hit ratios from the misses in a sample, with their errors.
 
 The number of misses is estimated, not the hits: sampled misses times the sampling factor, over *all*
-looked-up blocks. A few blocks that every request has, such as a system prompt, would make the share of
-sampled hits useless, but they are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
+looked-up blocks. The share of sampled hits depends on whether a block of the system prompt is in the sample.
+Misses do not, because such blocks are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
 
 An error is half the width of a 95 % interval. It has three independent parts:
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvoffload.core.request import RequestContext
 from kvoffload.whatif.estimate import Estimate
@@ -42,6 +42,7 @@ class LiveShadows:
         self._shadows: Shadows | None = shadows
         self._log = log
         self._period_from_s, self._reported_s = now_s, now_s
+        self._is_clearing = False
         shadows.on_failure = self.fail
 
     @property
@@ -53,17 +54,33 @@ class LiveShadows:
         """Log the failure of a setting, whose shadow was removed."""
         self._log.error("kvoffload: what_if %s has failed and is left out: %r", label, error)
 
-    def finished(self, ctx: RequestContext, num_skipped: int = -1) -> None:
+    def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
         """Report a finished request, see `Shadows.finished`."""
         if self._shadows is not None:
             with self._contained():
-                self._shadows.finished(ctx, num_skipped)
+                self._shadows.finished(ctx, num_skipped, asked_end)
 
-    def work(self) -> None:
-        """Serve waiting requests, if there are enough, for a bounded time. Call it once a step."""
-        if self._shadows is not None and self._shadows.is_due:
+    def restart(self, make: Callable[[], Shadows], now_s: float) -> None:
+        """Replace the shadows, for instance after a change of the serving manager's policy.
+
+        Counts and the period begin again. Shadows that an error has stopped are not replaced.
+        """
+        if self._shadows is not None:
             with self._contained():
-                self._shadows.work(MOST_BLOCKS)
+                self._shadows = make()
+                self._shadows.on_failure = self.fail
+                self._period_from_s, self._reported_s = now_s, now_s
+
+    def work(self, most_blocks: int = MOST_BLOCKS) -> None:
+        """Serve waiting requests, for a bounded time. Call it once a step.
+
+        Requests wait until there are enough, or until the next report: the steps after a report serve all.
+        """
+        shadows = self._shadows
+        if shadows is not None and (self._is_clearing or shadows.is_due):
+            with self._contained():
+                shadows.work(most_blocks)
+                self._is_clearing = self._is_clearing and shadows.is_waiting
 
     def reset(self) -> None:
         """Forget all blocks, as the serving manager does."""
@@ -74,12 +91,14 @@ class LiveShadows:
     def due(self, now_s: float) -> list[Estimate]:
         """Return new estimates, if they are due; otherwise, and before any lookup, an empty list.
 
+        Estimates include the requests that `work` has served.
+
         At the end of a period the log gets advice if a setting is better than the current one by more than
         its error.
         """
         if self._shadows is None or now_s - self._reported_s < REPORT_S:
             return []
-        self._reported_s = now_s
+        self._reported_s, self._is_clearing = now_s, self._shadows.is_waiting
         found = list[Estimate]()
         with self._contained():
             found = self._shadows.estimates()

@@ -41,7 +41,7 @@ class Shadow:
         setting: the changes of the serving manager's settings.
         capacity_blocks: slots of the serving manager. The shadow has `one_in` times fewer.
         most_slots: limit of the shadow's slots.
-        policy, admission, key_bytes: of the serving manager, as for `OffloadingManager`.
+        policy, admission, key_bytes, refuses_unasked: of the serving manager, as for `OffloadingManager`.
 
     Attributes:
         manager: the shadow's manager.
@@ -60,6 +60,7 @@ class Shadow:
         key_bytes: int,
         policy: str | type[EvictionPolicy],
         admission: str | type[Admission] | None,
+        refuses_unasked: bool = True,
     ) -> None:
         self.setting = setting
         slots = round(capacity_blocks * setting.capacity / one_in)
@@ -71,6 +72,8 @@ class Shadow:
             policy=setting.policy or policy,
             admission=create_admission(rule, key_bytes, slots),
         )
+        if not refuses_unasked:
+            self.manager.refuse_only_if_asked()
         self.missed = np.zeros(GROUPS, np.int64)
         self._before = np.zeros(GROUPS, np.int64)
         self._labels, self._numbers = Labels(), {NO_HINTS: (0, 0)}
@@ -89,7 +92,7 @@ class Shadow:
             Entering.over(self._new).admitted = not self.manager.policy_may_refuse
         label, end_label = self._numbers.get(hints) or self._number(hints)
         result = kernels.live(
-            self._cache, request.memory, self._new, sampled.first, label, end_label, self.missed
+            self._cache, request.memory, self._new, sampled.end, label, end_label, self.missed
         )
         if result < 0:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
@@ -104,10 +107,10 @@ class Shadow:
     def _live_by_calls(self, sampled: Sampled) -> None:
         """Run a life with a policy or an admission rule in Python."""
         manager, hints = self.manager, sampled.request.hints
-        keys, first = sampled.request.keys(), sampled.first
+        keys, first, asked = sampled.request.keys(), sampled.first, sampled.end
         ctx = manager.begin_request(sampled.request.request_id, keys, hints=hints.at_begin)
-        end = first + manager.lookup(keys[first:], ctx).num_ready
-        kernels.count_by_group(keys.words[end:], self.missed)
+        end = first + manager.lookup(keys[first:asked], ctx).num_ready
+        kernels.count_by_group(keys.words[end:asked], self.missed)
         plan = manager.prepare_store(keys, ctx)
         if plan is not None:
             manager.complete_store(plan)

@@ -15,14 +15,15 @@ from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, Problems, check_integer
 from kvoffload.whatif.estimate import Estimate, estimates
 from kvoffload.whatif.sample import Sampled
-from kvoffload.whatif.setting import WhatIf
+from kvoffload.whatif.setting import MOST_ONE_IN, WhatIf
 from kvoffload.whatif.shadow import Shadow
 
 ONE_IN = 8
 """Default of `one_in`."""
-MOST_ONE_IN = 1 << 16
 ENOUGH_WAITING, MOST_WAITING = 64, 1024
 """Requests that wait for the shadows: enough for a call of `work`, and at most."""
+ENOUGH_BLOCKS = 512
+"""Sampled blocks of waiting requests that are enough for a call of `work`."""
 
 
 class Shadows:
@@ -33,8 +34,9 @@ class Shadows:
         capacity_blocks, key_bytes, policy, admission: of the serving manager, as for `OffloadingManager`;
             the rule by its name or class, because each manager has its own rule.
         one_in: one block in this many is sampled.
-        most_blocks: number of different blocks, if it is known: no shadow needs more slots than the sampled
-            blocks among them.
+        most_blocks: number of different blocks, if known; limits the slots of each shadow to the sampled
+            blocks.
+        refuses_unasked: as for `OffloadingManager`; False if the serving manager has tiers behind RAM.
         seed: selects the sampled blocks.
         on_failure: called with the label and the error of a setting whose policy or rule has failed. Its
             shadow is removed. None: the error is raised.
@@ -60,6 +62,7 @@ class Shadows:
         admission: str | type[Admission] | None = DEFAULT_ADMISSION,
         one_in: int = ONE_IN,
         most_blocks: int = 1 << 60,
+        refuses_unasked: bool = True,
         seed: int = 0,
         on_failure: Callable[[str, Exception], None] | None = None,
     ) -> None:
@@ -77,6 +80,7 @@ class Shadows:
                         key_bytes=key_bytes,
                         policy=policy,
                         admission=admission,
+                        refuses_unasked=refuses_unasked,
                     )
                 except ConfigError as error:
                     where = f"what_if[{number - 1}]." if number else ""
@@ -85,6 +89,7 @@ class Shadows:
         problems.check()
         self._key_bytes, self._unused = key_bytes, list[Sampled]()
         self._waiting: deque[Sampled] = deque()
+        self._num_waiting_blocks = 0
         self._looked_up = self._looked_up_before = self.num_left_out = 0
 
     @property
@@ -98,13 +103,18 @@ class Shadows:
 
     @property
     def is_due(self) -> bool:
-        """True if so many requests wait that a call of `work` is worth its cold caches."""
-        return len(self._waiting) >= ENOUGH_WAITING
+        """True if so many requests or sampled blocks wait that a call of `work` is worth its cold caches."""
+        return len(self._waiting) >= ENOUGH_WAITING or self._num_waiting_blocks >= ENOUGH_BLOCKS
 
-    def finished(self, ctx: RequestContext, num_skipped: int = -1) -> None:
+    @property
+    def is_waiting(self) -> bool:
+        """True if a request waits."""
+        return bool(self._waiting)
+
+    def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
         """Report a request of the serving manager, after its `finish_request`.
 
-        `num_skipped`: as for `Sampled.take`.
+        `num_skipped`, `asked_end`: as for `Sampled.take`.
 
         Cost: a nanosecond for each block of the request, and a microsecond.
         """
@@ -112,9 +122,16 @@ class Shadows:
             self.num_left_out += 1
             return
         sampled = self._unused.pop() if self._unused else Sampled(self._key_bytes)
-        sampled.take(ctx, self.one_in, self.seed, num_skipped)
-        self._looked_up += sampled.num_looked_up
-        (self._waiting if sampled.num_blocks else self._unused).append(sampled)
+        sampled.take(ctx, self.one_in, self.seed, num_skipped, asked_end)
+        if sampled.num_blocks:
+            self._waiting.append(sampled)
+            self._num_waiting_blocks += sampled.num_blocks
+            return
+        self._unused.append(sampled)
+        if self._waiting:
+            self._waiting[-1].num_looked_up += sampled.num_looked_up
+        else:
+            self._looked_up += sampled.num_looked_up
 
     def work(self, most_blocks: int = 1 << 60) -> None:
         """Serve waiting requests in all shadows, until they had `most_blocks` sampled blocks or more."""
@@ -122,6 +139,8 @@ class Shadows:
         while waiting and num_blocks < most_blocks:
             batch.append(waiting.popleft())
             num_blocks += batch[-1].num_blocks
+        self._num_waiting_blocks -= num_blocks
+        self._looked_up += sum(sampled.num_looked_up for sampled in batch)
         for shadow in [*self._shadows] if batch else ():
             try:
                 for sampled in batch:
@@ -141,17 +160,15 @@ class Shadows:
     def estimates(self) -> list[Estimate]:
         """Estimate the hit ratio of each setting, the current setting's first; empty before any lookup.
 
-        Waiting requests are served first.
+        Waiting requests are not included: call `work` first to include them.
         """
-        self.work()
         if not self._shadows or not self.num_looked_up:
             return []
         counted = [shadow.counted() for shadow in self._shadows]
         return estimates(counted, self.num_looked_up, self.one_in)
 
     def rotate(self) -> None:
-        """Begin new counts. Estimates are of the requests since the last rotation but one."""
-        self.work()
+        """Begin new counts. Estimates are of the requests served since the last rotation but one."""
         for shadow in self._shadows:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
@@ -160,5 +177,6 @@ class Shadows:
         """Forget all blocks and waiting requests, as the serving manager does. Counts are kept."""
         self._unused += self._waiting
         self._waiting.clear()
+        self._num_waiting_blocks = 0
         for shadow in self._shadows:
             shadow.reset()

@@ -66,9 +66,13 @@ class LiveSettings:
         self._policy = self._wanted = self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
         self._preparation: _Preparation | None = None
+        self._changing_to = ""
 
-    def step(self) -> None:
-        """Read the file, if it is time, and continue a change. Called in every step."""
+    def step(self) -> str:
+        """Read the file, if it is time, and continue a change. Called in every step.
+
+        Returns the new policy in the step in which a change is complete; otherwise an empty text.
+        """
         assert self._manager is not None
         try:
             if (options := self._file.poll()) is not None:
@@ -77,11 +81,13 @@ class LiveSettings:
         except Exception as error:  # a mistake of the user, or a module of the user that raises
             logger.error("kvoffload: %s: %s; nothing is changed", self._path, error)
         if self._manager.advance_policy_change(NUM_BLOCKS):
-            return
+            return ""
+        policy, self._changing_to = self._changing_to, ""
         if self._preparation is None and self._wanted != self._policy:
             self._preparation = _Preparation(self._manager, self._wanted)
         elif self._preparation is not None and self._preparation.is_done:
             self._begin(self._manager, self._preparation)
+        return policy
 
     def _set_tenants(self, manager: AnyManager, tenants: TenantOptions | None) -> None:
         if tenants is None:
@@ -103,7 +109,7 @@ class LiveSettings:
             self._wanted = self._policy
         else:
             logger.info("kvoffload: %s: policy %s replaces %s", self._path, self._wanted, self._policy)
-            self._policy = self._wanted
+            self._policy = self._changing_to = self._wanted
 
 
 class _Preparation:

@@ -40,6 +40,7 @@ class Request:
         pending_since_s: the time of the first lookup that met a block in flight of a shared pool; else None.
         is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
         num_skipped: number of leading blocks that were not looked up; -1 if only the path knows it.
+        asked_end: position after the last looked-up block; -1 if unknown.
     """
 
     ctx: RequestContext
@@ -52,6 +53,7 @@ class Request:
     pending_since_s: float | None = None
     is_audited: bool | None = None
     num_skipped: int = -1
+    asked_end: int = -1
 
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.

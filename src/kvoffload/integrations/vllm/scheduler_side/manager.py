@@ -212,7 +212,7 @@ class KVOffloadManager(OffloadingManager):
         if self._live is not None:
             self._live.apply_to(self.core)
         if options.what_if:
-            self._what_if = self._shadows(key_bytes)
+            self._what_if = LiveShadows(self._shadows(options.policy), time.monotonic(), logger)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
@@ -226,18 +226,18 @@ class KVOffloadManager(OffloadingManager):
             deadline_s=None if self._node_pool is None else options.tier_deadline_s,
         )
 
-    def _shadows(self, key_bytes: int) -> LiveShadows:
-        """Make the shadows of RAM's manager."""
+    def _shadows(self, policy: str) -> Shadows:
+        """Make the shadows of RAM's manager with this policy."""
         options = self._options
-        shadows = Shadows(
+        return Shadows(
             options.what_if,
             self._pool.num_slots,
-            key_bytes=key_bytes,
-            policy=options.policy,
+            key_bytes=self.core.key_bytes,
+            policy=policy,
             admission=options.admission,
             one_in=options.what_if_sample or usual_one_in(self._tokens_per_block),
+            refuses_unasked=self._tiered is None or self._tiered.ram_manager.refuses_unasked,
         )
-        return LiveShadows(shadows, time.monotonic(), logger)
 
     def _recompute_s_per_block(self) -> float | None:
         tokens_per_s = self._options.recompute_tokens_per_s
@@ -302,7 +302,7 @@ class KVOffloadManager(OffloadingManager):
             self._release(request)
             self.core.finish_request(request.ctx, hints=hints)
             if self._what_if is not None:
-                self._what_if.finished(request.ctx, request.num_skipped)
+                self._what_if.finished(request.ctx, request.num_skipped, request.asked_end)
 
     @_contained(None)
     def expect(self, req_context: Any) -> None:
@@ -605,7 +605,9 @@ class KVOffloadManager(OffloadingManager):
         if self._tiered is not None:
             self._tiered.poll()
         if self._live is not None:
-            self._live.step()
+            policy = self._live.step()
+            if policy and self._what_if is not None:
+                self._what_if.restart(partial(self._shadows, policy), time.monotonic())
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
                 request.begun_step = self._step

@@ -119,9 +119,11 @@ class Misses:
         if manager is None:
             reason = PAUSED
         elif asked.request is not None and rest is not None:
-            asked.request.num_skipped = rest[0]
+            asked.request.num_skipped, asked.request.asked_end = rest[0], sum(rest)
             num_missed = _count_rest(asked, manager, *rest)
         elif asked.request is not None:
+            # The path of several KV groups, before any block is computed.
+            asked.request.num_skipped, asked.request.asked_end = -1, asked.request.ctx.length
             for keys in _missing(asked):
                 num_missed += manager.count_misses(asked.request.ctx, 0, keys)
         self.num_lookups += max(num_asked, num_loaded + num_missed)
