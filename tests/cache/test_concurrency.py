@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import kvoffload
 from kvoffload import KVCache, MemoryTier, TieredManager
 from kvoffload.cache.jobs import Jobs
 from kvoffload.cache.keys import KEY_BYTES, KeyChain
+from kvoffload.structures.keys import Keys
 from kvoffload.testing.scripted_tier import ScriptedTier
 from support.timeouts import HANGS_S
 from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of
@@ -119,7 +120,7 @@ def test_closing_ends_a_load_that_waits() -> None:
     request = rig.cache.request(TOKENS)
     load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
     rig.wait_for_job()
-    closing = in_thread(rig.cache.close)
+    closing = in_thread(lambda: rig.cache.close(flush_s=0.01))
     assert load.result(HANGS_S) == 0
     closing.result(HANGS_S)
     assert rig.tier.closed
@@ -162,8 +163,10 @@ def test_a_cancelled_load_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) ->
             load = asyncio.create_task(request.load_into_async(rig.engine.kv, IDS))
             while not copying.is_set():
                 await asyncio.sleep(0.001)
-            load.cancel()
-            await asyncio.sleep(0.01)
+            for _ in range(3):  # anyio cancels again until the task ends
+                load.cancel()
+                for _ in range(5):
+                    await asyncio.sleep(0)
             was_done = load.done()
             may_go_on.set()
             with pytest.raises(asyncio.CancelledError):
@@ -178,11 +181,18 @@ def test_a_cancelled_load_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_interrupted_caller_waits_for_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second interrupt does not end the wait."""
     rig = Rig()
     rig.put_below(TOKENS)
 
     result = Future.result
     interrupts = [KeyboardInterrupt]
+    further = [KeyboardInterrupt, KeyboardInterrupt]
+
+    def interrupted_wait(futures: list[Future[Any]]) -> Any:
+        if further:
+            raise further.pop()
+        return wait(futures)
 
     def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
         if interrupts:
@@ -192,11 +202,141 @@ def test_an_interrupted_caller_waits_for_its_job(monkeypatch: pytest.MonkeyPatch
 
     with rig.cache, rig.cache.request(TOKENS) as request:
         monkeypatch.setattr(Future, "result", interrupted)
+        monkeypatch.setattr("kvoffload.cache.owner.wait", interrupted_wait)
         with pytest.raises(KeyboardInterrupt):
             request.load_into(rig.engine.kv, IDS)
         monkeypatch.undo()
+        assert not further
         assert not request._work.turn.locked(), "the job has ended"
         rig.end_jobs()
+
+
+def test_an_interrupted_close_closes_the_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupted close writes no further blocks, and raises at its end."""
+    rig = Rig()
+    rig.engine.compute(TOKENS, {"block_ids": IDS})
+    with rig.cache.request(TOKENS) as request:
+        request.store_from(rig.engine.kv, IDS)
+    rig.wait_for_job()
+    result = Future.result
+    interrupts = [KeyboardInterrupt]
+
+    def interrupted(future: Future[Any], timeout: float | None = None) -> Any:
+        if interrupts:
+            raise interrupts.pop()
+        return result(future, timeout)
+
+    close = rig.manager.close
+
+    def end_and_close() -> None:
+        rig.end_jobs()
+        close()
+
+    monkeypatch.setattr(rig.manager, "close", end_and_close)
+    monkeypatch.setattr(Future, "result", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.cache.close(flush_s=HANGS_S)
+    monkeypatch.undo()
+    assert rig.tier.closed
+    assert not rig.cache._owner._thread.is_alive()
+    rig.cache.close()
+
+
+def test_a_request_may_end_while_the_cache_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` comes after the first look of `finish` at the cache."""
+    rig = Rig()
+    for ends in ("finish", "finish_async"):
+        rig = Rig()
+        request, pack = rig.cache.request(TOKENS), Keys.pack
+
+        def closing(*arguments: Any, rig: Rig = rig, pack: Callable[..., Keys] = pack) -> Keys:
+            rig.cache.close()
+            return pack(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("kvoffload.cache.request.Keys.pack", closing)
+            if ends == "finish":
+                request.finish()
+            else:
+                asyncio.run(request.finish_async())
+        assert rig.tier.closed
+
+
+def test_a_forked_child_is_refused() -> None:
+    """The child has no thread that owns the manager, so a wait for it would never end."""
+    code = FORKED.format(tests=str(Path(__file__).parents[1]))
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANGS_S, check=False
+    )
+    assert run.stdout.splitlines() == [
+        "load: this cache was opened in another process",
+        "finish, close",
+        "child ended with 0",
+        "parent: 8",
+    ], run.stderr
+
+
+FORKED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import kvoffload
+from support.token_engine import TokenEngine, layout_of
+engine = TokenEngine(layout_of())
+with kvoffload.open(model="toy", layout=layout_of(), ram="1MiB") as cache:
+    request = cache.request(range(9))
+    request.store_from(engine.kv, [0, 1, 2])
+    sys.stdout.flush()
+    if (child := os.fork()) == 0:
+        signal.alarm(60)  # a hanging child dies
+        try:
+            request.load_into(engine.kv, [0, 1, 2])
+        except kvoffload.MisuseError as error:
+            print("load:", error)
+        request.finish()
+        cache.close()
+        print("finish, close", flush=True)
+        os._exit(0)
+    print("child ended with", os.waitpid(child, 0)[1])
+    print("parent:", request.load_into(engine.kv, [0, 1, 2]))
+    request.finish()
+"""
+
+
+def test_a_reset_is_durable_and_confirmed() -> None:
+    rig = Rig()
+    rig.tier.immediate = True
+    with rig.cache:
+        with rig.cache.request(TOKENS) as request:
+            rig.engine.compute(TOKENS, {"block_ids": IDS})
+            request.store_from(rig.engine.kv, IDS)
+        assert rig.cache.flush()
+        assert len(rig.tier.durable) == 4
+        assert rig.cache.reset()
+        assert rig.tier.durable == {}
+
+
+def test_a_reset_that_a_tier_does_not_confirm_returns_false() -> None:
+    """A tier that hangs, and a tier that fails; other jobs run during the wait."""
+    rig = Rig()
+
+    def fails(method: str) -> None:
+        if method == "clear":
+            raise OSError("the server is down")
+
+    with rig.cache:
+        with rig.cache.request(TOKENS) as request:
+            rig.engine.compute(TOKENS, {"block_ids": IDS})
+            request.store_from(rig.engine.kv, IDS)
+        rig.wait_for_job()
+        reset = in_thread(lambda: rig.cache.reset(timeout_s=HANGS_S))
+        assert rig.cache.stats().tiers, "the thread that owns the manager is free"
+        assert not reset.done()
+        rig.end_jobs()
+        assert reset.result(HANGS_S)
+        rig.tier.on_call = fails
+        assert not rig.cache.reset(timeout_s=0.01)
+        rig.tier.on_call = lambda method: None
+        assert rig.cache.reset()
 
 
 def test_flush_waits_for_the_tier_while_others_load() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,16 @@ def test_parts_of_the_host_and_of_a_device_have_the_same_bytes(axes: str, dtype:
     assert (pools[0][1] == 255).all(), "no other slot is written"
     changed = sum(int((a.float() != b.float()).sum()) for a, b in zip(tensors, before, strict=True))
     assert changed > 0
+
+
+@pytest.mark.parametrize("kind", [HostParts, DeviceParts])
+@pytest.mark.parametrize("inference", [True, False])
+def test_tensors_of_inference_mode_are_copied(kind: Any, inference: bool) -> None:
+    """Torch has a mode for each thread, and the copy threads are in none."""
+    with torch.inference_mode(inference):
+        parts = kind([torch.zeros(4, 2, 3) for _ in range(2)])
+    pool = np.arange(3 * 48, dtype=np.uint8).reshape(3, 48)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(parts.load, pool, np.array([0]), np.array([1])).result()
+        threads.submit(parts.store, np.array([1]), pool, np.array([2])).result()
+    assert (pool[2] == pool[0]).all()

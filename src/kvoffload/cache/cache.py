@@ -80,9 +80,14 @@ class KVCache:
         limit = Limit(timeout_s)
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
-    def reset(self) -> None:
-        """Forget every block, in RAM and in the tiers, for all machines: the weights have changed."""
-        self._owner.run(self._jobs.reset(), Limit(math.inf))
+    def reset(self, timeout_s: float = _FLUSH_S) -> bool:
+        """Forget every block, in RAM and in the tiers, for all machines: the weights have changed.
+
+        This process finds none of the blocks after the call. False if a tier has not confirmed the reset in
+        `timeout_s`: then other machines may find blocks, and this one after a crash. Call it again.
+        """
+        limit = Limit(timeout_s)
+        return self._owner.run(self._jobs.reset(limit), limit)
 
     def stats(self) -> CacheStats:
         """Return counters: ``hit_tokens`` by source, ``ram`` and ``tiers``."""
@@ -92,9 +97,11 @@ class KVCache:
         """End the running jobs, write the blocks of RAM to the tiers for at most `flush_s`, and close all.
 
         Loads that wait for a tier end at once with the tokens that are present. Later calls raise
-        `MisuseError`, except this one and the end of a request.
+        `MisuseError`, except this one and the end of a request. An interrupted call writes no further blocks,
+        closes all, and then raises.
         """
-        self._owner.close(self._jobs.close(flush_s))
+        limit = Limit(flush_s)
+        self._owner.close(self._jobs.close(limit), limit)
 
     def __enter__(self) -> KVCache:
         return self

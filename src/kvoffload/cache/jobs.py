@@ -35,6 +35,8 @@ _ATTEMPTS = 3
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
+_LONGEST_DRAIN_PAUSE_S = 0.1
+"""A tier that failed to clear is cleared again at each attempt."""
 
 
 class CacheStats(NamedTuple):
@@ -141,9 +143,18 @@ class Jobs:
             await asyncio.sleep(_SHORTEST_PAUSE_S)
         return self._manager.flush(limit.left_s())
 
-    async def reset(self) -> None:
-        """Forget every block, in RAM and in the tiers."""
+    async def reset(self, limit: Limit) -> bool:
+        """Forget every block, in RAM and in the tiers; False if a tier does not confirm it in time."""
         self._manager.reset()
+        pause_s = _SHORTEST_PAUSE_S
+        while not self._manager.drain(_LONGEST_PAUSE_S):  # in short slices: other jobs run between them
+            if not limit.left_s():
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_DRAIN_PAUSE_S)
+            self._manager.poll()
+        self._poll()
+        return True
 
     async def stats(self) -> CacheStats:
         """Return the counters."""
@@ -155,12 +166,12 @@ class Jobs:
             dict(zip(names[1:], self._manager.tier_stats(), strict=True)),
         )
 
-    async def close(self, flush_s: float) -> None:
+    async def close(self, limit: Limit) -> None:
         """End the running jobs, flush, and close the tiers and the pool."""
         others = asyncio.all_tasks() - {asyncio.current_task(), self._polling}
         if others:
             await asyncio.wait(others)
-        self._manager.flush(flush_s)
+        await self.flush(limit)
         self._manager.close()
         if self._polling is not None:
             self._polling.cancel()

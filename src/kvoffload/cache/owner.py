@@ -6,10 +6,12 @@ The thread runs an event loop, and a job is a coroutine on it. Does not know wha
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from kvoffload.errors import MisuseError
@@ -38,10 +40,10 @@ class Limit:
 class Owner:
     """A thread with an event loop.
 
-    A caller that is interrupted or cancelled stops the limit of its job and waits for the job's end, because
-    a copy that is under way uses the caller's tensors.
+    A cancelled or interrupted caller sets the limit to now. The call still waits for the job's end, through
+    further cancellations and interrupts, because a running copy uses the caller's tensors.
 
-    Thread: any, except the owner's own.
+    Thread: any, except the owner's own. A forked child has no such thread: its calls raise `MisuseError`.
     """
 
     def __init__(self) -> None:
@@ -50,15 +52,19 @@ class Owner:
         self._lock = threading.Lock()
         self._limits: set[Limit] = set()
         self._is_closed = False
+        self._pid = os.getpid()
         self._thread.start()
 
     @property
     def is_closed(self) -> bool:
-        """True after `close`."""
-        return self._is_closed
+        """True after `close`, and in a forked child."""
+        return self._is_closed or self._is_elsewhere
 
     def start(self, job: Coroutine[Any, Any, T], limit: Limit) -> Future[T]:
-        """Begin a job. Raises `MisuseError` after `close`."""
+        """Begin a job. Raises `MisuseError` after `close`, and in a forked child."""
+        if self._is_elsewhere:  # before the lock, which a thread of the parent may have held at the fork
+            job.close()
+            raise MisuseError("this cache was opened in another process")
         with self._lock:
             if self._is_closed:
                 job.close()
@@ -70,13 +76,7 @@ class Owner:
 
     def run(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
         """Run a job and return its result."""
-        future = self.start(job, limit)
-        try:
-            return future.result()
-        except BaseException:
-            limit.stop()
-            wait([future])
-            raise
+        return _result_of(self.start(job, limit), limit.stop)
 
     async def run_async(self, job: Coroutine[Any, Any, T], limit: Limit) -> T:
         """Run a job and return its result, in a coroutine of another event loop."""
@@ -85,25 +85,47 @@ class Owner:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             limit.stop()
-            await asyncio.wait([future])
+            while not future.done():  # anyio cancels again and again
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
             raise
 
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
+    def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
         """Refuse new jobs, stop the limits of running jobs, run the last job, and end the thread.
 
-        A second call does nothing.
+        An interrupt sets the limit of the last job to now. A second call does nothing, nor does a call in a
+        forked child.
         """
+        if self._is_elsewhere:
+            last.close()
+            return
         with self._lock:
             if self._is_closed:
                 last.close()
                 return
             self._is_closed = True
-            for limit in [*self._limits]:
-                limit.stop()
+            for running in [*self._limits]:
+                running.stop()
             ended = asyncio.run_coroutine_threadsafe(last, self._loop)
         try:
-            ended.result()
+            _result_of(ended, limit.stop)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return os.getpid() != self._pid
+
+
+def _result_of(future: Future[T], stop: Callable[[], None]) -> T:
+    """Wait for a job and return its result. After an interrupt, stop the job's wait and raise at its end."""
+    try:
+        return future.result()
+    except BaseException:
+        while not future.done():
+            with suppress(BaseException):  # a further interrupt
+                stop()
+                wait([future])
+        raise

@@ -6,7 +6,8 @@ Checks arguments in the caller's thread and starts jobs; the jobs decide and cop
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvoffload.cache.jobs import Jobs, Work
@@ -15,7 +16,7 @@ from kvoffload.cache.layout import KVLayout, KVTensors
 from kvoffload.cache.owner import Limit, Owner
 from kvoffload.cache.place import BlockIds, Place
 from kvoffload.core.hints import Hints
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.structures.keys import Keys
 
 
@@ -134,12 +135,12 @@ class KVRequest:
 
     def finish(self) -> None:
         """End the request, after the jobs that are under way. A second call does nothing."""
-        if not self._owner.is_closed:
+        with self._if_open():
             self._owner.run(self._jobs.finish(self._work, self._keys()), Limit(math.inf))
 
     async def finish_async(self) -> None:
         """End the request, as `finish`."""
-        if not self._owner.is_closed:
+        with self._if_open():
             await self._owner.run_async(self._jobs.finish(self._work, self._keys()), Limit(math.inf))
 
     def __enter__(self) -> KVRequest:
@@ -155,6 +156,15 @@ class KVRequest:
         await self.finish_async()
 
     # ---- private
+
+    @contextmanager
+    def _if_open(self) -> Iterator[None]:
+        """Suppress the `MisuseError` of a closed cache, which another thread may close at any moment."""
+        try:
+            yield
+        except MisuseError:
+            if not self._owner.is_closed:
+                raise
 
     def _keys(self, count: int | None = None) -> Keys:
         return Keys.pack(self._chain.keys[:count], KEY_BYTES)

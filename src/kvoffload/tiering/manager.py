@@ -76,7 +76,8 @@ class TieredManager:
             block on do not count.
         counts: counters of promotion and cascade.
 
-    Thread: as `OffloadingManager`. No call waits for a tier, except `settle`, `flush`, `reset` and `close`.
+    Thread: as `OffloadingManager`. No call waits for a tier, except `settle`, `drain`, `flush`, `close`, and
+    `reset` with `drop_in_flight`.
     Cost: one Python call and one dictionary lookup more than an `OffloadingManager`, while no tier is read.
     """
 
@@ -371,12 +372,20 @@ class TieredManager:
         self.offer_all()
         return self.settle(timeout_s) and self._stack.drain(until) and self._num_lost() == num_lost
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no tier has a job and all blocks, deletions and resets of the tiers are durable.
+
+        Returns False on time-out, and for a tier that failed to clear or is closed.
+        """
+        return self._stack.drain(time.monotonic() + timeout_s)
+
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block of RAM, see `OffloadingManager.reset`, and of the tiers.
 
         `drop_in_flight` covers the transfers of the caller, not the jobs of tiers. So the call first waits up
-        to `deadline_s` for these jobs; if a job still runs then, slots in flight stay reserved. Then the call
-        waits up to `deadline_s` until the reset of every tier is durable.
+        to `deadline_s` for these jobs; if a job still runs then, slots in flight stay reserved. At its end it
+        waits up to `deadline_s` until the reset of every tier is durable. Without `drop_in_flight` the call
+        does not wait: call `drain` for a durable reset.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()

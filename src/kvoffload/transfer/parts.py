@@ -76,8 +76,8 @@ class HostParts:
 class DeviceParts:
     """Parts on one device of torch: whole slots cross the bus in one copy, and the device spreads them.
 
-    Copies run on the stream that was current when the object was made. They follow the work that the
-    engine has submitted before, and precede the work that it submits after the call.
+    Copies run on the stream that was current when the object was made. Copies are ordered on this stream:
+    after earlier work, before work submitted after the call.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
@@ -88,7 +88,7 @@ class DeviceParts:
 
     def store(self, blocks: Rows, pool: Blocks, slots: Rows) -> None:
         checked = self._checked(blocks)
-        with self._torch.cuda.stream(self._stream):
+        with self._inference(), self._torch.cuda.stream(self._stream):
             chosen = self._torch.from_numpy(checked).to(self._device)
             parts = [self._bytes(view.index_select(0, chosen)) for view in self._views]
             staged = self._buffer(len(checked), pool.shape[1])
@@ -99,7 +99,7 @@ class DeviceParts:
         checked = self._checked(blocks)
         staged = self._buffer(len(checked), pool.shape[1])
         copy_blocks(pool, slots, staged.numpy(), np.arange(len(checked)))
-        with self._torch.cuda.stream(self._stream):
+        with self._inference(), self._torch.cuda.stream(self._stream):
             chosen = self._torch.from_numpy(checked).to(self._device)
             arrived, begin = staged.to(self._device), 0
             for view in self._views:
@@ -109,6 +109,10 @@ class DeviceParts:
                 begin = end
             if self._stream is not None:
                 self._stream.synchronize()
+
+    def _inference(self) -> Any:
+        """Return the only mode that may write to tensors of inference mode. A mode is of one thread."""
+        return self._torch.inference_mode()
 
     def _buffer(self, num_blocks: int, block_bytes: int) -> Any:
         from kvoffload.transfer.pinned import host_buffer
