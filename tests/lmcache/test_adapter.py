@@ -208,6 +208,31 @@ def test_another_identity_gets_nothing(make: Make) -> None:
     assert look_up(make(identity="weights 2"), [key(1)]) == []
 
 
+def test_both_names_are_bound_on_a_shared_tier(make: Make, tmp_path: Path) -> None:
+    directory = tmp_path / "valkey"
+    directory.mkdir()
+    with valkey_server.running(directory) as server:
+        url = f"valkey://127.0.0.1:{server.port}/team"
+
+        def adapter(identity: str, name: str) -> Any:
+            return make(identity=identity, tiers=[f"{url}?identity={name}" if name else url])
+
+        assert write(adapter("a", "c"), [key(1)], [memory(1)]).is_successful()
+        pairs = [("a", "c"), ("a", "d"), ("b", "c"), ("a", ""), ("", "c")]
+        assert [look_up(adapter(*pair), [key(1)]) for pair in pairs] == [[0], [], [], [], []]
+
+
+@pytest.mark.parametrize("learn", [look_up, lambda adapter, keys: read(adapter, keys, [memory(None)])])
+def test_objects_of_an_earlier_process_are_deleted(make: Make, learn: Callable[..., Any]) -> None:
+    first = make()
+    assert write(first, [key(1), key(2)], [memory(1), memory(2)]).is_successful()
+    first.close()
+    second = make()
+    assert learn(second, [key(2)]) == [0]
+    second.delete([key(1)])
+    assert look_up(second, [key(1), key(2)]) == [1]
+
+
 def test_objects_of_several_sizes_in_a_task(make: Make) -> None:
     adapter = make()
     shapes = [torch.Size([2, n * 1000]) for n in (1, 40, 3, 40)]

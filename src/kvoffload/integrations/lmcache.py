@@ -52,7 +52,7 @@ class AdapterOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: name of the weights and the engines' configuration, which LMCache's keys do not tell.
+        identity: Name of the weights, and of every setting that affects KV and is not in LMCache's keys.
         block: bytes of a block; an object is stored in as many blocks as it needs.
         deadline: longest duration of a load; a store has five times as long.
         staging: limit of the memory for objects on their way between tiers and LMCache's L1.
@@ -165,7 +165,10 @@ class KVOffloadAdapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Forget objects."""
+        """Forget objects of the kinds that were stored, looked up or loaded since the start.
+
+        The format of other kinds, and with it the keys of their objects, is unknown.
+        """
         with contextlib.suppress(Exception):
             known = [(key, self._formats[_kind(key)]) for key in keys if _kind(key) in self._formats]
             for form, rows in _rows_by([form for _, form in known]):
@@ -260,6 +263,7 @@ class KVOffloadAdapter(L2AdapterInterface):
     def _find(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Any:
         of_groups = {group: _format_of_layout(layout) for group, layout in layouts.items()}
         forms = [of_groups.get(key.object_group_id) or self._formats.get(_kind(key)) for key in keys]
+        self._formats.update((_kind(key), form) for key, form in zip(keys, forms, strict=True) if form)
         ok = np.zeros(len(keys), np.bool_)
         for form, rows in _rows_by(forms):
             if form is not None:
@@ -269,6 +273,7 @@ class KVOffloadAdapter(L2AdapterInterface):
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         buffers = [_buffer(obj) for obj in objects]
         forms = [_format(obj, buffer) for obj, buffer in zip(objects, buffers, strict=True)]
+        self._formats.update(zip(map(_kind, keys), forms, strict=True))
         names = [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
         ok = np.zeros(len(keys), np.bool_)
         for form, rows in _rows_by(forms):
@@ -296,7 +301,7 @@ def _open(options: AdapterOptions) -> ObjectStore:
         reports_paths=False,
         on_unavailable=on_unavailable,
         shared_fingerprint=lambda name: json.dumps(
-            {**facts, "identity": options.identity or name}, sort_keys=True
+            {**facts, "names": [given for given in (name, options.identity) if given]}, sort_keys=True
         ),
     )
     tiers = open_tiers(options.tiers, owner)
