@@ -124,10 +124,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     lacking = [f"{missing}: {count} skipped" for missing, count in counts.most_common()]
     if not HAS_VLLM:
         lacking.append("vLLM (make test-vllm builds an environment): all of tests/vllm not run")
-        if not (HAS_SGLANG and HAS_LMCACHE):
-            lacking.append(
-                "SGLang and LMCache (make test-engines): all of tests/sglang and tests/lmcache not run"
-            )
+    if not HAS_SGLANG:
+        lacking.append("SGLang (make test-engines builds an environment): all of tests/sglang not run")
+    if not HAS_LMCACHE:
+        lacking.append("LMCache (make test-engines builds an environment): all of tests/lmcache not run")
     if not HAS_TRANSFORMERS:
         lacking.append("transformers (make test-vllm has it): all of tests/hf_transformers not run")
     if lacking:
