@@ -82,6 +82,17 @@ def test_a_model_of_a_hub_is_its_commit_wherever_it_is(tmp_path: Path) -> None:
     assert weights_identity("org/name") == weights_identity(path) == f"commit {COMMIT}"
 
 
+def test_a_further_cache_of_weights_counts(tmp_path: Path) -> None:
+    more = str(tmp_path / "more")
+    model(tmp_path / "more/models--org--name/snapshots" / COMMIT)
+    assert weights_identity("org/name", more) == f"commit {COMMIT}"
+    model(tmp_path / "hub/models--org--name/snapshots" / COMMIT)  # the configuration, of the same commit
+    assert weights_identity("org/name", more) == f"commit {COMMIT}"
+    model(tmp_path / "hub/models--org--name/snapshots" / OTHER)
+    with pytest.raises(ConfigError, match="several revisions"):
+        weights_identity("org/name", more)
+
+
 def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
     model(tmp_path / "hub/models--org--two/snapshots" / COMMIT)
     model(tmp_path / "hub/models--org--two/snapshots" / OTHER)

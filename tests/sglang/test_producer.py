@@ -13,19 +13,14 @@ from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
 from kvoffload import ConfigError
+from kvoffload.integrations.sglang import KVOffloadStorage
 from kvoffload.integrations.sglang import producer as producer_module
 from kvoffload.integrations.sglang.pages import HostPages
 from kvoffload.integrations.sglang.producer import Producer, find_producer
 from kvoffload.integrations.sglang.producer_table import WITHOUT_EFFECT
 from kvoffload.integrations.sglang.storage import _is_usable
 from kvoffload.tiers.spec import parse_tier
-from support.sglang_pools import device_pool, host_pool, storage_config
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1000,
-    "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
-}  # fmt: skip
+from support.sglang_pools import MODEL, device_pool, host_pool, storage_config
 
 
 @pytest.fixture
@@ -87,6 +82,76 @@ def test_weights_are_bound(arguments: ServerArgs, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"more weights")
     assert producer().fingerprint() != here
     assert producer("name").shared_fingerprint("") == producer().shared_fingerprint("name")
+
+
+@pytest.fixture
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """The default cache of the hub, which is empty, and a directory for ``--download-dir``."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub", tmp_path / "downloads"
+
+
+def download(cache: Path, commit: str) -> None:
+    """Write a hub model to a cache, in the layout of the hub's client."""
+    repository = cache / "models--org--name"
+    (repository / "snapshots" / commit).mkdir(parents=True, exist_ok=True)
+    (repository / "refs").mkdir(exist_ok=True)
+    (repository / "refs" / "main").write_text(commit)
+
+
+def test_weights_in_a_download_directory_are_bound(
+    change: Callable[..., None], caches: tuple[Path, Path]
+) -> None:
+    change(model_path="org/name", revision=None, download_dir=str(caches[1]))
+    with pytest.raises(ConfigError, match="neither files nor a hub commit of the model 'org/name'"):
+        producer().check_weights()
+    fingerprints = {producer().fingerprint()}
+    for number, commit in enumerate(("a" * 40, "b" * 40, "a" * 40), 2):
+        download(caches[1], commit)  # the third time the branch goes back: the same commits, another head
+        producer().check_weights()
+        fingerprints.add(producer().fingerprint())
+        assert len(fingerprints) == number
+    download(caches[0], "c" * 40)
+    assert producer().fingerprint() not in fingerprints
+
+
+@pytest.mark.parametrize("path", ["org/name", "s3://bucket/model", "/not/here"])
+def test_weights_that_nothing_binds_need_a_name(
+    change: Callable[..., None], caches: tuple[Path, Path], path: str, tmp_path: Path
+) -> None:
+    change(model_path=path, revision=None)
+    for settings in ([], ["identity"], ["salt"], ["commit"], ["seed"]):
+        change(
+            model_path=path,
+            revision="c" * 40 if "commit" in settings else None,
+            load_format="dummy" if "seed" in settings else "auto",
+        )
+        salt = ",salt=weights-1" if "salt" in settings else ""
+        config = storage_config([f"disk:{tmp_path / 'kv'}:16MiB{salt}"])
+        config.extra_config["identity"] = "weights 1" if "identity" in settings else ""
+        storage = KVOffloadStorage(config, {})
+        storage.register_mem_pool_host(host_pool("mha", device_pool("mha", 4, torch.bfloat16), "page_first"))
+        if settings:
+            storage.on_host_pools_registered()
+            storage.close()
+        else:
+            with pytest.raises(ConfigError, match=f"identity: missing; neither files .*'{path}'"):
+                storage.on_host_pools_registered()
+
+
+def test_both_names_of_weights_are_bound(arguments: ServerArgs) -> None:
+    texts = {
+        producer(identity).shared_fingerprint(name) for identity in ("", "a", "b") for name in ("", "c", "d")
+    }
+    assert len(texts) == 9
+
+
+def test_a_drawn_seed_is_known(tmp_path: Path, arguments: ServerArgs) -> None:
+    """SGLang draws the seed of random weights, and keeps the user's value, None, in its arguments."""
+    found = producer_module._arguments()
+    assert found is not None
+    assert arguments.random_seed is None
+    assert isinstance(found["random_seed"], int)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float8_e4m3fn])

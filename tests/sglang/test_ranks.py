@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +15,10 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from kvoffload import ConfigError
 from kvoffload.integrations.sglang import KVOffloadStorage
-from support.sglang_pools import PAGE, device_pool, fill, host_pool, page_of, storage_config, zero
+from kvoffload.integrations.sglang import ranks as ranks_module
+from kvoffload.integrations.sglang import storage as storage_module
+from kvoffload.settings.read import parse_size
+from support.sglang_pools import MODEL, PAGE, device_pool, fill, host_pool, page_of, storage_config, zero
 
 HASHES = [f"{number:064x}" for number in range(6)]
 
@@ -66,6 +74,67 @@ def test_replicated_pages_need_a_shared_tier(tmp_path: Path) -> None:
         KVOffloadStorage(storage_config([f"disk:{tmp_path}:64MiB"], is_mla=True, tp_size=2), {})
     KVOffloadStorage(storage_config([f"disk:{tmp_path}:64MiB"], is_mla=True), {})
     KVOffloadStorage(storage_config(["valkey://127.0.0.1:1/team"], is_mla=True, tp_size=2), {})
+
+
+@pytest.mark.parametrize("kind", ["attention", "replicas"])
+def test_data_parallel_ranks_divide_a_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    tiers = [f"disk:{tmp_path / 'kv'}:64MiB,max_write_bytes_per_day=4GiB"]
+    opened = list[Any]()
+    open_tiers = storage_module.open_tiers
+    monkeypatch.setattr(
+        storage_module, "open_tiers", lambda tiers, owner: (opened.extend(tiers), open_tiers(tiers, owner))[1]
+    )
+    ranks = list[Rank]()
+    for rank in range(4):
+        context = {"attn_dp_size": 4} if kind == "attention" else {"dp_size": 4, "dp_rank": rank}
+        monkeypatch.setattr(ranks_module, "_of_context", context.get)
+        ranks.append(Rank(storage_config(tiers, dp_rank=rank if kind == "attention" else 0)))
+    written = [rank.write(number) for number, rank in enumerate(ranks)]
+    assert [rank.read() for rank in ranks] == written
+    assert sorted(path.name for path in (tmp_path / "kv").iterdir()) == [f"dp{n}of4" for n in range(4)]
+    assert [parse_size("", tier.capacity) for tier in opened] == [16 << 20] * 4
+    assert [tier.max_write_bytes_per_day for tier in opened] == [1 << 30] * 4
+    for rank in ranks:
+        rank.storage.close()
+
+
+def test_an_unknown_replica_needs_a_shared_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "_of_context", {"dp_size": 2}.get)
+    with pytest.raises(ConfigError, match="the number of this replica, of 2, is unknown"):
+        KVOffloadStorage(storage_config([f"disk:{tmp_path}:64MiB"]), {})
+    KVOffloadStorage(storage_config(["valkey://127.0.0.1:1/team"]), {})
+
+
+DATA_PARALLEL = """
+import sys
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+from support.sglang_pools import storage_config
+from kvoffload.integrations.sglang.ranks import directory_of, num_ranks
+
+model, kind = sys.argv[1:]
+if kind == "attention":
+    settings, ranks = {"tp_size": 4, "dp_size": 4, "enable_dp_attention": True}, SpawnRanks(world_rank=3)
+else:
+    settings, ranks = {"dp_size": 4}, SpawnRanks(world_rank=0, dp_rank=3)
+arguments = ServerArgs(model_path=model, device="cpu", skip_tokenizer_init=True, **settings)
+publish(arguments, role="scheduler", ranks=ranks)
+config = storage_config(["disk:/nvme:1GiB"], dp_rank=3 if kind == "attention" else 0)
+print("found", directory_of(config), num_ranks(config))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["attention", "replicas"])
+def test_sglang_tells_the_data_parallel_rank(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    command = [sys.executable, "-W", "ignore", "-c", DATA_PARALLEL, str(tmp_path), kind]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
+    assert "found dp3of4 4" in done.stdout, done.stderr
 
 
 def test_keys_of_ranks() -> None:

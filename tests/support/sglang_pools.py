@@ -31,6 +31,12 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 PAGE = 16
 LAYERS = 3
 PATIENCE_S = 60.0
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 1000,
+    "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""The configuration of a tiny model."""
 
 
 @contextlib.contextmanager

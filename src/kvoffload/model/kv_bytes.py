@@ -180,8 +180,15 @@ def _in_hub_cache(model: str) -> Path | None:
     return configs[-1] if configs else None
 
 
-def snapshots(model: str) -> list[Path]:
-    """List the directories of a model's revisions in the local Hugging Face cache, named by commit."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    return sorted(hub.glob(f"models--{glob.escape(model.replace('/', '--'))}/snapshots/*"))
+def snapshots(model: str, download_dir: str = "") -> list[Path]:
+    """List the directories of a model's revisions in the local Hugging Face cache, named by commit.
+
+    Args:
+        download_dir: a further cache, where the engine keeps weights.
+    """
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(os.environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub"
+    pattern = f"models--{glob.escape(model.replace('/', '--'))}/snapshots/*"
+    places = {Path(cache).expanduser() for cache in (hub, download_dir) if cache}
+    return sorted(place for cache in places for place in cache.glob(pattern))

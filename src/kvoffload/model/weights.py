@@ -36,7 +36,7 @@ def files_of(model: str) -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
 
 
-def weights_identity(model: str) -> str:
+def weights_identity(model: str, download_dir: str = "") -> str:
     """Return the identity of a model's weights: the Hugging Face commit, or a digest of the files.
 
     The digest is 128-bit xxh3 over all files with weights, configuration or code. It detects accidental
@@ -45,6 +45,7 @@ def weights_identity(model: str) -> str:
 
     Args:
         model: a directory, or the name of a model in the local Hugging Face cache.
+        download_dir: a further cache, where the engine keeps weights.
 
     Cost: the first call reads every file.
     Raises: `ConfigError` if the weights are absent, or if the cache has several revisions, because it is
@@ -56,7 +57,8 @@ def weights_identity(model: str) -> str:
         if directory.parent.name == "snapshots" and _COMMIT.fullmatch(directory.name):
             return f"commit {directory.name}"
         return f"content {_content_digest(model, directory)}"
-    commits = [place.name for place in snapshots(model) if _COMMIT.fullmatch(place.name)] if model else []
+    names = {place.name for place in snapshots(model, download_dir)} if model else set[str]()
+    commits = [name for name in names if _COMMIT.fullmatch(name)]
     if len(commits) != 1:
         why = "has several revisions of it" if commits else "does not have it"
         raise ConfigError("model", model, f"the local cache of Hugging Face {why}; {_HINT}")

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from kvoffload.integrations.sglang.pages import HostPages
 from kvoffload.integrations.sglang.producer_table import (
     DUMMY,
     LOAD_FORMAT,
+    RESOLVED,
     SEED,
     VARIABLES_WITHOUT_EFFECT,
     WITHOUT_EFFECT,
@@ -31,6 +33,7 @@ from kvoffload.transfer.engine import cpu_capability
 
 _KEY_FORMAT = 1
 """Version of keys and of the order of bytes in an object; increment it with every change."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _LIBRARIES = ("sglang", "torch", "triton", "flashinfer-python", "sgl-kernel", "sglang-kernel")
 
 
@@ -41,30 +44,54 @@ class Producer:
     Attributes:
         facts: everything that is bound, besides the weights.
         models: path and revision of each model.
+        download_dir: SGLang's cache of weights from the hub; empty for the default cache.
         identity: the user's name of the weights; replaces them for shared tiers.
         loads_adapters: True if requests may use LoRA adapters, whose contents nothing binds.
     """
 
     facts: Mapping[str, Any]
     models: tuple[tuple[str, str], ...]
+    download_dir: str
     identity: str
     loads_adapters: bool
 
     def fingerprint(self) -> str:
         """Return the fingerprint for tiers of this machine."""
-        weights = [
-            [model, revision, *files_of(model), *sorted(place.name for place in snapshots(model))]
-            for model, revision in self.models
-        ]
+        weights = [[*model, *self._files_and_commits(*model)] for model in self.models]
         return _text({**self.facts, "weights": weights, "identity": self.identity})
 
     def shared_fingerprint(self, name: str) -> str:
-        """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights."""
-        if name or self.identity:
-            weights = f"named {name or self.identity}"
-        else:
-            weights = " and ".join(weights_identity(model) for model, _ in self.models)
-        return _text({**self.facts, "weights": weights})
+        """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights.
+
+        Args:
+            name: the tier's name of the weights; the identity of the engine is bound as well.
+        """
+        names = [given for given in (name, self.identity) if given]
+        found = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
+        return _text({**self.facts, "weights": found, "names": names})
+
+    def check_weights(self) -> None:
+        """Raise `ConfigError` if the fingerprint has neither files nor a commit of some weights."""
+        if self.facts.get(f"sglang.{LOAD_FORMAT}") == DUMMY:
+            return  # the seed determines the weights
+        for model, revision in self.models:
+            if not _COMMIT.fullmatch(revision) and not self._files_and_commits(model, revision):
+                why = f"neither files nor a hub commit of the model {model!r} are found on this machine"
+                why += ", so pages of older weights could be served"
+                raise ConfigError(
+                    "identity", None, f"{why}; allowed: a name of the weights; change it with them"
+                )
+
+    def _files_and_commits(self, model: str, revision: str) -> list[Any]:
+        """Return a local model's files, or a hub model's commits: all in the caches, and its branch's."""
+        places = snapshots(model, self.download_dir)
+        branches = {place.parent.parent / "refs" / (revision or "main") for place in places}
+        heads = [branch.read_text().strip() for branch in sorted(branches) if branch.is_file()]
+        return [
+            *files_of(model),
+            *sorted(place.name for place in places),
+            *(f"head {head}" for head in heads),
+        ]
 
 
 def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity: str) -> Producer:
@@ -102,11 +129,20 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
     models = [(str(given.get("model_path") or ""), str(given.get("revision") or ""))]
     if draft := given.get("speculative_draft_model_path"):
         models.append((str(draft), str(given.get("speculative_draft_model_revision") or "")))
-    return Producer(facts, tuple(models) if arguments else (), identity, bool(given.get("enable_lora")))
+    return Producer(
+        facts,
+        tuple(models) if arguments else (),
+        str(given.get("download_dir") or ""),
+        identity,
+        bool(given.get("enable_lora")),
+    )
 
 
 def _arguments() -> dict[str, Any] | None:
-    """Return SGLang's arguments in this process, None if they are not known."""
+    """Return SGLang's arguments in this process, None if they are not known.
+
+    Values are as the user gave them, except `RESOLVED`.
+    """
     try:
         from sglang.srt.runtime_context import get_server_args
 
@@ -115,7 +151,11 @@ def _arguments() -> dict[str, Any] | None:
         return None
     kind: Any = type(arguments)
     names = getattr(kind, "__dataclass_fields__", ()) or getattr(kind, "__struct_fields__", ())
-    return {name: getattr(arguments, name, None) for name in names} or None
+    values = {name: getattr(arguments, name, None) for name in names}
+    if resolve := getattr(arguments, "resolved_dict", None):
+        resolved = resolve()
+        values |= {name: resolved[name] for name in RESOLVED if name in resolved}
+    return values or None
 
 
 def _device() -> dict[str, str]:

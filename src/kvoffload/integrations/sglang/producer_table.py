@@ -72,6 +72,12 @@ WITHOUT_EFFECT = frozenset(
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
 """The seed is drawn at each start, and determines only random weights."""
 
+RESOLVED = (
+    SEED, "model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision",
+)  # fmt: skip
+"""Arguments whose resolved value counts: SGLang draws the seed, and replaces names of ModelScope and of GGUF
+files by local paths."""
+
 VARIABLES_WITHOUT_EFFECT = re.compile(
     r"SGLANG_(TEST|HICACHE|LOG|TORCH_PROFILER|HOST|PORT|TMP|CACHE_DIR|.*TIMEOUT).*"
 )

@@ -36,13 +36,12 @@ from kvoffload.integrations.objects import KEY_BYTES, OBJECT_KEY_BYTES, Extents,
 from kvoffload.integrations.sglang.options import divided, parse_options
 from kvoffload.integrations.sglang.pages import HostPages, best_block_bytes
 from kvoffload.integrations.sglang.producer import Producer, find_producer
+from kvoffload.integrations.sglang.ranks import check_ranks, directory_of, num_ranks, shard_of
 from kvoffload.text import size
 from kvoffload.tiers.contract import Mask, SecondaryTier
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, TierOwner, open_tiers
 
 logger = logging.getLogger("sglang.kvoffload")
-_RANK_SHARDED = {PoolName.MAMBA.value}
-"""Pools that every rank has a part of, even if all ranks have equal KV pages (MLA)."""
 
 
 class KVOffloadStorage(HiCacheStorage):
@@ -60,7 +59,7 @@ class KVOffloadStorage(HiCacheStorage):
         self._config = storage_config
         try:
             self.options = parse_options(storage_config.extra_config)
-            _check_ranks(storage_config, self.options.tiers)
+            check_ranks(storage_config, self.options.tiers)
         except ConfigError as error:
             for line in str(error).splitlines():
                 logger.error("kvoffload: not attached: %s", line.strip())
@@ -91,7 +90,7 @@ class KVOffloadStorage(HiCacheStorage):
             return  # a logical pool, whose pages are in the pools beside it
         pages = self._pages[name] = HostPages(name, pool)
         self._salts[name] = hashlib.sha256(
-            f"{pages.description} {_shard(self._config, name)}".encode()
+            f"{pages.description} {shard_of(self._config, name)}".encode()
         ).digest()
 
     def on_host_pools_registered(self) -> None:
@@ -353,8 +352,12 @@ class KVOffloadStorage(HiCacheStorage):
         extents = next(iter(self._pages.values())).sizes
         block_bytes = best_block_bytes(sizes, extents)
         producer = find_producer(self._config, self._pages, self.options.identity)
+        for tier in self.options.tiers:
+            # A shared tier identifies the weights by itself.
+            if isinstance(tier, SizedTierOptions) and not _is_named(tier, producer):
+                producer.check_weights()
         owner = _owner(self._config, producer, block_bytes)
-        ranks = _num_ranks(self._config)
+        ranks = num_ranks(self._config)
         tiers: list[SecondaryTier] = open_tiers(
             [divided(tier, ranks) for tier in self.options.tiers if _is_usable(tier, producer)], owner
         )
@@ -384,7 +387,7 @@ def _owner(config: HiCacheStorageConfig, producer: Producer, block_bytes: int) -
         block_bytes,
         KEY_BYTES,
         producer.fingerprint(),
-        _replica(config),
+        directory_of(config),
         # SGLang writes the nodes of its tree one by one, so groups of pages would seldom be whole.
         reports_paths=False,
         on_unavailable=on_unavailable,
@@ -392,23 +395,8 @@ def _owner(config: HiCacheStorageConfig, producer: Producer, block_bytes: int) -
     )
 
 
-def _check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> None:
-    """Raise `ConfigError` for ranks that cannot have this tier."""
-    if config.should_split_heads:
-        raise ConfigError("tp_lcm_size", config.tp_lcm_size, "allowed: none, because pages are stored whole")
-    if not config.is_mla_model or config.tp_size == 1:
-        return
-    for tier in tiers:
-        if isinstance(tier, SizedTierOptions):
-            why = f"with MLA only one of {config.tp_size} ranks writes, and a directory has one owner"
-            raise ConfigError(
-                "tiers", str(tier), f"{why}; allowed: valkey:// or s3://, or attention data parallelism"
-            )
-
-
 def _is_usable(tier: TierOptions, producer: Producer) -> bool:
-    is_named = bool(getattr(tier, "salt", "") or getattr(tier, "identity", "") or producer.identity)
-    if producer.loads_adapters and not is_named:
+    if producer.loads_adapters and not _is_named(tier, producer):
         logger.error(
             "kvoffload: SGLang runs WITHOUT the tier %s: with enable_lora nothing binds the contents of "
             "adapters. To use the tier nevertheless, give identity=NAME, and change the name with them", tier
@@ -417,33 +405,8 @@ def _is_usable(tier: TierOptions, producer: Producer) -> bool:
     return True
 
 
-def _num_ranks(config: HiCacheStorageConfig) -> int:
-    """Return the number of ranks with pages of their own."""
-    return int(config.tp_size * config.pp_size * config.attn_cp_size)
-
-
-def _replica(config: HiCacheStorageConfig) -> str:
-    """Return the name of this rank's directory; empty for an engine of one rank."""
-    names = [
-        f"{kind}{rank}of{count}"
-        for kind, rank, count in (
-            ("tp", config.tp_rank, config.tp_size),
-            ("pp", config.pp_rank, config.pp_size),
-            ("cp", config.attn_cp_rank, config.attn_cp_size),
-        )
-        if count > 1
-    ]
-    return "-".join([*names, *([f"dp{config.dp_rank}"] if config.dp_rank else [])])
-
-
-def _shard(config: HiCacheStorageConfig, name: str) -> str:
-    """Return the part of the model whose pages this rank has; equal for ranks with equal pages."""
-    shard = f"pp{config.pp_rank}/{config.pp_size} cp{config.attn_cp_rank}/{config.attn_cp_size}"
-    if config.dcp_size > 1:
-        shard += f" dcp{config.dcp_rank}/{config.dcp_size}"
-    if config.is_mla_model and name not in _RANK_SHARDED:
-        return shard
-    return f"{shard} tp{config.tp_rank}/{config.tp_size}"
+def _is_named(tier: TierOptions, producer: Producer) -> bool:
+    return bool(getattr(tier, "salt", "") or getattr(tier, "identity", "") or producer.identity)
 
 
 def _name(name: Any) -> str:

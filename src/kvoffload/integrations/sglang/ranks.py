@@ -1,0 +1,88 @@
+"""The ranks of an SGLang server: which pages are equal, and which part of a disk each rank has.
+
+A rank here is one scheduler process. `HiCacheStorageConfig` tells the ranks of tensor, pipeline and context
+parallelism; SGLang's runtime context tells data parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions
+
+_RANK_SHARDED = {PoolName.MAMBA.value}
+"""Pools that every rank has a part of, even if all ranks have equal KV pages (MLA)."""
+
+
+def check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> None:
+    """Raise `ConfigError` for ranks that cannot have these tiers."""
+    if config.should_split_heads:
+        raise ConfigError("tp_lcm_size", config.tp_lcm_size, "allowed: none, because pages are stored whole")
+    replica, replicas = _replica()
+    for tier in tiers:
+        if not isinstance(tier, SizedTierOptions):
+            continue
+        if config.is_mla_model and config.tp_size > 1:
+            why = f"with MLA only one of {config.tp_size} ranks writes, and a directory has one owner"
+            raise ConfigError(
+                "tiers", str(tier), f"{why}; allowed: valkey:// or s3://, or attention data parallelism"
+            )
+        if replicas > 1 and replica is None:
+            why = f"the number of this replica, of {replicas}, is unknown, and a directory has one owner"
+            raise ConfigError("tiers", str(tier), f"{why}; allowed: valkey:// or s3://, or --dp-size 1")
+
+
+def num_ranks(config: HiCacheStorageConfig) -> int:
+    """Return the number of ranks that divide the capacity of a tier: one for each directory."""
+    return int(config.tp_size * config.pp_size * config.attn_cp_size * _data_parallel(config)[1])
+
+
+def directory_of(config: HiCacheStorageConfig) -> str:
+    """Return the name of this rank's directory; empty for a server of one rank."""
+    names = [
+        f"{kind}{rank}of{count}"
+        for kind, rank, count in (
+            ("tp", config.tp_rank, config.tp_size),
+            ("pp", config.pp_rank, config.pp_size),
+            ("cp", config.attn_cp_rank, config.attn_cp_size),
+            ("dp", *_data_parallel(config)),
+        )
+        if count > 1
+    ]
+    return "-".join(names)
+
+
+def shard_of(config: HiCacheStorageConfig, name: str) -> str:
+    """Return the part of the model whose pages this rank has; equal for ranks with equal pages."""
+    shard = f"pp{config.pp_rank}/{config.pp_size} cp{config.attn_cp_rank}/{config.attn_cp_size}"
+    if config.dcp_size > 1:
+        shard += f" dcp{config.dcp_rank}/{config.dcp_size}"
+    if config.is_mla_model and name not in _RANK_SHARDED:
+        return shard
+    return f"{shard} tp{config.tp_rank}/{config.tp_size}"
+
+
+def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
+    """Return rank and number of ranks of data parallelism, of replicas and of attention together."""
+    replica, replicas = _replica()
+    groups = max(_of_context("attn_dp_size") or 1, config.dp_rank + 1)
+    return (replica or 0) * groups + config.dp_rank, replicas * groups
+
+
+def _replica() -> tuple[int | None, int]:
+    """Return this replica's number, None if it is unknown, and the number of replicas of ``--dp-size``."""
+    return _of_context("dp_rank"), _of_context("dp_size") or 1
+
+
+def _of_context(name: str) -> int | None:
+    """Return a value of SGLang's runtime context; None if it is not known in this process."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        value = getattr(get_parallel(), name)
+    except (ImportError, RuntimeError, ValueError, AttributeError):
+        return None
+    return None if value is None else int(value)
