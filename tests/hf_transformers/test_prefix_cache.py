@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.cache_utils import DynamicCache, StaticCache
 
 import kvoffload
 from kvoffload import ConfigError, KVCache
-from kvoffload.integrations.transformers import PrefixCache, kv_layout
+from kvoffload.cache.request import KVRequest
+from kvoffload.integrations.transformers import PrefixBatch, PrefixCache, kv_layout
 from kvoffload.integrations.transformers.model import check_rope, configuration_digest
 from support.disk_blocks import slab_in
 from support.timeouts import HANGS_S
@@ -219,6 +221,46 @@ def test_arguments_and_results_are_those_of_generate() -> None:
         assert loaded(cache) == 24
 
 
+def test_stop_strings_take_a_tokenizer() -> None:
+    words = {f"w{number}": number for number in range(96)} | {"abcdef": 96}  # transformers tokenizes abcdef
+    plain = Tokenizer(models.WordLevel(words, "w95"))
+    model, text = model_of("llama"), tokens(1, 12)
+    answer = model.generate(text, **GREEDY)[0, 12:].tolist()
+    options = GREEDY | {
+        "stop_strings": [f"w{answer[2]}"], "tokenizer": PreTrainedTokenizerFast(tokenizer_object=plain)
+    }  # fmt: skip
+    with opened(model) as cache:
+        sequences = PrefixCache(model, cache).generate(text, **options)
+        assert torch.equal(sequences, model.generate(text, **options))
+        assert sequences.shape[1] <= 15
+
+
+def test_an_answer_is_returned_if_it_cannot_be_stored(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, text = model_of("llama"), tokens(1, 12)
+    expected = model.generate(text, **GREEDY)
+
+    def fail(*_: Any, **__: Any) -> int:
+        raise RuntimeError("out of memory")
+
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        with monkeypatch.context() as patched:
+            patched.setattr(PrefixBatch, "store", fail)
+            for _ in range(3):
+                assert torch.equal(prefix.generate(text, **GREEDY), expected)
+        assert [
+            record.getMessage() for record in caplog.records if record.name == "kvoffload.transformers"
+        ] == ["the answer is not stored: RuntimeError: out of memory"]
+        with monkeypatch.context() as patched:
+            patched.setattr(KVRequest, "finish", fail)
+            assert torch.equal(prefix.generate(text, **GREEDY), expected)
+        monkeypatch.setattr(model, "forward", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            prefix.generate(text, **GREEDY)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_shorter_types_load_the_stored_bytes(dtype: torch.dtype) -> None:
     """Their logits round differently if fewer tokens are computed at once, so KV is compared, not tokens."""
@@ -370,6 +412,10 @@ def test_rope_is_found_at_every_depth_of_a_configuration(fields: dict[str, Any],
         ({"use_cache": False}, "use_cache: False"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: 3"),
         ({"prefill_chunk_size": 4}, "prefill_chunk_size: 4"),
+        ({"assistant_model": "small"}, "assistant_model: 'small'"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit: 1"),
+        ({"use_mtp": True}, "use_mtp: True"),
+        ({"token_healing": True}, "token_healing: True"),
         ({"position_ids": torch.zeros((1, 9))}, "position_ids: 'Tensor'"),
         ({"pixel_values": torch.zeros((1, 9))}, "pixel_values: 'Tensor'"),
         ({"inputs_embeds": torch.zeros((1, 9, 32))}, "inputs_embeds: 'Tensor'"),
@@ -388,6 +434,19 @@ def test_arguments_that_cannot_work_are_named(options: dict[str, Any], named: st
                 prefix.generate(tokens(1, 9), GenerationConfig(max_new_tokens=2, **options))
 
 
+def test_arguments_without_names_are_checked() -> None:
+    model = model_of("llama")
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        with pytest.raises(ConfigError, match="assistant_model: 'small'"):
+            prefix.generate(tokens(1, 9), None, None, None, None, None, "small")
+        for arguments, options in (([None] * 20, {}), ([None], {"generation_config": GenerationConfig()})):
+            with pytest.raises(ConfigError, match=f"arguments: '{len(arguments)} without names'"):
+                prefix.generate(tokens(1, 9), *arguments, **options)
+        with pytest.raises(ConfigError, match="use_mtp: True"):
+            prefix.generate(tokens(1, 9), GenerationConfig(max_new_tokens=2, use_mtp=True))
+
+
 def test_prompts_with_padding_need_a_mask() -> None:
     model = model_of("llama")
     with opened(model) as cache:
@@ -401,6 +460,16 @@ def test_prompts_with_padding_need_a_mask() -> None:
 def test_models_without_prefixes_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="model"):
         kv_layout(unsupported(name), T)
+
+
+def test_layers_of_different_shapes_are_refused() -> None:
+    model = model_of(
+        "gemma4_text", layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        global_head_dim=16, num_global_key_value_heads=1, num_kv_shared_layers=0,
+        hidden_size_per_layer_input=0, vocab_size_per_layer_input=97, sliding_window=12,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"model: 'Gemma4ForCausalLM'.*equal.*kv\[2\]\[0\].shape"):
+        kv_layout(model, T)
 
 
 def test_a_cache_of_another_layout_is_refused() -> None:

@@ -26,7 +26,8 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     """Return the layout of a model's KV, from a forward pass of one token.
 
     Raises: `ConfigError` for a model whose KV is not a key and a value for each token and layer:
-    encoder-decoders, linear attention, paged attention, rope that depends on the total length.
+    encoder-decoders, linear attention, paged attention, rope that depends on the total length,
+    layers of different shapes or devices.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")
@@ -46,7 +47,14 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
                 type(layer).__name__,
                 "allowed: full and sliding attention; the state of linear attention has no prefixes",
             )
-    return KVLayout.of([(layer.keys, layer.values) for layer in cache.layers], AXES, block_tokens)
+    kv = [(layer.keys, layer.values) for layer in cache.layers]
+    layout = KVLayout.of(kv, AXES, block_tokens)
+    try:
+        layout.views(kv, row=0)
+    except ConfigError as error:
+        allowed = "allowed: models whose layers have equal shapes, dtypes and devices"
+        raise ConfigError("model", type(model).__name__, f"{allowed}; {error}") from None
+    return layout
 
 
 def configuration_digest(model: Any) -> str:

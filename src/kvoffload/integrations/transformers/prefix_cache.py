@@ -11,11 +11,16 @@ from kvoffload.cache.cache import KVCache
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.transformers.batch import PrefixBatch, first_columns
 from kvoffload.integrations.transformers.model import configuration_digest, kv_layout
+from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _REFUSED = {
     "past_key_values": "PrefixCache makes the cache of the model",
     "assistant_model": "without assisted decoding, which takes tokens back",
+    "assistant_tokenizer": "without assisted decoding, which takes tokens back",
+    "assistant_early_exit": "without assisted decoding, which takes tokens back",
+    "use_mtp": "without assisted decoding, which takes tokens back",
     "prompt_lookup_num_tokens": "without assisted decoding, which takes tokens back",
+    "token_healing": "without token healing, which changes the prompt",
     "custom_generate": "without a loop of its own",
     "prefill_chunk_size": "without chunks, which begin at the first token",
 }
@@ -42,7 +47,7 @@ class PrefixCache:
 
     def __init__(self, model: Any, cache: KVCache) -> None:
         self._model, self._cache = model, cache
-        self._digest = configuration_digest(model)
+        self._digest, self._log = configuration_digest(model), RateLimitedLog("kvoffload.transformers")
         if (layout := kv_layout(model, cache.layout.block_tokens)) != cache.layout:
             raise ConfigError("layout", cache.layout, f"the model has {layout}")
 
@@ -74,22 +79,42 @@ class PrefixCache:
     ) -> Any:
         """Generate as ``model.generate``, and store the KV of prompts and answers.
 
+        If the answer cannot be stored, a warning is logged and the answer is returned.
+
         Raises: `ConfigError` for arguments that change KV besides the tokens (images, embeddings,
-        positions), and for static, quantized and paged caches.
+        positions), and for static, quantized and paged caches. All checks precede the model's work.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if not isinstance(ids, torch.Tensor):
             raise ConfigError("input_ids", None if ids is None else type(ids).__name__, "give token ids")
-        config = arguments[0] if arguments else options.get("generation_config")
+        options = self._named(arguments, options)
+        config = options.get("generation_config")
         self._check(ids, config, options)
-        with self._batch(ids, options.get("attention_mask"), salt) as batch:
-            beams, answers = (self._setting(name, config, options) or 1 for name in _COPIES)
-            if batch.num_cached and max(beams, answers) > 1:
-                batch.cache.batch_repeat_interleave(max(beams, answers))
-            output = self._model.generate(ids, *arguments, past_key_values=batch.cache, **options)
-            sequences = output if isinstance(output, torch.Tensor) else output.sequences
-            batch.store(sequences, prompts_only=beams > 1)
+        output = None
+        try:
+            with self._batch(ids, options.get("attention_mask"), salt) as batch:
+                beams, answers = (self._setting(name, config, options) or 1 for name in _COPIES)
+                if batch.num_cached and max(beams, answers) > 1:
+                    batch.cache.batch_repeat_interleave(max(beams, answers))
+                output = self._model.generate(ids, past_key_values=batch.cache, **options)
+                sequences = output if isinstance(output, torch.Tensor) else output.sequences
+                batch.store(sequences, prompts_only=beams > 1)
+        except Exception as error:
+            if output is None:
+                raise
+            self._log.warn("store", "the answer is not stored: %s: %s", type(error).__name__, error)
         return output
+
+    def _named(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        """Return all arguments of ``model.generate`` by name; positional arguments follow `inputs`."""
+        parameters = inspect.signature(self._model.generate).parameters.values()
+        names = [part.name for part in parameters if part.kind is part.POSITIONAL_OR_KEYWORD][1:]
+        given = dict(zip(names, arguments, strict=False))
+        if len(given) < len(arguments) or given.keys() & options:
+            raise ConfigError(
+                "arguments", f"{len(arguments)} without names", "give each argument once, by name"
+            )
+        return given | options
 
     def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
         """Return a batch. ``model.generate`` leaves padding out of the positions, if the model takes them."""
@@ -99,8 +124,10 @@ class PrefixCache:
 
     def _check(self, ids: torch.Tensor, config: Any, options: dict[str, Any]) -> None:
         for name, why in _REFUSED.items():
-            if self._setting(name, config, options) is not None:
-                raise ConfigError(name, self._setting(name, config, options), f"allowed: {why}")
+            value = self._setting(name, config, options)
+            if value is not None and value is not False:
+                shown = value if isinstance(value, int | float | str) else type(value).__name__
+                raise ConfigError(name, shown, f"allowed: {why}")
         kind = self._setting("cache_implementation", config, options)
         if kind not in (None, "dynamic"):
             raise ConfigError(
@@ -110,7 +137,7 @@ class PrefixCache:
             raise ConfigError("use_cache", False, "allowed: True")
         known = {*inspect.signature(self._model.generate).parameters, *vars(self._model.generation_config)}
         for name, value in options.items():
-            if name not in known | {"attention_mask"} and value is not None:
+            if name not in known | {"attention_mask", "tokenizer"} and value is not None:
                 raise ConfigError(name, type(value).__name__, "allowed: none; it would change KV unseen")
         pad = self._setting("pad_token_id", config, options)
         if options.get("attention_mask") is None and pad is not None and bool((ids == pad).any()):
