@@ -114,6 +114,18 @@ def test_the_deadline_of_the_cache_holds_for_each_load() -> None:
         rig.end_jobs()
 
 
+def test_a_load_waits_again_after_a_load_that_gave_up() -> None:
+    rig = Rig()
+    rig.put_below(TOKENS)
+    with rig.cache, rig.cache.request(TOKENS) as request:
+        assert request.load_into(rig.engine.kv, IDS, timeout_s=0.01) == 0
+        load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
+        time.sleep(0.05)
+        assert not load.done()
+        rig.end_jobs()
+        assert load.result(HANGS_S) == 16
+
+
 def test_closing_ends_a_load_that_waits() -> None:
     rig = Rig()
     rig.put_below(TOKENS)

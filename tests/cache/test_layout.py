@@ -37,6 +37,23 @@ def test_a_layout_is_read_from_tensors(axes: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kv", "axes", "block_tokens", "message"),
+    [
+        ([], STACKED, None, r"kv: \[\] is invalid; give all layers"),
+        ([np.zeros((2, 8, 4, 2, 8))], STACKED, 16, "block_tokens: 16 is invalid; axis token has 4"),
+        ([np.zeros((2, 8, 4, 2, 8))], STACKED, 0, "block_tokens: 0"),
+        ([np.zeros((8, 4, 2, 8))], STACKED, None, "kv: .* allowed: tensors of 5 axes"),
+        ([np.zeros((8, 4, 2, 8))], PAGED, None, "kv: 'ndarray' is invalid; allowed: pairs"),
+    ],
+)
+def test_tensors_without_a_layout_are_refused(
+    kv: Any, axes: str, block_tokens: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        KVLayout.of(kv, axes, block_tokens)
+
+
+@pytest.mark.parametrize(
     ("given", "named"),
     [
         ({"axes": "block token heads dim"}, "axes: 'block token heads dim'"),
@@ -47,6 +64,9 @@ def test_a_layout_is_read_from_tensors(axes: str) -> None:
         ({"dtype": "int4"}, "dtype: 'int4'"),
         ({"axes": MLA, "heads": 2}, "heads: 2"),
         ({"axes": STACKED, "value_dim": 1}, "value_dim: 1"),
+        ({"value_dim": -8}, "value_dim: -8"),
+        ({"value_dim": 0}, "value_dim: 0"),
+        ({"layers": True}, "layers: True"),
     ],
 )
 def test_an_impossible_layout_is_refused(given: dict[str, Any], named: str) -> None:

@@ -217,6 +217,42 @@ def test_block_ids_that_do_not_fit_are_named(ids: Any, message: str) -> None:
                 call(TokenEngine(layout_of()).kv, ids)
 
 
+@pytest.mark.parametrize(
+    ("method", "given", "message"),
+    [
+        ("load_into", {"start": 3}, "start: 3 is invalid; allowed: only with the axis batch"),
+        ("store_from", {"start": 3}, "start: 3"),
+        ("load_into", {"present": 4.5}, "present: 4.5 is invalid; allowed: 0 to 9"),
+        ("store_from", {"num_tokens": 4.5}, "num_tokens: 4.5"),
+        ("load_into", {"timeout_s": "3"}, "timeout_s: '3' is invalid; allowed: 0 to 2 seconds"),
+        ("load_into", {"timeout_s": 3}, "timeout_s: 3 is invalid; .*the cache's deadline_s"),
+        ("load_into", {"timeout_s": -1}, "timeout_s: -1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(method: str, given: dict[str, Any], message: str) -> None:
+    with opened(deadline_s=2.0) as cache:
+        call = getattr(cache.request([*range(9)]), method)
+        with pytest.raises(ConfigError, match=message):
+            call(TokenEngine(layout_of()).kv, [0, 1], **given)
+
+
+def test_a_load_into_read_only_tensors_is_refused() -> None:
+    """Also if no block is present; a store from them is possible."""
+    engine = TokenEngine(layout_of())
+    for array in engine.arrays:
+        array.flags.writeable = False
+    with opened() as cache, cache.request([*range(9)]) as request:
+        with pytest.raises(ConfigError, match="kv: 'read-only'"):
+            request.load_into(engine.kv, [0, 1])
+        assert request.store_from(engine.kv, [0, 1]) == 8
+
+
+def test_text_is_converted_to_numbers() -> None:
+    with opened(recompute_tokens_per_s="1000", deadline_s="50ms") as cache:
+        assert cache._jobs._manager.recompute_s_per_block == T / 1000
+        assert cache.deadline_s == 0.05
+
+
 def test_all_wrong_options_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match=r"(?s)model.*layout.*ram.*tiers.*policy.*admission.*deadline_s.*"):
         kvoffload.open(

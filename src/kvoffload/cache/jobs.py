@@ -89,6 +89,7 @@ class Jobs:
         """
         async with work.turn:
             ctx = self._begun(work, keys)
+            self._manager.restart_wait(ctx)
             present = first
             for _ in range(_ATTEMPTS):
                 rest = keys[present:]

@@ -80,7 +80,7 @@ class KVLayout:
             _check_axes(self.names)
         for name in ("layers", "heads", "head_dim", "block_tokens"):
             with problems:
-                check_integer(name, getattr(self, name), _LARGEST)
+                _check_size(name, getattr(self, name))
         with problems:
             if self.dtype not in DTYPES:
                 raise ConfigError("dtype", self.dtype, f"allowed: {', '.join(DTYPES)}")
@@ -90,6 +90,8 @@ class KVLayout:
         with problems:
             if self.value_dim is not None and not self._has_pairs:
                 raise ConfigError("value_dim", self.value_dim, "allowed: only for pairs (keys, values)")
+            if self.value_dim is not None:
+                _check_size("value_dim", self.value_dim)
         problems.check()
 
     @classmethod
@@ -103,18 +105,28 @@ class KVLayout:
         names = tuple(axes.split())
         _check_axes(names)
         has_pairs = "head" in names and "kv" not in names
+        if "layer" not in names and not (isinstance(kv, Sequence) and len(kv)):
+            raise ConfigError("kv", kv if isinstance(kv, Sequence) else type(kv).__name__, "give all layers")
         first = kv if "layer" in names else kv[0]
+        if has_pairs and not _is_pair(first):
+            raise ConfigError("kv", type(first).__name__, "allowed: pairs (keys, values)")
         key, value = (first[0], first[1]) if has_pairs else (first, first)
+        for array in (key, value):
+            if not hasattr(array, "shape") or len(array.shape) != len(names):
+                shape = tuple(array.shape) if hasattr(array, "shape") else type(array).__name__
+                raise ConfigError("kv", shape, f"allowed: tensors of {len(names)} axes: {axes}")
         size = dict(zip(names, key.shape, strict=True))
         value_dim = value.shape[names.index("dim")]
         if "batch" in names and block_tokens is None:
             raise ConfigError("block_tokens", None, "give the tokens of a block")
+        if "batch" not in names and block_tokens not in (None, size["token"]):
+            raise ConfigError("block_tokens", block_tokens, f"axis token has {size['token']}")
         return cls(
             axes,
             layers=size.get("layer", len(kv)),
             heads=size.get("head", 1),
             head_dim=size["dim"],
-            block_tokens=block_tokens or size["token"],
+            block_tokens=size["token"] if block_tokens is None else block_tokens,
             dtype=_name_of_dtype(key.dtype),
             value_dim=None if value_dim == size["dim"] else value_dim,
         )
@@ -214,6 +226,12 @@ class KVLayout:
         if "batch" not in self.names:
             sizes["token"] = self.block_tokens
         return sizes.get(axis, int(first.array.shape[self.names.index(axis)]))
+
+
+def _check_size(field: str, value: object) -> None:
+    if isinstance(value, bool):
+        raise ConfigError(field, value, f"allowed: 1 to {_LARGEST}")
+    check_integer(field, value, _LARGEST)
 
 
 def _check_axes(names: Sequence[str]) -> None:

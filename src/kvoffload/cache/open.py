@@ -42,7 +42,7 @@ def open(
         ram: size of RAM: ``8GiB``, or a number of bytes.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: of RAM, as for `OffloadingManager`.
-        deadline_s: longest time that a load waits for tiers.
+        deadline_s: longest time that a load waits for tiers; the limit of every `timeout_s` of a load.
         recompute_tokens_per_s: speed of the engine; tiers are then read only if that is faster.
 
     Raises:
@@ -68,7 +68,7 @@ def open(
         deadline_s = convert("deadline_s", deadline_s, Duration)
     with problems:
         if recompute_tokens_per_s is not None:
-            convert("recompute_tokens_per_s", recompute_tokens_per_s, Positive)
+            recompute_tokens_per_s = convert("recompute_tokens_per_s", recompute_tokens_per_s, Positive)
     problems.check()
     if (blocks := ram_bytes // layout.block_bytes) < 1:
         raise ConfigError("ram", ram, f"allowed: {layout.block_bytes:,} bytes or more, the size of a block")

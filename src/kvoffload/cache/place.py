@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvoffload.cache.layout import KVLayout, KVTensors
 from kvoffload.errors import ConfigError
+from kvoffload.transfer.engine import is_tensor
 from kvoffload.transfer.parts import Parts, parts_of
 
 BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
@@ -22,12 +23,21 @@ class Place(NamedTuple):
     row: int | None
     start: int
 
-    def in_tensors(self, kv: KVTensors, layout: KVLayout) -> tuple[Parts, npt.NDArray[np.int64]]:
+    def in_tensors(
+        self, kv: KVTensors, layout: KVLayout, *, writeable: bool = False
+    ) -> tuple[Parts, npt.NDArray[np.int64]]:
         """Check tensors and place; return the tensors' parts, and the request's blocks in order.
+
+        Args:
+            writeable: True to refuse read-only tensors.
 
         Raises: `ConfigError`.
         """
+        if self.row is None and self.start and "batch" not in layout.names:
+            raise ConfigError("start", self.start, "allowed: only with the axis batch, and row")
         views = layout.views(kv, self.row, self.start)
+        if writeable and not all(is_tensor(view) or view.flags.writeable for view in views):
+            raise ConfigError("kv", "read-only", "allowed: tensors that a load can write to")
         count = len(views[0])
         if self.row is None:
             return parts_of(views), _checked(self.block_ids, count)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 from kvoffload.cache.jobs import Jobs, Work
 from kvoffload.cache.keys import KEY_BYTES, GivenKeys, KeyChain, Tokens
@@ -26,9 +27,8 @@ class KVRequest:
     A prefix of whole blocks is loaded and stored. Methods that end in ``_async`` are for `asyncio`; a
     cancelled call ends when its copy has ended.
 
-    Thread: one at a time. Use it as a context manager: at its end the uses of its blocks are counted, and an
-    exception stores nothing.
-
+    Thread: one at a time. Use it as a context manager. On exit the request reports its block uses to the
+    policies. Only `store_from` stores blocks.
     """
 
     def __init__(
@@ -61,15 +61,16 @@ class KVRequest:
     ) -> int:
         """Load the longest known prefix into the engine's tensors; return the number of tokens present.
 
-        At most all tokens but the last: an engine computes the last token to get its logits. The last block
-        is loaded nevertheless.
+        Returns at most `num_tokens - 1`, because the engine needs the logits of the last token. If the last
+        block is full, its bytes are loaded too.
 
         Args:
             kv: the tensors of `KVLayout`.
             block_ids: the engine's blocks for the request, in order. Without the axis ``block``: `row` and
                 `start`, the row of the sequence and the position of its first token.
-            present: leading tokens that the tensors already hold. They count, and are not loaded.
-            timeout_s: longest wait for tiers; by default the cache's `deadline_s`.
+            present: leading tokens that the tensors already hold. They count, and whole
+                blocks of them are not loaded.
+            timeout_s: longest wait for tiers, at most the cache's `deadline_s`, which is the default.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
         """
@@ -178,22 +179,27 @@ class KVRequest:
         self, kv: KVTensors, place: Place, present: int, timeout_s: float | None
     ) -> tuple[Coroutine[Any, Any, int], Limit]:
         """Check the arguments of a load; return its job and limit."""
-        if not 0 <= present <= self.num_tokens:
-            raise ConfigError(
-                "present", present, f"allowed: 0 to {self.num_tokens}, the tokens of the request"
-            )
-        parts, ids = place.in_tensors(kv, self._layout)
-        limit = Limit(self._deadline_s if timeout_s is None else timeout_s)
+        self._check_tokens("present", present)
+        parts, ids = place.in_tensors(kv, self._layout, writeable=True)
+        limit = Limit(self._deadline_s if timeout_s is None else self._checked_timeout(timeout_s))
         first = present // self._layout.block_tokens
         return self._jobs.load(self._work, self._keys(len(ids)), first, parts, ids, limit), limit
 
     def _storing(self, kv: KVTensors, place: Place, num_tokens: int | None) -> Coroutine[Any, Any, int]:
         """Check the arguments of a store; return its job."""
         computed = self._num_computed if num_tokens is None else num_tokens
-        if not 0 <= computed <= self.num_tokens:
-            raise ConfigError(
-                "num_tokens", num_tokens, f"allowed: 0 to {self.num_tokens}, the tokens of the request"
-            )
+        self._check_tokens("num_tokens", computed)
         parts, ids = place.in_tensors(kv, self._layout)
         count = min(len(ids), computed // self._layout.block_tokens)
         return self._jobs.store(self._work, self._keys(count), parts, ids)
+
+    def _check_tokens(self, field: str, value: object) -> None:
+        """Raise `ConfigError` unless `value` is a number of tokens of the request."""
+        if not isinstance(value, SupportsIndex) or not 0 <= index(value) <= self.num_tokens:
+            raise ConfigError(field, value, f"allowed: 0 to {self.num_tokens}, the tokens of the request")
+
+    def _checked_timeout(self, timeout_s: object) -> float:
+        if isinstance(timeout_s, (int, float)) and 0 <= timeout_s <= self._deadline_s:
+            return timeout_s
+        allowed = f"allowed: 0 to {self._deadline_s:g} seconds, the cache's deadline_s"
+        raise ConfigError("timeout_s", timeout_s, allowed)

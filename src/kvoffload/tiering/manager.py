@@ -219,6 +219,12 @@ class TieredManager:
         wait = self.waits.get(ctx)
         return wait.came_from.get(key, 0) if wait is not None else 0
 
+    def restart_wait(self, ctx: RequestContext) -> None:
+        """Let a request wait for tiers again for up to `deadline_s`, also after its last wait was in vain."""
+        wait = self.waits.get(ctx)
+        if wait is not None:
+            wait.restart()
+
     def has_promoted(self, ctx: RequestContext) -> bool:
         """Return True if this request has blocks from a tier whose load is not complete."""
         wait = self.waits.get(ctx)

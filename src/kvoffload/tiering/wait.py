@@ -18,7 +18,7 @@ class TierWait:
         left_out: rows of the tiers from which this request loads nothing.
         num_storing: blocks of the request in flight to RAM.
         may_wait_s: longest wait for blocks.
-        gave_up: True if the request no longer waits for anything.
+        gave_up: True if the request no longer waits for anything, until `restart`.
         finished: True after `finish_request`.
     """
 
@@ -35,6 +35,11 @@ class TierWait:
     _last_asked: float = -math.inf
     _probing_since: float = 0.0
     _last_probed: float = -math.inf
+
+    def restart(self) -> None:
+        """Begin a new wait, with its full time."""
+        self.gave_up = False
+        self._last_asked = self._last_probed = -math.inf
 
     def keeps_waiting(self, now: float, deadline_s: float) -> bool:
         """Return False after a wait of `may_wait_s`. A pause between calls longer than `deadline_s` starts a
