@@ -140,7 +140,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return ended
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        """Begin to look up objects; returns the task. The layouts tell sizes and dtypes."""
+        """Begin to look up objects; returns the task. The layouts have sizes and dtypes."""
         nothing = Bitmap(len(keys))
         return self._submit(
             self._readers, 1, self._found, nothing, lambda: self._find(keys, group_layout_descs)
@@ -242,17 +242,21 @@ class KVOffloadAdapter(L2AdapterInterface):
                 (self._stored if event == 0 else ended)[task] = nothing
         return task
 
-    def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
+    def _named(self, keys: Sequence[Any], objects: Sequence[Any]) -> tuple[list[Any], list[Any], list[bytes]]:
+        """Return the buffer, the format and the digest of each object; remember the formats for `delete`."""
         buffers = [_buffer(obj) for obj in objects]
         forms = [_format(obj, buffer) for obj, buffer in zip(objects, buffers, strict=True)]
         self._formats.update(zip(map(_kind, keys), forms, strict=True))
-        names = [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
+        return buffers, forms, [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
+
+    def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
+        buffers, forms, names = self._named(keys, objects)
         ok = np.zeros(len(keys), np.bool_)
         for form, rows in _rows_by(forms):
-            some = [names[row] for row in rows]
+            digests = [names[row] for row in rows]
             path = self._store.open_path()
-            self._store.extend_path(path, some, form[0])
-            ok[rows] = self._store.store(some, _extents([buffers[row] for row in rows], form[0]), path)
+            self._store.extend_path(path, digests, form[0])
+            ok[rows] = self._store.store(digests, _extents([buffers[row] for row in rows], form[0]), path)
             self._store.finish_path(path)
         stored = np.flatnonzero(ok).tolist()
         sizes = [forms[row][0] for row in stored]
@@ -271,18 +275,16 @@ class KVOffloadAdapter(L2AdapterInterface):
         return _bitmap(ok)
 
     def _load(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
-        buffers = [_buffer(obj) for obj in objects]
-        forms = [_format(obj, buffer) for obj, buffer in zip(objects, buffers, strict=True)]
-        self._formats.update(zip(map(_kind, keys), forms, strict=True))
-        names = [_digest(key, form) for key, form in zip(keys, forms, strict=True)]
+        buffers, forms, names = self._named(keys, objects)
         ok = np.zeros(len(keys), np.bool_)
         for form, rows in _rows_by(forms):
-            some = [names[row] for row in rows]
-            loaded = self._store.load(some, _extents([buffers[row] for row in rows], form[0]))
+            digests = [names[row] for row in rows]
+            loaded = self._store.load(digests, _extents([buffers[row] for row in rows], form[0]))
             ok[rows] = loaded
             if loaded.any():
                 path = self._store.open_path()
-                self._store.extend_path(path, [some[i] for i in np.flatnonzero(loaded).tolist()], form[0])
+                present = [digests[i] for i in np.flatnonzero(loaded).tolist()]
+                self._store.extend_path(path, present, form[0])
                 self._store.finish_path(path)
         if ok.any():
             self._notify_keys_accessed([keys[row] for row in np.flatnonzero(ok).tolist()])

@@ -41,7 +41,7 @@ Addresses = npt.NDArray[np.int64]
 
 
 class Extents(NamedTuple):
-    """Memory of a batch of objects of equal size.
+    """Memory for a batch of equally large objects.
 
     Attributes:
         addresses: ``(n, extents)``, int64: address of each extent of each object, in the object's order.

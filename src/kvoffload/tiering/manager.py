@@ -220,7 +220,7 @@ class TieredManager:
         return wait.came_from.get(key, 0) if wait is not None else 0
 
     def restart_wait(self, ctx: RequestContext) -> None:
-        """Let a request wait for tiers again for up to `deadline_s`, also after its last wait was in vain."""
+        """Let a request wait for tiers again for up to `deadline_s`, also after a wait that timed out."""
         wait = self.waits.get(ctx)
         if wait is not None:
             wait.restart()

@@ -23,7 +23,7 @@ class StorageOptions:
     Attributes:
         tiers: from the fastest to the slowest.
         identity: Name of the weights, and of every setting that affects KV and is not in SGLang's arguments.
-        deadline: longest duration of a read of one batch; a write has five times as long.
+        deadline: longest time to read a batch; a write may take five times as long.
         staging: limit of the memory for pages on their way between tiers and SGLang's host pool.
         zero_copy: pages that move without staging: ``auto`` of shared tiers; ``always``; ``never``.
     """

@@ -1,7 +1,7 @@
 """The ranks of an SGLang server: which pages are equal, and which part of a disk each rank has.
 
-A rank here is one scheduler process. `HiCacheStorageConfig` tells the ranks of tensor, pipeline and context
-parallelism; SGLang's runtime context tells data parallelism.
+A rank here is one scheduler process. The ranks of tensor, pipeline and context parallelism are in
+`HiCacheStorageConfig`, the rank of data parallelism is in SGLang's runtime context.
 """
 
 from __future__ import annotations
