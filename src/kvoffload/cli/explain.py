@@ -35,7 +35,7 @@ class ExplainOptions(CacheOptions, LoadOptions):
         None, "Explain all missing blocks of this request: its position in the trace, from 0."
     )
     top: Count = option(20, "Number of runs of missing blocks, and of places at which prompts differ.")
-    no_capacities: bool = option(False, "Do not replay larger capacities: eight times faster.")
+    no_capacities: bool = option(False, "Do not replay larger capacities: three times faster.")
     kind: str | None = option(
         None,
         "Format of a recording with token ids or text: token_ids or text, with parameters. By default the "
