@@ -22,7 +22,7 @@ DOCUMENT = ROOT / "docs" / "policies.md"
 CAPACITIES = ("1%", "2%", "5%", "10%", "20%")
 DEVICES = ("0", "0.25x", "0.5x", "1x")
 SHOWN_TRACES, SHOWN_CAPACITIES = ("agentic_3h", "conversation_first60"), ("1%", "5%")
-"""Tables and columns of the document, without a device. Printed tables have every trace, capacity and device."""
+"""Columns of the table in the document, without a device. Printed tables have all traces, capacities, devices."""
 GATED = ("lru",)
 """Policies whose other admission rules have a row, too; with all policies the table would be too long."""
 
@@ -56,10 +56,16 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def table_of_hits(rows: Rows, trace: str, device: str, store: str, shown: Sequence[str] = CAPACITIES) -> str:
     """Policies down, capacities across: hits, writes, gap closed. Empty if not swept."""
+    header, *lines = _hits(rows, trace, device, store, shown)
+    return markdown(header, lines) if lines else ""
+
+
+def _hits(rows: Rows, trace: str, device: str, store: str, shown: Sequence[str]) -> list[list[str]]:
+    """Header and lines of a table of hits; only the header if not swept."""
     capacities = [capacity for capacity in shown if rows.optimum(trace, device, store, capacity) is not None]
     if not capacities:
-        return ""
-    lines = []
+        return [[store]]
+    lines = [[store, *capacities]]
     for policy, admission in rows.contestants(trace, device, store):
         if admission != "all" and policy not in GATED:
             continue
@@ -69,7 +75,7 @@ def table_of_hits(rows: Rows, trace: str, device: str, store: str, shown: Sequen
             lines.append([name, *(_cell(rows, cell) for cell in cells)])
     best = [rows.optimum(trace, device, store, capacity) for capacity in capacities]
     lines.append(["*optimum*", *("" if ratio is None else f"*{ratio:.3f}*" for ratio in best)])
-    return markdown([store, *capacities], lines)
+    return lines
 
 
 def _cell(rows: Rows, row: Row | None) -> str:
@@ -160,11 +166,11 @@ def advice(rows: Rows) -> str:
 
 
 def tables(rows: Rows) -> str:
-    """Text between the markers ``tables``: the shown traces without a device."""
-    parts = []
-    for trace in SHOWN_TRACES:
-        parts += [f"### {trace}", table_of_hits(rows, trace, "0", "on-compute", SHOWN_CAPACITIES)]
-    return "\n\n".join(part for part in parts if part)
+    """Text between the markers ``tables``: the shown traces side by side, without a device."""
+    sides = [_hits(rows, trace, "0", "on-compute", SHOWN_CAPACITIES) for trace in SHOWN_TRACES]
+    cells = [{name: cells for name, *cells in side[1:]} for side in sides]
+    header = ["on-compute", *(f"{trace}, {size}" for trace in SHOWN_TRACES for size in SHOWN_CAPACITIES)]
+    return markdown(header, ([name, *(cell for side in cells for cell in side[name])] for name in cells[0]))
 
 
 def all_tables(rows: Rows) -> str:
