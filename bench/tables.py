@@ -22,7 +22,7 @@ DOCUMENT = ROOT / "docs" / "policies.md"
 CAPACITIES = ("1%", "2%", "5%", "10%", "20%")
 DEVICES = ("0", "0.25x", "0.5x", "1x")
 SHOWN_TRACES, SHOWN_CAPACITIES = ("agentic_3h", "conversation_first60"), ("1%", "5%")
-"""Columns of the table in the document, without a device. Printed tables have all traces, capacities, devices."""
+"""Columns of the table in the document, without a device. Printed tables have all of them."""
 GATED = ("lru",)
 """Policies whose other admission rules have a row, too; with all policies the table would be too long."""
 
