@@ -66,7 +66,7 @@ def test_a_command_prints_these_numbers(command: str, shown: str, monkeypatch: p
 
 
 def test_the_code_for_engine_authors_has_hits() -> None:
-    out, page = printed("docs/start-engine.md", number=1)
+    out, page = printed("docs/start-engine.md")
     assert out == "0 of 8 blocks from RAM\n8 of 8 blocks from RAM\n"
     assert f"```\n{out}```" in page
 
@@ -75,7 +75,7 @@ def test_the_code_with_tiers_has_hits_from_the_disk_of_an_earlier_life(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    out, page = printed("docs/start-engine.md", number=2)
+    out, page = printed("docs/start-engine.md", number=1)
     assert out == (
         "first life: 0 blocks from RAM, 0 from the disk\nsecond life: 0 blocks from RAM, 8 from the disk\n"
     )
