@@ -85,7 +85,7 @@ def test_an_audit() -> None:
     assert (audit.share, audit.first, audit.on_difference) == (0.01, 8, "drop")
     done = kvoffload("vllm-config", "--ram", "1GiB", "--audit", "share=2")
     assert done.returncode == 2
-    assert "--audit.share: '2' is invalid; allowed: a number from 0.0 to 1.0" in done.stderr
+    assert "--audit share: '2' is invalid; allowed: a number from 0.0 to 1.0" in done.stderr
 
 
 def test_storing_on_device_eviction_brings_its_connector() -> None:

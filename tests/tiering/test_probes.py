@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.testing.scripted_tier import ScriptedSharedTier
+from kvoffload.tiering import promotion
 from kvoffload.tiering.worth import break_even
 from support.letters import HIT, MISS, keys
-from support.tiering_rig import RETRY, Rig, fails, jobs, shared_rig
+from support.tiering_rig import RETRY, Rig, expect, fails, jobs, shared_rig
 
 
 def test_one_probe_asks_for_the_whole_rest_of_a_path() -> None:
@@ -222,6 +223,60 @@ def test_distrusted_blocks_come_from_no_tier() -> None:
     rig.end_all()
     assert rig.ask("abc", ctx) == (1, MISS)
     assert rig.manager.lookup_key(b"b", ctx) is MISS
+
+
+def test_no_way_of_reading_brings_a_distrusted_block_back() -> None:
+    """Reads ahead, reads in flight, and tiers that get the block again."""
+    rig = Rig(capacity=16, immediate=False)
+    rig.below("abc")
+    ctx = rig.begin("xyz")
+    rig.below("yz")
+    rig.store("x")
+    rig.end_all()
+    assert rig.ask("xyz", ctx) == (1, RETRY)
+    assert jobs(rig)[-1] == ("read", "yz")
+    rig.manager.distrust(keys("bz"))  # one is being read
+    assert not rig.tier.contains(rig.manager.pack(keys("b"))).any(), "a disk forgets the block"
+    rig.below("bz")  # another process, or a write in flight, brings them back
+    rig.end_all()
+    assert rig.ask("xyz", ctx) == (2, MISS)
+    expect(rig, "abc")
+    rig.manager.poll()
+    assert jobs(rig) == [("read", "a")], "ahead"
+    rig.end_all()
+    assert rig.manager.contains(rig.manager.pack(keys("abcxyz"))).tolist() == [
+        *(True, False, False),
+        *(True, True, False),
+    ]
+    assert rig.ask("abc", rig.begin("abc")) == (1, MISS)
+    rig.manager.reset()
+    rig.below("abz")
+    assert rig.ask("abz", rig.begin("abz")) == (0, RETRY)
+    assert jobs(rig)[-1] == ("read", "abz"), "a reset trusts all blocks"
+
+
+def test_after_too_many_wrong_blocks_no_tier_is_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No key is forgotten, so that no wrong block returns; the memory is bounded."""
+    monkeypatch.setattr(promotion, "MOST_DISTRUSTED", 2)
+    rig = Rig(capacity=16, immediate=False)
+    rig.below("abcdef")
+    running, reading = rig.begin("abc"), rig.begin("ef")
+    rig.manager.distrust(keys("xy"))
+    assert rig.ask("ef", reading) == (0, RETRY)
+    rig.manager.distrust(keys("c"))
+    assert "nothing is loaded from tiers until the cache is reset" in caplog.text
+    rig.end_all()
+    assert rig.ask("ef", reading) == (0, MISS), "the read in flight counts for nothing"
+    for ctx in (running, rig.begin("abc")):
+        assert rig.ask("abc", ctx) == (0, MISS)
+        assert rig.manager.lookup_key(b"a", ctx) is MISS
+    rig.manager.distrust(keys("d"))
+    assert caplog.text.count("nothing is loaded") == 1
+    rig.manager.reset()
+    rig.below("ab")
+    assert rig.ask("ab", rig.begin("ab")) == (0, RETRY)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -135,11 +135,14 @@ def _as_typed(problem: ConfigError) -> ConfigError:
     """Name the option of a problem as the user gave it: flag, variable or file."""
     name, subfield = re.fullmatch(r"(\w*)(.*)", problem.field, re.DOTALL).groups()  # type: ignore[union-attr]
     name = _OPTIONS.get(name, name)
+    as_text = " " + subfield[1:] if subfield.startswith(".") else subfield  # --audit share=2
     context, variable = click.get_current_context(), PREFIX + name.upper()
     if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-        name = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-    elif os.environ.get(variable):
-        name = variable
+        return ConfigError(
+            f"--{_FLAGS.get(name, name).replace('_', '-')}{as_text}", problem.value, problem.allowed
+        )
+    if os.environ.get(variable):
+        name, subfield = variable, as_text
     elif name in OF_ENGINES and (path := context.meta[CONFIG] or os.environ.get(f"{PREFIX}CONFIG")):
         name = f"{path}: {name}"
     return ConfigError(name + subfield, problem.value, problem.allowed)

@@ -24,12 +24,13 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.cascade import Cascade
 from kvoffload.tiering.lane import TieringCounts, TierLane
 from kvoffload.tiering.misses import change_of
-from kvoffload.tiering.promotion import Promotion
+from kvoffload.tiering.promotion import MOST_DISTRUSTED, Promotion
 from kvoffload.tiering.stack import TierStack, check_stack, share_of
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import break_even
 from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
 
+_LOG = logging.getLogger("kvoffload.tiering")
 HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
@@ -113,7 +114,6 @@ class TieredManager:
         self.lanes, self.counts = self._stack.lanes, self._stack.counts
         self.promotion, self._cascade = Promotion(self._stack), Cascade(self._stack)
         self.waits: dict[RequestContext, TierWait] = {}
-        self._distrusted: set[bytes] = set()
         self._reports_events = enable_events
         self.hit_blocks = [0] * (1 + len(tiers))
         self._adopt(self.ram_manager)
@@ -122,7 +122,7 @@ class TieredManager:
                 lane.tier.take_changes()  # the tier reports changes from the first call on
             if lane.tier.shared:
                 text = break_even(lane.tier, recompute_s_per_block)
-                logging.getLogger("kvoffload.tiering").info("tier %s: %s", lane.tier.name, text)
+                _LOG.info("tier %s: %s", lane.tier.name, text)
 
     def _adopt(self, ram: OffloadingManager) -> None:
         """Copy the members of RAM's manager that concern only RAM, so that calls go to them directly."""
@@ -162,7 +162,8 @@ class TieredManager:
         """Open a request, see `OffloadingManager.begin_request`."""
         ctx = self.ram_manager.begin_request(request_id, keys, hints=hints)
         self.waits[ctx] = wait = TierWait([lane.tier.begin_request(request_id) for lane in self.lanes])
-        wait.given_up.update(self._distrusted)
+        if self.promotion.trusts_no_tier:
+            wait.left_out.update(range(len(self.lanes)))
         self._stack.follow(ctx, wait)
         return ctx
 
@@ -207,12 +208,24 @@ class TieredManager:
             self.promotion.ahead.pop(ctx, None)
 
     def distrust(self, keys: Sequence[bytes]) -> None:
-        """Forget these blocks in RAM, and load them from no tier for requests that begin from now on.
+        """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For blocks whose bytes are intact and wrong: the tiers keep them, for other processes as well.
+        For blocks whose bytes are intact and wrong. A shared server keeps them for other processes, and a
+        write in flight may bring one back to a disk, so no key is forgotten before a reset. After more than
+        `MOST_DISTRUSTED` keys nothing is loaded from tiers until the reset.
         """
         self.ram_manager.discard(keys)
-        self._distrusted.update(keys)
+        if not self.lanes:
+            return
+        for lane in self.lanes:
+            lane.tier.delete(self.pack(keys))
+        if self.promotion.distrust(keys):
+            _LOG.error(
+                "audits found %d wrong blocks: nothing is loaded from tiers until the cache is reset",
+                MOST_DISTRUSTED,
+            )
+            for ctx in self.waits:
+                self.leave_out_tiers(ctx)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
         """Return the source of a block until its load is complete: 0 for RAM, or the tier's number from 1."""
@@ -289,9 +302,7 @@ class TieredManager:
         late: Collection[bytes] = self.promotion.promoting if wait.gave_up else ()
         if not (late or wait.given_up):
             return np.zeros(len(keys), np.bool_)
-        return np.array(
-            [key in late or (key in wait.given_up and key not in self._distrusted) for key in keys], np.bool_
-        )
+        return np.array([key in late or key in wait.given_up for key in keys], np.bool_)
 
     def complete_load(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
         """End a load, see `OffloadingManager.complete_load`, and count its blocks by source."""
@@ -402,6 +413,7 @@ class TieredManager:
         self.promotion.promoting.clear()
         for lane in self.lanes:
             lane.tier.clear()
+        self.promotion.trust_again()
         if drop_in_flight:
             self._stack.drain(time.monotonic() + deadline_s)
         self.promotion.asking.clear()

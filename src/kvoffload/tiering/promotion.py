@@ -20,6 +20,9 @@ from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
 
+MOST_DISTRUSTED = 10_000
+"""Wrong blocks that are remembered one by one: about 1 MB."""
+
 
 class Promotion:
     """Reads of blocks from tiers into RAM, and the requests that wait for them.
@@ -28,6 +31,7 @@ class Promotion:
         promoting: blocks that are being read, with the number of their tier, from 1.
         asking: requests with single keys to promote in the next step.
         ahead: requests in the engine's queue whose blocks have not been read ahead yet.
+        trusts_no_tier: True after too many wrong blocks to remember.
 
     Thread: the scheduler's. Cost: nothing while no tier is read.
     """
@@ -40,6 +44,8 @@ class Promotion:
         self.promoting: dict[bytes, int] = {}
         self.asking: dict[RequestContext, TierWait] = {}
         self.ahead: dict[RequestContext, TierWait] = {}
+        self.trusts_no_tier = False
+        self._distrusted: set[bytes] = set()
 
     def poll(self) -> None:
         """Begin to read the single keys of this step's lookups, and to read ahead."""
@@ -72,6 +78,8 @@ class Promotion:
         keys = self._stack.ram.pack([key])
         for lane in self._stack.lanes:
             lane.tier.missed(keys)
+        if not self._trusted(keys).all():
+            return LookupResult.MISS
         is_below = self._stack.below(keys, wait)[1].any()
         if not is_below and not self._awaits_probe_of(keys, wait):
             return LookupResult.MISS
@@ -98,7 +106,8 @@ class Promotion:
 
     def end_read(self, lane: TierLane, plan: StorePlan, result: JobResult) -> None:
         """End a read: make sound blocks ready in RAM, and release the slots of the other blocks."""
-        stack, ok = self._stack, result.ok
+        # A block may have become distrusted since the read began.
+        stack, ok = self._stack, result.ok & self._trusted(plan.keys)
         self._num_reading -= len(plan.keys)
         lane.end_read(result, stack.clock())
         for key in plan.keys:
@@ -117,6 +126,29 @@ class Promotion:
             stack.ram.complete_store(lost, success=False)
             stack.ram.note_absent(lost.keys, TIER_GAVE_UP)
 
+    # ---- wrong blocks with intact bytes
+
+    def distrust(self, keys: Sequence[bytes]) -> bool:
+        """Stop reading these blocks; returns True if from this call on no tier is trusted."""
+        if self.trusts_no_tier:
+            return False
+        self._distrusted.update(keys)
+        self.trusts_no_tier = len(self._distrusted) > MOST_DISTRUSTED
+        return self.trusts_no_tier
+
+    def trust_again(self) -> None:
+        """Forget the wrong blocks, after a reset of all tiers."""
+        self._distrusted.clear()
+        self.trusts_no_tier = False
+
+    def _trusted(self, keys: Sequence[bytes]) -> Mask:
+        """Return a mask of the blocks that may be read."""
+        if self.trusts_no_tier:
+            return np.zeros(len(keys), np.bool_)
+        if not self._distrusted:
+            return np.ones(len(keys), np.bool_)
+        return np.array([key not in self._distrusted for key in keys], np.bool_)
+
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
@@ -125,7 +157,12 @@ class Promotion:
         in_ram = stack.ram.contains(keys, ctx)
         in_tiers, below = stack.below(keys, wait)
         reachable = in_ram | below
-        self._probe(keys, reachable, wait)
+        num_trusted = len(keys)
+        if not (trusted := in_ram | self._trusted(keys)).all():
+            num_trusted = int(np.argmin(trusted))
+            reachable[num_trusted:] = False
+        if num_trusted:
+            self._probe(keys[:num_trusted], reachable[:num_trusted], wait)
         if wait.given_up:
             reachable &= in_ram | np.array([key not in wait.given_up for key in keys], np.bool_)
         end = reachable.tobytes().find(0)  # `argmin` releases the interpreter's lock, as `unique` does
