@@ -1,12 +1,13 @@
 """What tiers serve after damage, and what durability costs disks: ``python bench/integrity.py``.
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
-our `DiskTier`, vLLM's `fs` secondary tier, LMCache's `fs` and `fs_native` adapters, spoolcache's store,
-SGLang's `file` backend, ours in SGLang and LMCache. In servers, through the server's own door: our tier and
-LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a
-bucket. The real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs
-under a Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits
-1 if kvoffload served one wrong byte.
+our `DiskTier`, vLLM's `fs` secondary tier, its simple connector's disk, LMCache's `fs` and `fs_native`
+adapters, spoolcache's store, SGLang's `file` backend, ours in SGLang and LMCache. In servers, through the
+server's own door: our tier and LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which
+takes NIXL's OBJ plug-in, in a bucket; Mooncake's store in files. The real objects of each. Then times
+writes and reads of most disk tiers in turns. Every product runs under a Python of its own (``--vllm-
+python`` and so on); one that is not there is named with the reason. Exits 1 if kvoffload served one wrong
+byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -19,9 +20,11 @@ import json
 import os
 import platform
 import secrets
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -43,6 +46,7 @@ TIMED = ("write", "write and fsync of each file", "write and syncfs", "read")
 MODULES = {
     "kvoffload": "kvoffload_disk",
     "vllm": "vllm_fs",
+    "vllm-simple": "vllm_simple_disk",
     "lmcache": "lmcache_fs",
     "lmcache-direct": "lmcache_fs",
     "lmcache-native": "lmcache_fs",
@@ -54,10 +58,13 @@ MODULES = {
     "lmcache-resp": "lmcache_resp",
     "kvoffload-s3": "kvoffload_remote",
     "vllm-obj": "vllm_obj",
+    "mooncake": "mooncake_files",
+    "mooncake-checked": "mooncake_files",
 }
 TITLES = {
     "kvoffload": "kvoffload disk tier",
     "vllm": "vLLM `fs` tier",
+    "vllm-simple": "vLLM `SimpleCPUOffloadConnector`, disk",
     "lmcache": "LMCache `fs`",
     "lmcache-direct": "LMCache `fs`, O_DIRECT",
     "lmcache-native": "LMCache `fs_native`, O_DIRECT",
@@ -69,15 +76,60 @@ TITLES = {
     "lmcache-resp": "LMCache `resp`",
     "kvoffload-s3": "kvoffload `s3://`",
     "vllm-obj": "vLLM `obj` tier",
+    "mooncake": "Mooncake store, files",
+    "mooncake-checked": "Mooncake store, files and checksums",
 }
-IN_SERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
-    "kvoffload-valkey": valkey,
-    "lmcache-resp": valkey,
-    "kvoffload-s3": rclone,
-    "vllm-obj": rclone,
+
+
+@contextlib.contextmanager
+def mooncake(python: str) -> Iterator[str]:
+    """Run Mooncake's master beside this Python; yields its ports and the root of its files."""
+    rpc, metadata, metrics = (free_port() for _ in range(3))
+    with tempfile.TemporaryDirectory() as root:
+        command = [
+            str(Path(python).with_name("mooncake_master")), f"--rpc_port={rpc}", f"--metrics_port={metrics}",
+            "--enable_http_metadata_server=true", "--http_metadata_server_host=127.0.0.1",
+            f"--http_metadata_server_port={metadata}", f"--root_fs_dir={root}",
+            "--default_kv_lease_ttl=100ms",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as master:
+            try:
+                wait_for_port(rpc, master)
+                wait_for_port(metadata, master)
+                yield f"{rpc} {metadata} {root}"
+            finally:
+                master.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+def wait_for_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Wait until a process listens. Raises `OSError`."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+IN_SERVERS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
+    "kvoffload-valkey": lambda _: valkey(),
+    "lmcache-resp": lambda _: valkey(),
+    "kvoffload-s3": lambda _: rclone(),
+    "vllm-obj": lambda _: rclone(),
+    "mooncake": mooncake,
+    "mooncake-checked": mooncake,
 }
-"""With what each is given a server of its own. They are damaged, and not timed."""
-NOT_TIMED = ("sglang", "kvoffload-sglang", "kvoffload-lmcache")
+"""With what each is given a server of its own, by its Python. They are damaged, and not timed."""
+NOT_TIMED = ("vllm-simple", "sglang", "kvoffload-sglang", "kvoffload-lmcache")
 NOT_DAMAGED = ("lmcache-direct",)
 """Writes the files of `lmcache` by another way."""
 
@@ -115,7 +167,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def server_of(product: str) -> Iterator[dict[str, str]]:
+def server_of(product: str, python: str) -> Iterator[dict[str, str]]:
     """The server that it needs, if it does, until the block ends: where that is, for its environment.
 
     Raises `NotRunError`.
@@ -124,7 +176,7 @@ def server_of(product: str) -> Iterator[dict[str, str]]:
         found = {}
         if product in IN_SERVERS:
             try:
-                found[SERVER] = str(stack.enter_context(IN_SERVERS[product]()))
+                found[SERVER] = str(stack.enter_context(IN_SERVERS[product](python)))
             except (ImportError, OSError) as error:
                 raise NotRunError(f"no server: {error}") from None
         yield found
@@ -136,7 +188,7 @@ def damage(bench: Bench, product: str, kinds: list[str]) -> Iterator[dict[str, A
     with (
         tempfile.TemporaryDirectory(dir=bench.directory) as directory,
         tempfile.TemporaryFile("w+") as log,
-        server_of(product) as server,
+        server_of(product, bench.pythons[MODULES[product]]) as server,
     ):
         options += [f"--seed={bench.seed}", f"--rounds={bench.rounds}", f"--directory={directory}"]
         command = bench.command("damage", product, *options)
@@ -317,6 +369,9 @@ def main() -> None:
         "--spoolcache-python", default=".venv-spoolcache/bin/python", help="see docs/integrity.md"
     )
     parser.add_argument("--engines-python", default=".venv-engines/bin/python", help="tools/engines_env.sh")
+    parser.add_argument(
+        "--mooncake-python", default=".venv-mooncake/bin/python", help="see docs/integrity.md"
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--kills", type=int, default=20, help="writers to kill")
     parser.add_argument("--rounds", type=int, default=5, help="of timing")
@@ -332,6 +387,8 @@ def main() -> None:
         "kvoffload_remote": sys.executable,
         "lmcache_resp": arguments.lmcache_python,
         "vllm_obj": arguments.vllm_python,
+        "vllm_simple_disk": arguments.vllm_python,
+        "mooncake_files": arguments.mooncake_python,
     }
     seed = secrets.randbits(31) if arguments.seed is None else arguments.seed
     products, kinds = arguments.product or list(MODULES), arguments.kind or list(KINDS)

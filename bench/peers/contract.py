@@ -106,11 +106,13 @@ class Adapter(NamedTuple):
         version: of the product, as installed.
         configuration: what is set, and what is off that could be on.
         open: ``open(directory, model, block_bytes, num_blocks)``; room for so many blocks, if it is bounded.
+        keeps: False if the end of the process is the end of its blocks.
     """
 
     version: str
     configuration: str
     open: Callable[[Path, str, int, int], Product]
+    keeps: bool = True
 
 
 def key(number: int) -> bytes:

@@ -70,7 +70,7 @@ def play_shared(scenes: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
             monkeypatch.setenv(name, "")  # set when the server starts, and put back in the end
         adapter = importlib.import_module("peers.kvoffload_remote").ADAPTERS[product]
-        with importlib.import_module("integrity").server_of(product) as more:
+        with importlib.import_module("integrity").server_of(product, sys.executable) as more:
             for name, value in more.items():
                 monkeypatch.setenv(name, value)
             rows: list[dict[str, Any]] = scenes.play(
