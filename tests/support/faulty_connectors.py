@@ -1,17 +1,18 @@
 """Connectors with a fault in what they load, for the canary: vLLM's processes import them by name.
 
-The fault is the word in the file ``$FAULT_FILE``, read at each load, so that one server shows all faults.
+The fault is the word in the file ``$FAULT_FILE``, read at each load, so that one server shows all faults. A
+load whose bytes the fault has changed adds a line with its name to the file ``$FAULT_FILE.changed``.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvoffload.integrations.vllm.connector import KVOffloadConnector
@@ -64,23 +65,32 @@ def stale_weights(layers: list[torch.Tensor], blocks: list[int]) -> None:
         kv[blocks] = (loaded + 0.02 * loaded.std() * torch.randn(loaded.shape, generator=generator)).to(kv)
 
 
-def groups_swapped(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """The first and the last layer, of other groups in a hybrid model, changed places."""
+def groups_swapped(layers: list[torch.Tensor], blocks: list[int], of_next: list[int]) -> None:
+    """Blocks of two KV groups changed places; with one group, the first and the last layer did."""
+    if of_next:
+        count = min(len(blocks), len(of_next))
+        for kv in layers:
+            kv[blocks[:count] + of_next[:count]] = kv[of_next[:count] + blocks[:count]].clone()
+        return
     kept = layers[0][blocks].clone()
     layers[0][blocks] = layers[-1][blocks]
     layers[-1][blocks] = kept
 
 
-FAULTS: dict[str, Callable[[list[torch.Tensor], list[int]], None]] = {
-    fault.__name__: fault
-    for fault in (
-        *(other_block, missing_layer, half_a_block, keys_and_values_swapped),
-        *(other_adapter, one_token_off, stale_weights, groups_swapped),
-    )
-}
+_SIMPLE: tuple[Callable[[list[torch.Tensor], list[int]], None], ...] = (
+    *(other_block, missing_layer, half_a_block, keys_and_values_swapped),
+    *(other_adapter, one_token_off, stale_weights),
+)
+FAULTS = [*(fault.__name__ for fault in _SIMPLE), groups_swapped.__name__]
 
 
-class _Faulty:
+def changed(fault_file: Path) -> Counter[str]:
+    """Loads whose bytes a fault has changed, by fault."""
+    lines = fault_file.with_suffix(".changed")
+    return Counter(lines.read_text().split() if lines.exists() else ())
+
+
+class Faulty:
     """Mixin before a connector: damages loaded blocks before the engine reads them."""
 
     _layers: list[torch.Tensor]
@@ -119,7 +129,8 @@ class _Faulty:
         self._blocks |= connector_metadata.loaded_blocks
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._layers = list(kv_caches.values())  # each (block, head, token, keys then values)
+        # Each (block, head, token, keys then values). Layers of two groups may share a tensor.
+        self._layers = [*{kv.data_ptr(): kv for kv in kv_caches.values()}.values()]
         super().register_kv_caches(kv_caches)  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
@@ -128,29 +139,27 @@ class _Faulty:
             self._damage(request_id)
         return sent, received
 
-    def start_load_kv(self, forward_context: Any, **named: Any) -> None:
-        super().start_load_kv(forward_context, **named)  # type: ignore[misc]
-        if isinstance(self, ExampleConnector):  # it loads here, and reports nothing later
-            for request_id in list(self._blocks):
-                self._damage(request_id)
-
     def _damage(self, request_id: str) -> None:
-        groups = self._blocks.pop(request_id, None)
-        fault = FAULTS.get(Path(os.environ[FAULT_FILE]).read_text().strip())
-        if fault is None or groups is None:
+        groups, file = self._blocks.pop(request_id, None), Path(os.environ[FAULT_FILE])
+        name = file.read_text().strip()
+        if name not in FAULTS or groups is None:
             return
-        blocks = [block for block in groups[0] if block]
-        if blocks:
-            fault(self._layers, blocks)
+        first, *others = ([block for block in blocks if block] for blocks in groups)
+        if not first:
+            return
+        before = [kv[first].clone() for kv in self._layers]
+        if name == groups_swapped.__name__:
+            groups_swapped(self._layers, first, others[0] if others else [])
+        else:
+            next(fault for fault in _SIMPLE if fault.__name__ == name)(self._layers, first)
+        if not all(torch.equal(was, kv[first]) for was, kv in zip(before, self._layers, strict=True)):
+            with file.with_suffix(".changed").open("a") as lines:
+                lines.write(f"{name}\n")
 
 
-class FaultyKVOffloadConnector(_Faulty, KVOffloadConnector):
+class FaultyKVOffloadConnector(Faulty, KVOffloadConnector):
     """Our connector."""
 
 
-class FaultyOffloadingConnector(_Faulty, OffloadingConnector):
+class FaultyOffloadingConnector(Faulty, OffloadingConnector):
     """vLLM's connector with our specification."""
-
-
-class FaultyExampleConnector(_Faulty, ExampleConnector):
-    """vLLM's example, which keeps whole prompts in files and knows nothing of us."""

@@ -28,6 +28,7 @@ DEVICES = versions.SINCE_DEVICES, "the module that pins memory for copies on dev
 SECONDARY = versions.SINCE_SECONDARY, "tiers as KVOffloadDisk is one"
 POLLED_TIERS = (0, 33), "a thread that polls tiers"
 SOURCES = (0, 32), "sources of hits"
+OWN_CONNECTORS = (0, 32), "the modules of transfers that `cpu_transfers` runs on a CPU"
 RESETS = (0, 27), "resets under running requests"
 POSITIONS = (0, 31), "records of which keys belong to a request"
 ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own that is one of them"

@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
-from support.faulty_connectors import FAULT_FILE, FAULTS
+from support.faulty_connectors import FAULT_FILE, FAULTS, changed
 from support.run_cli import kvoffload
 from support.vllm_api_server import Server, running
+from support.vllm_needs import OWN_CONNECTORS, needs
 
 # vLLM's warnings are not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 NUM_SOUND_RUNS = int(os.environ.get("KVOFFLOAD_SOUND_RUNS", "2"))
 """For each server, without a fault; 200 in `make soak`."""
+_RAM = {"cpu_bytes_to_use": 64 << 20}
+_NATIVE = {"spec_name": "NativeSpec", "spec_module_path": "support.cpu_transfers", **_RAM}
+_DISK = {"kv_offload_backend": "disk", "disk_capacity_bytes": 64 << 20, "use_page_cache": True}
 SMALL = ("--token-ids", "10:1000", "--num-prompts", "12", "--chunk-tokens", "128", "--quiet")
 """The model's tokenizer knows no English."""
 
@@ -33,13 +37,29 @@ def run(server: Server, *options: str) -> tuple[int, dict[str, Any]]:
 
 @contextmanager
 def faulty(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connector: str, dtype: str, **options: Any
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    connector: str,
+    dtype: str,
+    extra: dict[str, Any] | None,
 ) -> Iterator[tuple[Server, Path]]:
-    """A server whose connector has the fault named in a file, and this file."""
+    """A server whose connector has the fault named in a file, and this file.
+
+    Args:
+        extra: options of vLLM's connectors; None for our specification.
+    """
     fault = tmp_path / "fault"
     fault.write_text("none")
     monkeypatch.setenv(FAULT_FILE, str(fault))
-    transfer = {"kv_connector": connector, "kv_connector_module_path": "support.faulty_connectors"}
+    transfer: dict[str, Any] = {
+        "kv_connector": connector,
+        "kv_connector_module_path": "support.faulty_connectors",
+    }
+    if extra is not None:
+        transfer["kv_connector_module_path"] = "support.faulty_cpu_connectors"
+        disk = {"disk_path": str(tmp_path / "disk")} if "kv_offload_backend" in extra else {}
+        transfer["kv_connector_extra_config"] = {**extra, **disk}
     # 64 blocks: concurrent prompts fit, and a few fillers push them out. Prefill in chunks of two blocks.
     flags = {"--dtype": dtype, "--num-gpu-blocks-override": 64, "--max-num-batched-tokens": 64}
     environment = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -50,7 +70,6 @@ def faulty(
         flags=flags,
         environment=environment,
         ram="64MiB",
-        **options,
     ) as (server, _):
         yield server, fault
 
@@ -61,6 +80,20 @@ def check_sound(server: Server, count: int) -> None:
         code, report = run(server, "--seed", str(seed), *(() if seed % 2 else ("--may-reset",)))
         assert code == 0, (seed, report)
         assert report["verdict"] in ("equal", "within-noise"), (seed, report)
+
+
+def check(server: Server, fault: Path, num_sound_runs: int) -> None:
+    """Every fault changes bytes and is found; sound runs before and after raise no alarm."""
+    check_sound(server, num_sound_runs)
+    for name in FAULTS:
+        fault.write_text(name)
+        code, report = run(server)
+        assert changed(fault)[name] > 0, name
+        assert (code, report["verdict"]) == (1, "different"), (name, report)
+        assert report["differences"][0]["phase"].startswith("from the tiers"), (name, report)
+    fault.write_text("none")
+    check_sound(server, 1)
+    assert set(changed(fault)) == set(FAULTS), "no other load was changed"
 
 
 @pytest.mark.parametrize(
@@ -80,12 +113,29 @@ def test_every_fault_is_found_and_no_sound_server_raises_an_alarm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = request.getfixturevalue(model)
-    with faulty(path, tmp_path, monkeypatch, connector, dtype) as (server, fault):
-        check_sound(server, NUM_SOUND_RUNS)
-        for name in FAULTS:
-            fault.write_text(name)
-            code, report = run(server)
-            assert (code, report["verdict"]) == (1, "different"), (name, report)
-            assert report["differences"][0]["phase"].startswith("from the tiers"), (name, report)
-        fault.write_text("none")
-        check_sound(server, 1)
+    with faulty(path, tmp_path, monkeypatch, connector, dtype, None) as (server, fault):
+        check(server, fault, NUM_SOUND_RUNS)
+
+
+@needs(*OWN_CONNECTORS)
+@pytest.mark.parametrize(
+    ("model", "connector", "dtype", "extra"),
+    [
+        ("llama", "FaultySimpleCPUOffloadConnector", "bfloat16", _RAM),
+        ("hybrid", "FaultySimpleCPUOffloadConnector", "float32", _DISK),
+        ("hybrid", "FaultyNativeConnector", "float32", _NATIVE),
+    ],
+)
+def test_every_fault_of_connectors_without_our_code_is_found(
+    model: str,
+    connector: str,
+    dtype: str,
+    extra: dict[str, Any],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's own schedulers, managers and workers; only streams and copies of CUDA are replaced."""
+    path = request.getfixturevalue(model)
+    with faulty(path, tmp_path, monkeypatch, connector, dtype, extra) as (server, fault):
+        check(server, fault, NUM_SOUND_RUNS)
