@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mooncake.store import MooncakeDistributedStore
 
-from peers.contract import TIMEOUT_S, Adapter, File, Place, key, page_aligned
+from peers.contract import TIMEOUT_S, Adapter, File, Place, files_to_unreadable, key, page_aligned
 from peers.doors import namespace, server
 
 _SEGMENT_BYTES = 64 << 20
@@ -93,7 +93,7 @@ class MooncakeFiles:
         return []
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
-        raise NotImplementedError("not asked of servers")
+        files_to_unreadable(places)
 
     def close(self) -> None:
         self._store.close()

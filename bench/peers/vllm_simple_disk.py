@@ -88,7 +88,7 @@ class VllmSimpleDisk:
         return True
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """As its block pool evicts: only the index changes."""
+        """Free the slots, as its block pool does when it evicts."""
         self._free += [self._slots.pop(number) for number in numbers]
 
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:

@@ -167,7 +167,7 @@ class OneOf:
         return str(value)
 
 
-_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 Duration: TypeAlias = Annotated[
     float, _UnitParser("seconds, more than 0, or a time such as 50ms, 2s, 5min, 12h, 7d", _SECONDS)
