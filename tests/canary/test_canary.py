@@ -199,7 +199,7 @@ def test_watching_writes_metrics_and_outlives_a_failure(
 
     monkeypatch.setattr(command.time, "sleep", sleep)
     with fake_server() as fake:
-        done = kvoffload("canary", fake.url, *SMALL, "--watch", "10min", "--prometheus", str(path))
+        done = kvoffload("canary", fake.url, *SMALL, "--watch", "10m", "--prometheus", str(path))
     assert done.returncode == 130
     text = path.read_text()
     assert 'kvoffload_canary_runs_total{result="equal"} 2' in text
