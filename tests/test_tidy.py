@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
     "cache": {"tiering", "tiers", "transfer", "core", "structures", "settings", "errors"},
-    "metrics": {"tiering", "tiers", "core", "errors"},
+    "metrics": {"cache", "tiering", "tiers", "core", "errors"},
     "traces": {"core", "settings", "structures", "text", "errors"},
     "replay": {
         *("traces", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"),

@@ -33,11 +33,16 @@ TOKENS, IDS = [*range(17)], [*range(5)]
 class Rig:
     """A cache over a tier whose jobs the test ends."""
 
-    def __init__(self, deadline_s: float = HANGS_S) -> None:
+    def __init__(self, deadline_s: float = HANGS_S, clock: Callable[[], float] = time.monotonic) -> None:
         self.tier = ScriptedTier(LAYOUT.block_bytes)
         self.memory = MemoryTier(64, LAYOUT.block_bytes)
         self.manager = TieredManager(
-            64, ram=self.memory, tiers=[self.tier], key_bytes=KEY_BYTES, deadline_s=deadline_s
+            64,
+            ram=self.memory,
+            tiers=[self.tier],
+            key_bytes=KEY_BYTES,
+            deadline_s=deadline_s,
+            clock=clock,
         )
         self.cache = KVCache(Jobs(self.manager, self.memory, BLOCK_TOKENS), LAYOUT, deadline_s)
         self.engine = TokenEngine(LAYOUT)
@@ -115,14 +120,30 @@ def test_the_deadline_of_the_cache_holds_for_each_load() -> None:
 
 
 def test_a_load_waits_again_after_a_load_that_gave_up() -> None:
-    rig = Rig()
+    """The manager gives up a request's wait for good; each load begins a new wait."""
+    now = [0.0]
+    rig = Rig(clock=lambda: now[0])
     rig.put_below(TOKENS)
+    lookups, lookup = [0], rig.manager.lookup
+
+    def counted(*arguments: Any) -> Any:
+        lookups[0] += 1
+        return lookup(*arguments)
+
+    rig.manager.lookup = counted  # type: ignore[method-assign]
     with rig.cache, rig.cache.request(TOKENS) as request:
-        assert request.load_into(rig.engine.kv, IDS, timeout_s=0.01) == 0
         load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
-        time.sleep(0.05)
-        assert not load.done()
+        rig.wait_for_job()
+        for _ in range(2):  # a single pause longer than the deadline would begin a new wait
+            now[0] += 0.8 * HANGS_S
+            until(lambda more=lookups[0] + 2: load.done() or lookups[0] >= more)
+        assert load.result(HANGS_S) == 0, "the deadline has passed"
+        before = lookups[0]
+        load = in_thread(lambda: request.load_into(rig.engine.kv, IDS))
+        until(lambda: load.done() or lookups[0] > before + 3)
+        waits = not load.done()
         rig.end_jobs()
+        assert waits, "a load that does not wait makes one lookup"
         assert load.result(HANGS_S) == 16
 
 

@@ -207,6 +207,11 @@ def test_tokens_on_the_device_are_not_loaded_again() -> None:
         ([-1], r"block_ids\[0\]: -1"),
         ([3, 3], "block_ids: .*each block once"),
         ([0.5], "block_ids: 'float64 of shape"),
+        (
+            [[0, 1], [2, 3]],
+            "block_ids: 'int64 of shape .*one dimension of integers, the blocks of all layers",
+        ),
+        ([[0, 1], [2]], "block_ids: 'object of shape"),
         (None, "block_ids: missing"),
     ],
 )
@@ -268,6 +273,22 @@ def test_all_wrong_options_are_reported_at_once() -> None:
         kvoffload.open(model="m", layout=layout_of(), ram=5)
     with pytest.raises(TypeError, match="model"):
         kvoffload.open(layout=layout_of())  # type: ignore[call-arg]
+
+
+def test_groups_of_layers_are_refused_and_take_a_cache_each(tmp_path: Path) -> None:
+    """Groups with block tables of their own: the smaller of the hits is usable."""
+    layouts = [layout_of(layers=2), layout_of(layers=1, head_dim=5)]
+    with pytest.raises(ConfigError, match=r"layout: .*open a cache for each group"):
+        kvoffload.open(model="m", layout=layouts)  # type: ignore[arg-type]
+    tokens = [*range(33)]
+    for expected in (0, 32):
+        with contextlib.ExitStack() as stack:
+            hits = []
+            for number, layout in enumerate(layouts):
+                options: dict[str, Any] = {"tiers": [f"disk:{tmp_path / str(number)}:16MiB"]}
+                cache = stack.enter_context(opened(layout, **options))
+                hits.append(serve(cache, TokenEngine(layout), tokens, [*range(number, 9 + number)]))
+        assert min(hits) == expected
 
 
 def test_a_tier_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path) -> None:

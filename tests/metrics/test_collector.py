@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvoffload
 from kvoffload import Keys, LookupResult, MemoryTier, OffloadingManager, TieredManager
 from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError
@@ -18,6 +19,8 @@ from kvoffload.metrics.collector import ENGINE_COUNTERS
 from kvoffload.metrics.families import COUNTERS, FAMILIES, TENANT_COUNTERS
 from kvoffload.testing.scripted_tier import ScriptedTier
 from support.tiering_rig import Rig
+from support.timeouts import HANGS_S
+from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of
 
 prometheus_client = pytest.importorskip(
     "prometheus_client", reason="no prometheus_client: pip install 'kvoffload[metrics]'"
@@ -160,6 +163,55 @@ def test_a_scrape_in_another_thread_sees_values_of_one_moment() -> None:
     thread.join()
     assert num_scrapes
     assert not wrong
+
+
+def test_a_cache_counts_by_itself(tmp_path: Path) -> None:
+    """Lookups are hits and misses together, and a damaged block of RAM is a verification failure."""
+    layout = layout_of()
+    engine, tokens = TokenEngine(layout), [*range(8 * BLOCK_TOKENS + 1)]
+    place = {"block_ids": [*range(9)]}
+    tiers = [f"disk:{tmp_path}:16MiB"]
+    for life in ("first", "second"):
+        with kvoffload.open(
+            model="m", layout=layout, ram=40 * layout.block_bytes, tiers=tiers, deadline_s=HANGS_S
+        ) as cache:
+            collector = Collector(cache, name="chat")
+            assert values_of(collector)["kvoffload_capacity_blocks", "chat"] == 40
+            for number in range(2):
+                with cache.request([*tokens, number]) as request:
+                    request.load_into(engine.kv, **place)
+                    engine.compute(tokens, place)
+                    request.store_from(engine.kv, **place)
+                assert cache.flush(HANGS_S)
+                cache._jobs._ram.pool[:] ^= 1
+        values = values_of(collector)
+        hits, lookups = (values[f"kvoffload_{name}_blocks_total", "chat"] for name in ("hit", "lookup"))
+        misses = sum(value for (name, *_), value in values.items() if "miss_blocks" in name)
+        assert (lookups, hits + misses) == (16, 16)
+        if life == "first":
+            assert values["kvoffload_miss_blocks_total", "chat", "never_seen"] == 8
+            assert values["kvoffload_stored_blocks_total", "chat"] >= 8
+        else:
+            assert values["kvoffload_tier_hits_total", "chat", "disk"] >= 8
+        assert values["kvoffload_verification_failures_total", "chat"] == 8
+
+
+def test_a_failed_copy_of_a_cache_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, tokens, place = TokenEngine(layout_of()), [*range(9)], {"block_ids": [0, 1]}
+    with kvoffload.open(model="m", layout=engine.layout, ram="1MiB") as cache:
+        collector = Collector(cache)
+        with cache.request(tokens) as request:
+            engine.compute(tokens[:8], place)
+            request.store_from(engine.kv, **place)
+            with monkeypatch.context() as patch:
+                patch.setattr("kvoffload.transfer.parts.HostParts.load", _fails)
+                with pytest.raises(OSError, match="out of order"):
+                    request.load_into(engine.kv, **place)
+    assert values_of(collector)["kvoffload_failed_load_blocks_total", "kvoffload"] == 2
+
+
+def _fails(*_: Any) -> Any:
+    raise OSError("out of order")
 
 
 def test_two_managers_in_one_registry_are_refused() -> None:

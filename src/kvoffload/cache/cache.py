@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvoffload.cache.jobs import CacheStats, Jobs
+from kvoffload.cache.jobs import CacheStats, Jobs, Observer
 from kvoffload.cache.keys import GivenKeys, KeyChain, Tokens
 from kvoffload.cache.layout import KVLayout
 from kvoffload.cache.owner import Limit, Owner
 from kvoffload.cache.request import KVRequest
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError
+from kvoffload.tiering.manager import TieredManager
 
 _FLUSH_S = 10.0
 
@@ -70,6 +71,11 @@ class KVCache:
             deadline_s=self.deadline_s,
         )
 
+    @property
+    def manager(self) -> TieredManager:
+        """The manager of RAM and tiers, for metrics. Only the cache's own thread may call it."""
+        return self._jobs.manager
+
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Write all blocks of RAM to the tiers; False if a tier lacks some of them at the end."""
         limit = Limit(timeout_s)
@@ -92,6 +98,10 @@ class KVCache:
     def stats(self) -> CacheStats:
         """Return counters: ``hit_tokens`` by source, ``ram`` and ``tiers``."""
         return self._owner.run(self._jobs.stats(), Limit(math.inf))
+
+    def observe(self, observer: Observer) -> None:
+        """Report to a collector, in place of an earlier collector: `kvoffload.metrics.Collector` calls it."""
+        self._owner.run(self._jobs.observe(observer), Limit(math.inf))
 
     def close(self, flush_s: float = _FLUSH_S) -> None:
         """End the running jobs, write the blocks of RAM to the tiers for at most `flush_s`, and close all.

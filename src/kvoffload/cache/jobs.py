@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ _ATTEMPTS = 3
 """Lookups of a load: after damage in RAM a tier may still have the block."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
+_UPDATE_PAUSE_S = 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
 _LONGEST_DRAIN_PAUSE_S = 0.1
 """A tier that failed to clear is cleared again at each attempt."""
@@ -51,6 +53,16 @@ class CacheStats(NamedTuple):
     hit_tokens: dict[str, int]
     ram: ManagerStats
     tiers: dict[str, TierStats]
+
+
+class Observer(Protocol):
+    """A collector of metrics, such as `kvoffload.metrics.Collector`. Called by the owner's thread."""
+
+    def count(self, metric: str, number: int = 1) -> None:
+        """Count blocks that the manager does not know of."""
+
+    def update(self) -> None:
+        """Copy the counters of the manager."""
 
 
 class Work:
@@ -71,11 +83,16 @@ class Jobs:
         ram: the memory of RAM's slots.
         block_tokens: tokens of a block, for the counters.
 
+    Attributes:
+        manager: the manager; for its own thread.
+
     Thread: the owner's, except `__init__`.
     """
 
     def __init__(self, manager: TieredManager, ram: MemoryTier, block_tokens: int) -> None:
-        self._manager, self._ram, self._block_tokens = manager, ram, block_tokens
+        self.manager = self._manager = manager
+        self._ram, self._block_tokens = ram, block_tokens
+        self._observer: Observer | None = None
         self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvoffload-copy")
         self._polling: asyncio.Task[None] | None = None
 
@@ -91,6 +108,7 @@ class Jobs:
             ctx = self._begun(work, keys)
             self._manager.restart_wait(ctx)
             present = first
+            self._count("lookup_blocks", len(keys) - first)
             for _ in range(_ATTEMPTS):
                 rest = keys[present:]
                 num_ready = await self._num_ready(rest, ctx, limit)
@@ -102,12 +120,18 @@ class Jobs:
                     copy = functools.partial(self._copy_out, plan.keys, plan.slots, parts, rows)
                     sound = await self._in_thread(copy)
                     damaged = np.flatnonzero(~sound)
+                    self._count("verification_failures", len(damaged))
+                except BaseException:
+                    self._count("failed_load_blocks", num_ready)
+                    raise
                 finally:
                     self._manager.complete_load(plan, damaged)
                 if not len(damaged):
                     present += num_ready
                     break
                 present += int(damaged[0])
+            if self._observer is not None and present < len(keys):
+                self._manager.count_misses(ctx, present, keys[present:])
             self._poll()
             return present
 
@@ -157,6 +181,11 @@ class Jobs:
         self._poll()
         return True
 
+    async def observe(self, observer: Observer) -> None:
+        """Report to a collector from now on: ten times a second, and when the last job ends."""
+        self._observer = observer
+        observer.update()
+
     async def stats(self) -> CacheStats:
         """Return the counters."""
         names = ["ram", *self._manager.tier_names]
@@ -173,6 +202,7 @@ class Jobs:
         if others:
             await asyncio.wait(others)
         await self.flush(limit)
+        self._update()
         self._manager.close()
         if self._polling is not None:
             self._polling.cancel()
@@ -208,8 +238,21 @@ class Jobs:
             self._polling = asyncio.create_task(self._poll_until_idle())
 
     async def _poll_until_idle(self) -> None:
+        updated_s = time.monotonic()
         while self._manager.poll():
             await asyncio.sleep(_LONGEST_PAUSE_S)
+            if (now := time.monotonic()) - updated_s >= _UPDATE_PAUSE_S:
+                updated_s = now
+                self._update()
+        self._update()
+
+    def _count(self, metric: str, number: int) -> None:
+        if self._observer is not None:
+            self._observer.count(metric, number)
+
+    def _update(self) -> None:
+        if self._observer is not None:
+            self._observer.update()
 
     def _copy_out(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> Mask:
         """Verify blocks and copy the sound blocks to the engine. Thread: any."""

@@ -21,6 +21,9 @@ from kvoffload.tiers.spec import TierOwner, open_tiers, parse_tiers
 TierText: TypeAlias = str | Mapping[str, Any]
 
 
+_GROUPS = "; for groups of layers with block tables of their own open a cache for each group"
+
+
 def open(
     *,
     model: str,
@@ -55,7 +58,9 @@ def open(
             raise ConfigError("model", model or None, "give a text that names weights, revision and settings")
     with problems:
         if not isinstance(layout, KVLayout):
-            raise ConfigError("layout", layout, "allowed: a KVLayout")
+            raise ConfigError(
+                "layout", layout, f"allowed: a KVLayout{_GROUPS if _is_several(layout) else ''}"
+            )
     with problems:
         ram_bytes = convert("ram", ram, Size)
     with problems:
@@ -87,8 +92,13 @@ def open(
             policy=policy,
             admission=admission,
             deadline_s=deadline_s,
+            explain_misses=True,
             recompute_s_per_block=recompute_tokens_per_s and layout.block_tokens / recompute_tokens_per_s,
         )
         cache = KVCache(Jobs(manager, memory, layout.block_tokens), layout, deadline_s)
         undo.pop_all()
     return cache
+
+
+def _is_several(layout: object) -> bool:
+    return isinstance(layout, Iterable) and not isinstance(layout, str)

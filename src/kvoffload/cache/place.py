@@ -50,10 +50,15 @@ def _checked(block_ids: BlockIds | None, count: int) -> npt.NDArray[np.int64]:
     if block_ids is None:
         raise ConfigError("block_ids", None, "give the engine's blocks for the request, in order")
     given = block_ids.tolist() if hasattr(block_ids, "tolist") else block_ids
-    ids = np.asarray(given)
+    try:
+        ids = np.asarray(given)
+    except ValueError:
+        ids = np.asarray(None)  # lists of different lengths
     if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
         raise ConfigError(
-            "block_ids", f"{ids.dtype} of shape {ids.shape}", "allowed: one dimension of integers"
+            "block_ids",
+            f"{ids.dtype} of shape {ids.shape}",
+            "allowed: one dimension of integers, the blocks of all layers",
         )
     outside = np.flatnonzero((ids < 0) | (ids >= count))
     if len(outside):

@@ -12,6 +12,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX, Family
 
 if TYPE_CHECKING:
+    from kvoffload.cache.cache import KVCache
     from kvoffload.tiering.manager import AnyManager
 
 ENGINE_COUNTERS = (
@@ -37,11 +38,14 @@ class Collector:
         manager.count_misses(ctx, num_ready)        # if it computes blocks: the reasons, with explain_misses
         metrics.update()                            # once a step
 
+    A `KVCache` calls `count` and `update` itself: ``Collector(cache, name="chat")`` is enough.
+
     ``kvoffload metrics --source library`` lists the metrics. A registry takes one `Collector`, so each
     manager of a process needs a registry with an address of its own. The label tells managers apart in
     Prometheus, also after a restart at another address.
 
     Args:
+        manager: a manager, or the cache of `kvoffload.open`.
         name: value of the label ``manager``.
 
     Thread: `update` and `count` are for the scheduler's thread, as all calls of the manager. `collect` may
@@ -52,14 +56,18 @@ class Collector:
     Raises: `ConfigError` if `prometheus_client` is not installed.
     """
 
-    def __init__(self, manager: AnyManager, *, name: str = "kvoffload") -> None:
+    def __init__(self, manager: AnyManager | KVCache, *, name: str = "kvoffload") -> None:
         # Imported late: the commands that read names of metrics start without numba.
+        from kvoffload.cache.cache import KVCache
         from kvoffload.metrics.counts import manager_values
 
         self._families, self._name = _client(), name
-        self._read = functools.partial(manager_values, manager)
+        read_from = manager.manager if isinstance(manager, KVCache) else manager
+        self._read = functools.partial(manager_values, read_from)
         self._counted = Counter[str](dict.fromkeys(ENGINE_COUNTERS, 0))
         self._values: dict[str, list[tuple[tuple[str, ...], float]]] = {}
+        if isinstance(manager, KVCache):
+            manager.observe(self)
 
     def count(self, metric: str, number: int = 1) -> None:
         """Count blocks or errors that only the engine notices: a metric of `ENGINE_COUNTERS`.
