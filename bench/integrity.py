@@ -2,12 +2,12 @@
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
 our `DiskTier`, vLLM's `fs` secondary tier, its simple connector's disk, LMCache's `fs` and `fs_native`
-adapters, spoolcache's store, SGLang's `file` backend, ours in SGLang and LMCache. In servers, through the
-server's own door: our tier and LMCache's `resp` adapter in Valkey; our tier and vLLM's `obj` tier, which
-takes NIXL's OBJ plug-in, in a bucket; Mooncake's store in files. The real objects of each. Then times
-writes and reads of most disk tiers in turns. Every product runs under a Python of its own (``--vllm-
-python`` and so on); one that is not there is named with the reason. Exits 1 if kvoffload served one wrong
-byte.
+adapters, spoolcache's store, SGLang's `file` backend; ours in SGLang, LMCache and transformers, and
+`kvoffload.open`. In servers, through the server's own door: our tier and LMCache's `resp` adapter in Valkey;
+our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a bucket; Mooncake's store in files. The
+real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs under a
+Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits 1 if
+kvoffload served one wrong byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -54,6 +54,8 @@ MODULES = {
     "sglang": "sglang_storage",
     "kvoffload-sglang": "sglang_storage",
     "kvoffload-lmcache": "lmcache_kvoffload",
+    "kvoffload-open": "kvoffload_open",
+    "kvoffload-transformers": "kvoffload_transformers",
     "kvoffload-valkey": "kvoffload_remote",
     "lmcache-resp": "lmcache_resp",
     "kvoffload-s3": "kvoffload_remote",
@@ -72,6 +74,8 @@ TITLES = {
     "sglang": "SGLang `file`",
     "kvoffload-sglang": "kvoffload in SGLang",
     "kvoffload-lmcache": "kvoffload in LMCache",
+    "kvoffload-open": "`kvoffload.open`",
+    "kvoffload-transformers": "kvoffload in transformers",
     "kvoffload-valkey": "kvoffload `valkey://`",
     "lmcache-resp": "LMCache `resp`",
     "kvoffload-s3": "kvoffload `s3://`",
@@ -129,7 +133,10 @@ IN_SERVERS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
     "mooncake-checked": mooncake,
 }
 """With what each is given a server of its own, by its Python. They are damaged, and not timed."""
-NOT_TIMED = ("vllm-simple", "sglang", "kvoffload-sglang", "kvoffload-lmcache")
+NOT_TIMED = (
+    *("vllm-simple", "sglang", "kvoffload-sglang", "kvoffload-lmcache"),
+    *("kvoffload-open", "kvoffload-transformers"),
+)
 NOT_DAMAGED = ("lmcache-direct",)
 """Writes the files of `lmcache` by another way."""
 
@@ -384,6 +391,8 @@ def main() -> None:
         "spoolcache_files": arguments.spoolcache_python,
         "sglang_storage": arguments.engines_python,
         "lmcache_kvoffload": arguments.engines_python,
+        "kvoffload_open": sys.executable,
+        "kvoffload_transformers": arguments.vllm_python,
         "kvoffload_remote": sys.executable,
         "lmcache_resp": arguments.lmcache_python,
         "vllm_obj": arguments.vllm_python,

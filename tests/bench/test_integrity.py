@@ -48,8 +48,9 @@ def scenes() -> Iterator[ModuleType]:
             del sys.modules[name]
 
 
-def play(scenes: ModuleType, kind: str, directory: Path) -> list[dict[str, Any]]:
-    adapter = importlib.import_module("peers.kvoffload_disk").ADAPTERS["kvoffload"]
+def play(scenes: ModuleType, kind: str, directory: Path, product: str = "kvoffload") -> list[dict[str, Any]]:
+    module = importlib.import_module("integrity").MODULES[product]
+    adapter = importlib.import_module(f"peers.{module}").ADAPTERS[product]
     rows: list[dict[str, Any]] = scenes.play(
         adapter, kind, directory / "scene", SEED, isolation=scenes.inline
     )
@@ -117,26 +118,32 @@ def test_a_reader_of_a_server_that_does_not_verify_is_caught(
     assert [row["wrong"] for row in rows] == [row["damaged"] for row in rows]
 
 
+@pytest.mark.parametrize("product", ["kvoffload", "kvoffload-open"])
 @pytest.mark.parametrize("kind", IN_ONE_PROCESS)
-def test_what_is_damaged_is_missed_and_nothing_else(scenes: ModuleType, kind: str, tmp_path: Path) -> None:
-    for row in play(scenes, kind, tmp_path):
+def test_what_is_damaged_is_missed_and_nothing_else(
+    scenes: ModuleType, kind: str, product: str, tmp_path: Path
+) -> None:
+    for row in play(scenes, kind, tmp_path, product):
         assert row["damaged"] > 0, row
         assert (row["right"], row["wrong"], row["missed"]) == (0, 0, row["damaged"]), row
         assert (row["others_lost"], row["ended"]) == (0, ""), row
 
 
+WRONG_BYTES = (
+    "a bit of the payload",
+    "two blocks swapped",
+    "block zero-filled",
+    "an older version in its place",
+    "another model's block in its place",
+)
+
+
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "a bit of the payload",
-        "two blocks swapped",
-        "block zero-filled",
-        "an older version in its place",
-        "another model's block in its place",
-    ],
+    ("product", "kind"),
+    [*(("kvoffload", kind) for kind in WRONG_BYTES), ("kvoffload-open", "two blocks swapped")],
 )
 def test_a_reader_that_does_not_verify_is_caught(
-    scenes: ModuleType, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenes: ModuleType, product: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = Slab.read_blocks
 
@@ -146,7 +153,7 @@ def test_a_reader_that_does_not_verify_is_caught(
         return outcomes
 
     monkeypatch.setattr(Slab, "read_blocks", blind)
-    rows = play(scenes, kind, tmp_path)
+    rows = play(scenes, kind, tmp_path, product)
     assert [row["wrong"] for row in rows] == [row["damaged"] for row in rows]
 
 
