@@ -23,7 +23,7 @@ python="$env/bin/python"
 say() { echo "engines-env: $*"; }
 
 complete() {
-    [ -x "$python" ] && LMCACHE_TRACK_USAGE=false "$python" -W ignore - "$SGLANG" "$LMCACHE" "$project" <<'PY' 2>/dev/null
+    [ -x "$python" ] && [ -x "$env/bin/rclone" ] && LMCACHE_TRACK_USAGE=false "$python" -W ignore - "$SGLANG" "$LMCACHE" "$project" <<'PY' 2>/dev/null
 import importlib.util
 import sys
 from importlib.metadata import version
@@ -47,6 +47,7 @@ below_site=$("$below/bin/python" -c 'import sysconfig; print(sysconfig.get_path(
 # runs at its start, leaves out the module that registers them.
 stub='import sys, types; sys.modules.setdefault("torchvision._meta_registrations", types.ModuleType("stub"))'
 printf '%s\n' "$below_site" "$project/src" "$stub" > "$site/below.pth"
+ln -sf "$below/bin/rclone" "$env/bin/rclone"  # the tests' bucket
 say "installing sglang $SGLANG, lmcache $LMCACHE, and what they import"
 "$python" -m pip --quiet --disable-pip-version-check install --no-deps "sglang==$SGLANG" "lmcache==$LMCACHE" \
     "torchvision==$TORCHVISION" gguf orjson ipython ipython-pygments-lexers traitlets decorator jedi parso \

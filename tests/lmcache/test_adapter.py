@@ -24,7 +24,8 @@ from lmcache.v1.platform import consume_fd
 from kvoffload import ConfigError
 from kvoffload.integrations.objects import ObjectStore
 from kvoffload.testing.scripted_tier import ScriptedTier
-from support import valkey_server
+from support import servers, valkey_server
+from support.servers import CREDENTIALS, KINDS, TierServer
 
 MODEL = "meta-llama/Llama-3.1-8B"
 SHAPE = torch.Size([2, 4, 16, 100])
@@ -387,17 +388,46 @@ def test_a_disk_that_cannot_be_used_now(make: Make) -> None:
     assert not adapter.report_status()["is_healthy"]
 
 
-def test_a_server_that_goes_away(make: Make, tmp_path: Path) -> None:
-    directory = tmp_path / "valkey"
-    directory.mkdir()
-    with valkey_server.running(directory) as server:
-        url = f"valkey://127.0.0.1:{server.port}/team?timeout=200ms"
-        adapter, other = make(tiers=[url], deadline="0.3s"), make(tiers=[url], deadline="0.3s")
-        assert write(adapter, [key(1)], [memory(1)]).is_successful()
-        buffer = memory(None)
-        assert look_up(other, [key(1)]) == [0]
-        assert read(other, [key(1)], [buffer]) == [0]
-        assert bytes_of(buffer) == bytes_of(memory(1))
-        server.stop()
-        assert read(adapter, [key(1)], [memory(None)]) == []
-        assert not write(adapter, [key(2)], [memory(2)]).is_successful()
+@pytest.fixture(params=KINDS)
+def server(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[TierServer]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with servers.running(request.param, tmp_path / "server") as running:
+        yield running
+
+
+def test_adapters_share_a_server_that_goes_away(make: Make, server: TierServer) -> None:
+    adapter, other = (make(tiers=[server.url], deadline="3s") for _ in range(2))
+    assert write(adapter, [key(1)], [memory(1)]).is_successful()
+    buffer = memory(None)
+    assert look_up(other, [key(1), key(2)]) == [0]
+    assert read(other, [key(1)], [buffer]) == [0]
+    assert bytes_of(buffer) == bytes_of(memory(1))
+    server.server.stop()
+    assert read(adapter, [key(1)], [memory(None)]) == []
+    assert look_up(adapter, [key(3)]) == []
+    assert not write(adapter, [key(2)], [memory(2)]).is_successful()
+    assert adapter.report_status()["is_healthy"]
+
+
+def test_objects_in_a_server_outlive_the_adapter_until_a_reset(make: Make, server: TierServer) -> None:
+    """LMCache has no call for a reset; another user of the tier may reset it."""
+    first = make(tiers=[server.url], deadline="60s")
+    objects = [memory(number) for number in range(4)]
+    assert write(first, [key(number) for number in range(4)], objects).is_successful()
+    first.close()
+    second = make(tiers=[server.url], deadline="60s")
+    keys = [key(number) for number in range(4)]
+    buffers = [memory(None) for _ in keys]
+    assert look_up(second, keys) == [0, 1, 2, 3]
+    assert read(second, keys, buffers) == [0, 1, 2, 3]
+    assert [bytes_of(buffer) for buffer in buffers] == [bytes_of(obj) for obj in objects]
+    assert second._store.clear()
+    third = make(tiers=[server.url], deadline="60s")
+    assert look_up(third, keys) == []
+    assert read(third, keys, [memory(None) for _ in keys]) == []
+    assert write(third, keys[:1], objects[:1]).is_successful()
+    assert look_up(second, keys) == [0]
+    assert read(second, keys, [memory(None) for _ in keys]) == [0]

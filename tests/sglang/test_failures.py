@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -129,11 +128,6 @@ def test_an_internal_error_is_a_miss(stand: MakeStand, caplog: pytest.LogCapture
     assert "internal error in batch_exists" in caplog.text
 
 
-def test_a_server_that_machines_share(stand: MakeStand, server: Any) -> None:
-    written = stand(tiers=[url(server)]).write(TOKENS)
-    assert stand(tiers=[url(server)]).read(TOKENS) == written  # both are attached at once
-
-
 def test_a_server_that_goes_away(stand: MakeStand, server: Any) -> None:
     sglang = stand(tiers=[f"{url(server)}?timeout=200ms"], deadline="0.3s")
     sglang.write(TOKENS)
@@ -149,15 +143,6 @@ def test_a_server_that_is_not_there_yet(stand: MakeStand, caplog: pytest.LogCapt
     sglang = stand(tiers=[f"valkey://127.0.0.1:{valkey_server.free_port()}/team"])
     assert sglang.read(TOKENS) == []
     assert "does not answer yet" in caplog.text
-
-
-def test_a_disk_before_a_server(stand: MakeStand, server: Any, tmp_path: Path) -> None:
-    tiers = [f"disk:{tmp_path / 'kv'}:64MiB", url(server)]
-    first = stand(tiers=tiers)
-    written = first.write(TOKENS)
-    first.close()
-    shutil.rmtree(tmp_path / "kv")
-    assert stand(tiers=tiers).read(TOKENS) == written
 
 
 def test_a_disk_that_cannot_be_used_now(stand: MakeStand, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,44 @@
+"""examples/sglang_storage.py and its configuration, which a server takes as a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+from kvoffload.integrations.sglang.options import parse_options
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def test_pages_are_found_in_a_second_run(tmp_path: Path) -> None:
+    def run() -> str:
+        command = [sys.executable, "-W", "ignore", str(EXAMPLES / "sglang_storage.py")]
+        done = subprocess.run(
+            [*command, f"disk:{tmp_path}:64MiB"], capture_output=True, text=True, env=environment()
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert run() == "0 of 8 pages found\n8 pages written\n"
+    assert run() == "8 of 8 pages found\n8 pages read\n"
+
+
+@pytest.mark.parametrize("form", ["{}", "@{}"])
+def test_sglang_reads_the_configuration(form: str) -> None:
+    """As text, and as a file behind ``@``."""
+    path = EXAMPLES / "sglang_hicache.json"
+    given = "@" + str(path) if form.startswith("@") else path.read_text()
+    extra, *_ = HybridCacheController.parse_storage_backend_extra_config(given)
+    assert extra["tiers"] == json.loads(path.read_text())["tiers"]
+    assert parse_options(extra).tiers[0].name == "disk"
+
+
+def environment() -> dict[str, str]:
+    paths = [path for path in sys.path if path.endswith("src")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
