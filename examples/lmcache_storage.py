@@ -54,16 +54,16 @@ def main(tier: str) -> None:
     spec = PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, LAYOUT, FULL_ATTENTION_WINDOW_CHUNKS)])
     task = storage.submit_prefetch_task(spec)
     storage.wait_prefetch_status(task, TIMEOUT_S)
-    found = storage.query_prefetch_status(task).l2_hit_count
-    print(f"{found} of {len(KEYS)} objects found")
-    if not found:
+    hits = storage.query_prefetch_status(task).l2_hit_count
+    print(f"{hits} of {len(KEYS)} objects found")
+    if not hits:
         for memory in storage.reserve_write(KEYS, LAYOUT).values():
             memory.raw_data.random_(256)
         storage.finish_write(KEYS)  # LMCache writes to L2 in the background
-        ((_, ours),) = storage.l2_adapters()
+        ((_, l2),) = storage.l2_adapters()
         until, written = time.monotonic() + TIMEOUT_S, 0
         while written < len(KEYS) and time.monotonic() < until:
-            counts = ours.report_status()["tiers"].values()
+            counts = l2.report_status()["tiers"].values()
             written = sum(tier.get("written", 0) for tier in counts)
             time.sleep(0.01)
         print(f"{written} objects written")

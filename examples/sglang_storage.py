@@ -57,9 +57,9 @@ def main(tier: str) -> None:
 
     hashes = get_storage_hash_str(list(range(PAGE * PAGES)), None, page_size=PAGE)
     slots = torch.arange(PAGE * PAGES)
-    found = storage.batch_exists(hashes)
-    print(f"{found} of {PAGES} pages found")
-    if found:
+    hits = storage.batch_exists(hashes)
+    print(f"{hits} of {PAGES} pages found")
+    if hits:
         pool.kv_buffer.zero_()
         print(f"{sum(storage.batch_get_v1(hashes, slots))} pages read")
     else:

@@ -25,7 +25,7 @@ PATIENCE_S = 60.0
 
 
 class KvoffloadOpen:
-    """A `Product`. Each block is a prompt of its own. RAM is emptied before blocks are asked for."""
+    """A `Product`. Each block is a separate prompt. `read` empties RAM first."""
 
     pool: Pool
 
@@ -87,12 +87,12 @@ class KvoffloadOpen:
         assert isinstance(slab, Slab), slab
         contents = recover(slab).contents
         slab.close()
-        slots, found = contents.slots(), {}
+        slots, places = contents.slots(), {}
         for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
             if name in wanted:
                 offset = self._slab.slot_offset(slot)
-                found[wanted[name]] = Place(File(str(self._path)), offset, offset + self._slab.block_bytes)
-        return found
+                places[wanted[name]] = Place(File(str(self._path)), offset, offset + self._slab.block_bytes)
+        return places
 
     @property
     def _path(self) -> Path:

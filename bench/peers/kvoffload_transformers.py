@@ -1,7 +1,7 @@
 """`PrefixCache.generate` with a disk behind the calls of `contract`, in a tiny llama in float32.
 
-A block is the KV of a prompt. Its bytes are the model's and not those of `content`: a block counts as right
-if the logits after it equal those of ``model.generate``. Another version is another set of weights.
+A block is the KV of a prompt. The model determines its bytes, and not `content`: a block is right if the next
+logits equal the logits of ``model.generate``. Another version is another set of weights.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class KvoffloadInTransformers(KvoffloadOpen):
                 "max_new_tokens": 2, "do_sample": False, "output_logits": True,
                 "return_dict_in_generate": True,
             }  # fmt: skip
-            ours = self._prefix(version).generate(self._ids(number), **options)
+            cached = self._prefix(version).generate(self._ids(number), **options)
             served.append(sum(self._cache.stats().hit_tokens.values()) > before)
             alone = _model(self._name, version, self._layers).generate(self._ids(number), **options)
-            if torch.equal(ours.sequences, alone.sequences) and all(
-                torch.allclose(one, other, atol=TOLERANCE)
-                for one, other in zip(ours.logits, alone.logits, strict=True)
+            if torch.equal(cached.sequences, alone.sequences) and all(
+                torch.allclose(logits, expected, atol=TOLERANCE)
+                for logits, expected in zip(cached.logits, alone.logits, strict=True)
             ):
                 self.pool[row] = content(number, self._name, version, self.pool.shape[1])
         return served

@@ -47,7 +47,7 @@ def environment() -> dict[str, str]:
 
 
 class LMCacheServer:
-    """A running server with ports of its own."""
+    """A running server on free ports."""
 
     def __init__(self, tier: str, log: Path) -> None:
         self.port, self.http_port, self.log = free_port(), free_port(), log
@@ -150,6 +150,6 @@ def test_a_second_server_serves_the_kv_of_the_first(kind: str, tmp_path: Path) -
 
 def sums_of(report: str) -> dict[str, str]:
     """The checksum of each request's KV."""
-    found = dict(re.findall(r"\[seq (\d+)/\w+\] CHECKSUM: (\w+)", report))
-    assert len(found) == REQUESTS, report
-    return found
+    sums = dict(re.findall(r"\[seq (\d+)/\w+\] CHECKSUM: (\w+)", report))
+    assert len(sums) == REQUESTS, report
+    return sums

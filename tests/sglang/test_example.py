@@ -31,7 +31,7 @@ def test_pages_are_found_in_a_second_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["{}", "@{}"])
 def test_sglang_reads_the_configuration(form: str) -> None:
-    """As text, and as a file behind ``@``."""
+    """Both forms: text, and a file behind ``@``."""
     path = EXAMPLES / "sglang_hicache.json"
     given = "@" + str(path) if form.startswith("@") else path.read_text()
     extra, *_ = HybridCacheController.parse_storage_backend_extra_config(given)
