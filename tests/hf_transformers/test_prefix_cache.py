@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ import kvoffload
 from kvoffload import ConfigError, KVCache
 from kvoffload.cache.request import KVRequest
 from kvoffload.integrations.transformers import PrefixBatch, PrefixCache, kv_layout
-from kvoffload.integrations.transformers.model import check_rope, configuration_digest
+from kvoffload.integrations.transformers.model import configuration_digest
+from kvoffload.integrations.transformers.rope import check_rope
 from support.disk_blocks import slab_in
 from support.timeouts import HANGS_S
 from support.tiny_models import MODELS, left_padded, model_of, tokens
@@ -502,3 +504,29 @@ def unsupported(name: str) -> Any:
         linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
         num_experts=2, num_experts_per_tok=1, moe_intermediate_size=8, shared_expert_intermediate_size=8,
     )  # fmt: skip
+
+
+def test_layers_on_two_devices_are_refused() -> None:
+    model = copy.deepcopy(model_of("llama"))
+
+    def move(_: Any, __: Any, output: Any) -> None:
+        layer = output.past_key_values.layers[1]
+        layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
+
+    model.register_forward_hook(move)
+    with pytest.raises(ConfigError, match=r"equal shapes, dtypes and devices; kv\[1\]\[0\].device: 'meta'"):
+        kv_layout(model, T)
+
+
+def test_prompts_on_another_device_are_refused() -> None:
+    model = model_of("llama")
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        for call in (prefix.begin, prefix.generate):
+            with pytest.raises(ConfigError, match=r"input_ids\.device: 'meta' is invalid; allowed: cpu"):
+                call(tokens(1, 9).to("meta"))
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model.training: True .*call model.eval\(\)"):
+        kv_layout(copy.deepcopy(model_of("llama")).train(), T)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from kvoffload.cache.layout import KVLayout
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.transformers.rope import check_rope, probe_rope
 
 AXES = "batch head token dim"
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -27,13 +28,15 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
 
     Raises: `ConfigError` for a model whose KV is not a key and a value for each token and layer:
     encoder-decoders, linear attention, paged attention, rope that depends on the total length,
-    layers of different shapes or devices.
+    layers of different shapes or devices; and for a model in training mode.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")
     if str(getattr(model.config, "_attn_implementation", "")).startswith("paged"):
         attention = model.config._attn_implementation
         raise ConfigError("attn_implementation", attention, "allowed: any but paged (continuous batching)")
+    if model.training:
+        raise ConfigError("model.training", True, "allowed: False, without dropout; call model.eval()")
     check_rope(model.config.to_dict())
     with torch.no_grad():
         made = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
@@ -54,6 +57,7 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     except ConfigError as error:
         allowed = "allowed: models whose layers have equal shapes, dtypes and devices"
         raise ConfigError("model", type(model).__name__, f"{allowed}; {error}") from None
+    _probe(model)
     return layout
 
 
@@ -63,33 +67,17 @@ def configuration_digest(model: Any) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -> None:
-    """Refuse types of rope that compute the KV of a token from the length of the whole sequence.
+def _probe(model: Any) -> None:
+    """Refuse a model whose KV depends on the length of the sequence."""
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return  # its positions are those of the columns
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
 
-    Args:
-        fields: a configuration as a dict, or a part of it.
-        path: name of this part.
-        in_rope: below a field such as ``rope_parameters``, where older configurations have ``type``.
+    def kv_of(positions: list[int]) -> list[torch.Tensor]:
+        ids = torch.ones((1, len(positions)), dtype=torch.long, device=model.device)
+        places = torch.tensor([positions], device=model.device)
+        with torch.no_grad():
+            cache = model(ids, position_ids=places, use_cache=True).past_key_values
+        return [tensor[:, :, :-1] for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
-    Raises: `ConfigError` that names the field.
-    """
-    for name, value in _items(fields):
-        where = f"{path}.{name}"
-        is_type = name == "rope_type" or (in_rope and name == "type")
-        if is_type and isinstance(value, str) and ("dynamic" in value or value in ("longrope", "su")):
-            raise ConfigError(
-                where,
-                value,
-                "allowed: types whose KV does not depend on the total length, such as default, yarn",
-            )
-        check_rope(value, where, in_rope or name.startswith("rope_"))
-
-
-def _items(fields: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(fields, dict):
-        return ((str(name), value) for name, value in fields.items())
-    return (
-        ((str(number), value) for number, value in enumerate(fields))
-        if isinstance(fields, list | tuple)
-        else ()
-    )
+    probe_rope(model, longest, kv_of)

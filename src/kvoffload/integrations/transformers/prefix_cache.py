@@ -65,6 +65,7 @@ class PrefixCache:
 
         Raises: `ConfigError` for padding.
         """
+        self._check_device(input_ids)
         for row, start in enumerate(first_columns(input_ids, attention_mask)):
             if start:
                 raise ConfigError(
@@ -87,6 +88,7 @@ class PrefixCache:
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if not isinstance(ids, torch.Tensor):
             raise ConfigError("input_ids", None if ids is None else type(ids).__name__, "give token ids")
+        self._check_device(ids)
         options = self._named(arguments, options)
         config = options.get("generation_config")
         self._check(ids, config, options)
@@ -121,6 +123,13 @@ class PrefixCache:
         counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
+
+    def _check_device(self, ids: torch.Tensor) -> None:
+        """Raise `ConfigError` if loaded KV would be on another device than the model's."""
+        if ids.device != self._model.device:
+            raise ConfigError(
+                "input_ids.device", str(ids.device), f"allowed: {self._model.device}, the model's"
+            )
 
     def _check(self, ids: torch.Tensor, config: Any, options: dict[str, Any]) -> None:
         for name, why in _REFUSED.items():

@@ -1,0 +1,194 @@
+"""Refuses rope that computes the KV of a token from the length of the whole sequence.
+
+Known types are refused by name. Other models are probed: their KV must not change when only the position of
+the last token does.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from kvoffload.errors import ConfigError
+
+_NAMES = ("rotary", "rope")
+_FACTORS = (4, 64)
+"""Probed positions beyond ``max_position_embeddings``, as its multiples."""
+_TOLERANCE = 0.02
+"""Differences that are rounding, as a share of the largest value."""
+_ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
+
+
+def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -> None:
+    """Refuse types of rope that are known to depend on the length of the sequence.
+
+    Args:
+        fields: a configuration as a dict, or a part of it.
+        path: name of this part.
+        in_rope: below a field such as ``rope_parameters``, where older configurations have ``type``.
+
+    Raises: `ConfigError` that names the field.
+    """
+    for name, value in _items(fields):
+        where = f"{path}.{name}"
+        is_type = name == "rope_type" or (in_rope and name == "type")
+        if is_type and isinstance(value, str) and ("dynamic" in value or value in ("longrope", "su")):
+            raise ConfigError(where, value, _ALLOWED)
+        check_rope(value, where, in_rope or name.startswith("rope_"))
+
+
+def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
+    """Refuse models whose KV depends on the length of the sequence, under whatever name.
+
+    The whole model computes a few tokens, the last of them near and at the last position. Positions beyond
+    `longest` could be an error on a device, so for these only copies of the rotary modules run, on the CPU.
+    Rope in functions that changes only beyond `longest` is not noticed.
+
+    Args:
+        longest: ``max_position_embeddings``.
+        kv_of: ``kv_of(position_ids)`` computes a token for each position and returns the keys and values of
+            all but the last.
+
+    Raises: `ConfigError`.
+    """
+    positions = [position for position in (0, 1, 5, 17, 61, 211) if position < longest - 4]
+    if not positions:
+        return
+    near = [*positions, positions[-1] + 2]
+    with _recorded_calls(model, {len(near), near[-1] + 1}) as calls:
+        before = kv_of(near)
+    for call in calls:
+        name = type(call.module).__name__
+        for length in (longest, *(factor * longest for factor in _FACTORS)):
+            outcome = call.in_sequence(length)
+            if outcome is Outcome.CHANGES:
+                _refuse(model, f"its {name} changes for all tokens in sequences of {length} tokens")
+            if outcome is Outcome.FAILS and length == longest:  # on a device the model would fail for good
+                _refuse(model, f"its {name} does not compute position {longest - 1}")
+    try:
+        later = [kv_of([*positions, longest - 1]), kv_of(near)]
+    except (IndexError, RuntimeError) as error:
+        _refuse(model, f"it does not compute position {longest - 1}, so its rope cannot be checked: {error}")
+    if not all(_is_equal(one, other) for kv in later for one, other in zip(before, kv, strict=True)):
+        _refuse(model, f"keys and values of all tokens change with a token at position {longest - 1}")
+
+
+class Outcome(enum.Enum):
+    """The outcome of a call of a rotary module with a longer sequence."""
+
+    SAME = "the results for the leading tokens are the same"
+    CHANGES = "they differ"
+    FAILS = "a table without such positions"
+    UNKNOWN = "the module cannot be called on the CPU"
+
+
+def _refuse(model: Any, what: str) -> NoReturn:
+    raise ConfigError("model", type(model).__name__, f"{what}; {_ALLOWED}")
+
+
+class _Call(NamedTuple):
+    """A call of a rotary module in a forward pass.
+
+    Attributes:
+        lengths: integers among the arguments that are the length of the sequence.
+    """
+
+    module: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    lengths: Set[int]
+
+    def in_sequence(self, length: int) -> Outcome:
+        """Compare the results for the leading tokens with those in a sequence of this length."""
+
+        def longer(value: Any) -> Any:
+            if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:
+                value = value.clone()
+                value.reshape(-1)[-1] = length - 1
+            return length if type(value) is int and value in self.lengths else value
+
+        try:
+            module = copy.deepcopy(self.module).cpu()
+            near = self._run(module, _as_given)
+        except Exception:
+            return Outcome.UNKNOWN
+        try:
+            far = self._run(module, longer)
+        except (IndexError, RuntimeError):
+            return Outcome.FAILS
+        again = self._run(module, _as_given)
+        is_equal = all(
+            _is_equal(*_leading(one, other))
+            for later in (far, again)
+            for one, other in zip(near, later, strict=True)
+        )
+        return Outcome.SAME if is_equal else Outcome.CHANGES
+
+    def _run(self, module: Any, change: Callable[[Any], Any]) -> list[torch.Tensor]:
+        args = [change(_on_cpu(value)) for value in self.args]
+        options = {name: change(_on_cpu(value)) for name, value in self.options.items()}
+        with torch.no_grad():
+            made = module.forward(*args, **options)
+        results = made if isinstance(made, (tuple, list)) else (made,)
+        return [result.clone() for result in results if isinstance(result, torch.Tensor)]
+
+
+def _as_given(value: Any) -> Any:
+    return value
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
+    """Record the first call of each rotary module."""
+    calls: dict[int, _Call] = {}
+
+    def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        calls.setdefault(id(module), _Call(module, args, options, lengths))
+
+    made, hooks = list[_Call](), []
+    for module in model.modules():
+        name = type(module).__name__.lower()
+        has_weights = next(module.parameters(), None) is not None
+        if not has_weights and (hasattr(module, "inv_freq") or any(part in name for part in _NAMES)):
+            hooks.append(module.register_forward_pre_hook(record, with_kwargs=True))
+    try:
+        yield made
+    finally:
+        for hook in hooks:
+            hook.remove()
+        made += calls.values()
+
+
+def _leading(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cut both to the sizes that they share, without the last token, which is another."""
+    for axis in range(min(one.ndim, other.ndim) - 1):
+        size = min(one.shape[axis], other.shape[axis])
+        size -= size > 1
+        one, other = one.narrow(axis, 0, size), other.narrow(axis, 0, size)
+    return one, other
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare but for rounding. Values that overflow are left out: the probed tokens have no meaning."""
+    one, other = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
+    bound = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=bound)
+
+
+def _items(fields: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(fields, dict):
+        return ((str(name), value) for name, value in fields.items())
+    return (
+        ((str(number), value) for number, value in enumerate(fields))
+        if isinstance(fields, list | tuple)
+        else ()
+    )
