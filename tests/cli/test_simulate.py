@@ -89,13 +89,28 @@ def test_tokens_outside_whole_blocks_are_reported(tmp_path: Path) -> None:
     assert "same session" not in done.stderr
 
 
-@pytest.mark.parametrize(("requests", "warns"), [(120, True), (99, False)])
-def test_a_constant_session_gives_one_warning(tmp_path: Path, requests: int, warns: bool) -> None:
+OPTIONS_OF = {
+    "replay": ("--no-data", "--capacity", "5"),
+    "trace info": (),
+    "sweep": ("--capacities", "5"),
+    "plan": ("--gpus", "1", "--kv-per-gpu", "1MB", "--bytes-per-token", "128"),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "requests", "warns"),
+    [("replay", 99, False), *((command, 120, True) for command in OPTIONS_OF)],
+)
+def test_a_constant_session_gives_one_warning(
+    tmp_path: Path, command: str, requests: int, warns: bool
+) -> None:
     path = a_file(tmp_path, session="default")
     path.write_text("\n".join(path.read_text().splitlines()[:requests]))
-    done = kvoffload("replay", path, "--no-data", "--capacity", "5")
+    done = kvoffload(*command.split(), path, *OPTIONS_OF[command])
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("all 120 requests of kv name the same session") == warns
+    said = "all 120 requests of kv name the same session: they count as one conversation."
+    assert done.stderr.count(f"{said} If the field is a constant, remove it") == warns
+    assert "26.9% of prompt tokens are in no whole block" in " ".join(done.stdout.split())
 
 
 def test_a_plan_needs_a_speed_above_zero(tmp_path: Path) -> None:

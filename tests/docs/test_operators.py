@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -54,7 +56,7 @@ def test_the_table_of_ram_is_the_tools() -> None:
 
 
 def test_kubernetes_has_room_for_the_pool() -> None:
-    service, engine = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
+    service, engine = kubernetes_objects()
     pod = engine["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     flag = flag_in(container["args"])
@@ -78,8 +80,90 @@ def test_kubernetes_has_room_for_the_pool() -> None:
     assert {entry["name"]: entry.get("value") for entry in container["env"]}["HOME"] in mounts
 
 
+KUBERNETES = "1.37"
+"""Version of the schemas."""
+
+
+def kubernetes_objects() -> list[Any]:
+    return list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
+
+
+def test_kubernetes_objects_fit_the_schemas() -> None:
+    objects = kubernetes_objects()
+    assert [each["kind"] for each in objects] == ["Service", "StatefulSet"]
+    for each in objects:
+        assert kubernetes_validate.validate(each, KUBERNETES, strict=True) == KUBERNETES
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "template", "spec", "containers", 0, "image"), 1),
+        (("spec", "template", "spec", "volumes", 0, "emptyDir", "sizeLimits"), "72Gi"),
+        (("spec", "replica"), 1),
+        (("spec", "template", "spec", "containers", 0, "resources", "limit"), {}),
+    ],
+)
+def test_the_schemas_find_mistakes(path: tuple[str | int, ...], value: object) -> None:
+    engine = at = kubernetes_objects()[1]
+    for part in path[:-1]:
+        at = at[part]
+    at[path[-1]] = value
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(engine, KUBERNETES, strict=True)
+
+
+def _fields(**types: Any) -> dict[str, Any]:
+    """Return the schema of an object with exactly these fields."""
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(types),
+        "properties": {name: kind if isinstance(kind, dict) else {"type": kind}
+                       for name, kind in types.items()},
+    }  # fmt: skip
+
+
+ENGINE = _fields(
+    enablePrefixCaching="boolean",
+    tensorParallelSize="integer",
+    extraArgs={"type": "array", "items": {"type": "string"}},
+)
+MODEL = _fields(
+    **dict.fromkeys(("name", "repository", "tag", "modelURL"), "string"),
+    **dict.fromkeys(("requestMemory", "limitMemory", "shmSize"), "string"),
+    **dict.fromkeys(("replicaCount", "requestCPU"), "integer"),
+    requestGPU=["integer", "number", "string"],
+    vllmConfig=ENGINE,
+)
+HELM = _fields(servingEngineSpec=_fields(modelSpec={"type": "array", "items": MODEL}))
+"""Names and types of the values that the example uses, as in the schema of vllm-stack 0.1.12.
+
+The chart's own schema is no package, and it allows unknown names, so it finds no typing errors.
+"""
+
+
+def helm_values() -> Any:
+    return yaml.safe_load((EXAMPLES / "helm-values.yaml").read_text())
+
+
+def test_helm_values_fit_the_charts_names_and_types() -> None:
+    jsonschema.Draft202012Validator.check_schema(HELM)
+    jsonschema.validate(helm_values(), HELM)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("requestCPU", "8"), ("shmsize", "72Gi"), ("tag", 0.32), ("replicaCount", True)]
+)
+def test_the_values_schema_finds_mistakes(name: str, value: object) -> None:
+    values = helm_values()
+    values["servingEngineSpec"]["modelSpec"][0][name] = value
+    with pytest.raises(jsonschema.ValidationError, match=name):
+        jsonschema.validate(values, HELM)
+
+
 def test_helm_has_room_for_the_pool() -> None:
-    (model,) = yaml.safe_load((EXAMPLES / "helm-values.yaml").read_text())["servingEngineSpec"]["modelSpec"]
+    (model,) = helm_values()["servingEngineSpec"]["modelSpec"]
     flag = flag_in(model["vllmConfig"]["extraArgs"])
     assert flag == printed_by("helm-values.yaml")
     assert bytes_of(model["shmSize"]) > options_in(flag).ram_bytes

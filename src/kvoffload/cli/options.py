@@ -13,7 +13,7 @@ import inspect
 import shlex
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -51,8 +51,6 @@ CONFIG = "kvoffload.settings.read"
 """Key of the ``--config`` file in a command's click context."""
 
 _FEWEST_TOKEN_BYTES = 1024
-_MANY_REQUESTS = 100
-"""Requests of one session from which a constant field is more likely than a long conversation."""
 """Fewer bytes of a token are implausible: 16-bit keys and values of a 0.5B model have 12 KiB."""
 _WARNED = "kvoffload.cli.options.small_tokens"
 _WARNED_OF_WINDOWS = "kvoffload.cli.options.sliding_windows"
@@ -317,13 +315,14 @@ def with_blocks(name: str, trace: Trace) -> Trace:
     if trace.block_refs == 0:
         why = f"it must have a request of at least one block ({trace.block_tokens} tokens)"
         raise ConfigError("trace", name, why)
-    if trace.has_one_session and trace.requests >= _MANY_REQUESTS:
-        click.echo(
-            f"kvoffload: all {trace.requests:,} requests of {trace.name} name the same session: they count "
-            "as one conversation. If the field is a constant, remove it; sessions are then inferred.",
-            err=True,
-        )
+    warn(trace.warnings)
     return trace
+
+
+def warn(sentences: Iterable[str]) -> None:
+    """Print warnings, one on a line."""
+    for sentence in sentences:
+        click.echo(f"kvoffload: {sentence}", err=True)
 
 
 @dataclass(frozen=True, kw_only=True)

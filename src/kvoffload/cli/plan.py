@@ -23,6 +23,7 @@ from kvoffload.cli.options import (
     option,
     options_of,
     typed_command,
+    warn,
     warn_of_windows,
 )
 from kvoffload.cli.output import tiers_silenced
@@ -184,6 +185,7 @@ def plan(options: PlanOptions) -> None:
     with stopping_cleanly(run), tiers_silenced(), shown(options.quiet) as on_progress:
         answer = run.run(on_progress)
     answer = msgspec.structs.replace(answer, vllm=_vllm_flag(answer, fleet))
+    warn(answer.warnings)
     if options.report is not None:
         write_report(options.report, plan_page(answer, typed_command()))
     if options.is_json:

@@ -20,6 +20,7 @@ from kvoffload.cli.options import (
     option,
     options_of,
     typed_command,
+    warn,
 )
 from kvoffload.cli.sweep_progress import shown, stopping_cleanly
 from kvoffload.cli.sweep_tables import tables, words
@@ -140,6 +141,7 @@ def sweep(options: SweepOptions) -> None:
         console = Console()
         for part in (*tables(result.rows, console.width), *words(result.verdicts)):
             console.print(part)
+    warn(result.warnings)
     if result.left_out:
         count = f"{result.left_out.total():,} combinations left out"
         click.echo(f"{count}: {'; '.join(result.left_out)}", err=True)

@@ -16,7 +16,7 @@ from kvoffload.cli.replay_table import assumed_ends, assumed_queue
 from kvoffload.sweep.bootstrap import CORRELATED
 from kvoffload.sweep.table import Row
 from kvoffload.sweep.verdict import Verdict, ram_of
-from kvoffload.text import percent, size
+from kvoffload.text import outside_blocks, percent, size
 
 _WIDEST = 100
 """Most characters per line; a wider table continues below."""
@@ -148,6 +148,8 @@ def _note(rows: list[Row]) -> Text:
     ]
     if correlations and median(correlations) > CORRELATED:
         note += "\n  The traffic changes slowly over this trace: the intervals are too narrow (docs/sweep.md)"
+    for sentence in outside_blocks(rows[0].share_outside_blocks):
+        note += f"\n  {sentence}"
     return Text(note + "\n")
 
 

@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from kvoffload.cli.beside_optimum import beside_optimum
-from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, argument, options_of
+from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, argument, options_of, warn
 from kvoffload.cli.output import check_new, progress_bar, terminal_table
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
@@ -96,6 +96,7 @@ def info(options: InfoOptions) -> None:
     """Describe TRACE, a file or a built-in name, and the optimum on it."""
     with progress_bar("read", 1.0, options.quiet) as progress:
         loaded = options.read(options.trace, progress)
+    warn(loaded.warnings)
     statistics, best, periods = describe(loaded), beside_optimum(loaded), working_set(loaded)
     like = resemblance(loaded)
     if options.is_json:

@@ -9,6 +9,7 @@ from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.table import Row
 from kvoffload.sweep.verdict import Verdict, ram_of
+from kvoffload.text import outside_blocks
 
 _RATIO = {"title": {"text": "prefix-hit ratio, %"}, "rangemode": "tozero"}
 
@@ -20,6 +21,9 @@ def sweep_page(rows: Sequence[Row], verdicts: Sequence[Verdict], command: str) -
     lines = [f"{_place(verdict.best)}, {verdict.line}." if several else f"{verdict.line}."
              for verdict in verdicts]  # fmt: skip
     lines = [line[0].upper() + line[1:] for line in lines]
+    outside = {row.trace: row.share_outside_blocks for row in rows}
+    for name, share in outside.items():
+        lines += [f"{name}: {sentence}" for sentence in outside_blocks(share)]
     return page(f"Sweep of {names}", [Text("", lines)], _parts(rows), as_json(rows), command)
 
 

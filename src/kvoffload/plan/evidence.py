@@ -36,6 +36,7 @@ class Evidence:
         whole: the trace of all replicas together; None unless they may share servers or RAM.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
+        warnings: faults of the recording that change the answer.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
         busy: references per second in the busiest minute, divided by the mean.
         footprint_blocks: unique blocks of the replica with the largest number.
@@ -55,6 +56,7 @@ class Evidence:
     block_refs: int
     tokens: int
     share_outside_blocks: float | None
+    warnings: tuple[str, ...]
     duration_s: float
     busy: float
     footprint_blocks: int
@@ -141,6 +143,7 @@ def gather(
         block_refs=refs,
         tokens=refs * shares[0].block_tokens,
         share_outside_blocks=_outside_blocks(shares),
+        warnings=tuple(load(source).warnings),
         duration_s=duration_s,
         busy=busy,
         footprint_blocks=max(share.unique_blocks for share in shares),

@@ -91,6 +91,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         endurance: savings that the rating of SSDs costs; null if no feasible row has a write budget.
         in_time: timed replays; null without a machine or times, and with servers or shared RAM.
         assumptions, cannot_tell: assumptions and open questions of the answer.
+        warnings: faults of the recording that change the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
         seed, resamples, version: as in rows of a sweep.
     """
@@ -125,6 +126,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     in_time: InTime | None = None
     assumptions: list[Assumption]
     cannot_tell: list[str]
+    warnings: list[str] = []
     vllm: str = ""
     seed: int
     resamples: int
@@ -371,6 +373,7 @@ def _answer(findings: Findings, work: Work) -> PlanAnswer:
         in_time=findings.in_time,
         assumptions=assumptions(findings),
         cannot_tell=cannot_tell(findings),
+        warnings=list(evidence.warnings),
         seed=work.seed,
         resamples=work.resamples,
     )

@@ -494,7 +494,7 @@ def _offer(row: PlanRow, currency: str) -> str:
 def cannot_tell(findings: Findings) -> list[str]:
     """List the questions that a plan from this recording leaves open."""
     evidence = findings.evidence
-    sentences = list[str]()
+    sentences = [warning[0].upper() + warning[1:] for warning in evidence.warnings]
     if not evidence.duration_s:
         sentences.append(
             "All requests arrive at one time, so bytes per second are unknown: neither SSDs nor servers can"

@@ -61,8 +61,9 @@ def swept(source: TraceSource) -> SweptTrace:
         )  # fmt: skip
     refs = window_sums(np.diff(trace.offsets), WINDOWS)
     return SweptTrace(
-        identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs
-    )
+        identified(source), trace.name, trace.requests, trace.block_refs, trace.unique_blocks, refs,
+        trace.share_outside_blocks, tuple(trace.warnings),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class SweepResult:
         left_out: reasons why combinations were left out, with their counts.
         from_journal: combinations whose replay an earlier run had finished.
         violations: a line for each row above the optimum; each is a bug.
+        warnings: faults of the recordings that change results.
     """
 
     rows: list[Row]
@@ -39,6 +40,7 @@ class SweepResult:
     left_out: Counter[str]
     from_journal: int
     violations: list[str]
+    warnings: list[str]
 
 
 class Sweep:
@@ -123,4 +125,5 @@ class Sweep:
             work.write(rows)
             if journal is not None:
                 journal.remove()
-        return SweepResult(rows, verdicts, left_out, measuring.from_journal, violations(rows))
+        warnings = [warning for trace in traces for warning in trace.warnings]
+        return SweepResult(rows, verdicts, left_out, measuring.from_journal, violations(rows), warnings)

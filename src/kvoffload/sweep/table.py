@@ -27,6 +27,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace, trace_sha256: name and content digest of the trace.
+        share_outside_blocks: share of the prompt tokens that are in no whole block, so that no ratio counts
+            them; null if it is unknown.
         capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as typed.
         capacity_blocks, device_blocks, tier_blocks: these sizes in blocks.
         decode_tokens_per_s, queue_requests, instances, routing, shared_ram: assumptions, as in
@@ -63,6 +65,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     block_refs: int
     unique_blocks: int
+    share_outside_blocks: float | None = None
     policy: str
     admission: str
     store: str
@@ -122,6 +125,7 @@ class SweptTrace:
 
     Attributes:
         refs: references in each window (`bootstrap.window_sums`).
+        share_outside_blocks, warnings: as in `Trace`.
     """
 
     source: TraceSource
@@ -130,6 +134,8 @@ class SweptTrace:
     block_refs: int
     unique_blocks: int
     refs: Sums
+    share_outside_blocks: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 class Runs:
@@ -250,6 +256,7 @@ def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
         requests=trace.requests,
         block_refs=trace.block_refs,
         unique_blocks=trace.unique_blocks,
+        share_outside_blocks=trace.share_outside_blocks,
         policy=str(config.policy),
         **config.columns(),
         capacity=point.capacity,

@@ -15,6 +15,8 @@ import numpy.typing as npt
 from kvoffload.core.hints import NO_HINTS, Hints
 
 SECONDS, MILLISECONDS = "s", "ms"
+_MANY_REQUESTS = 100
+"""Requests of one session from which a constant field is more likely than a long conversation."""
 
 
 def codes_by_appearance(
@@ -129,6 +131,16 @@ class Trace:
         if self.sessions is None or not self.requests or self.sessions[0] < 0:
             return False
         return bool((self.sessions == self.sessions[0]).all())
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences about faults of the recording that change results."""
+        if self.requests < _MANY_REQUESTS or not self.has_one_session:
+            return []
+        return [
+            f"all {self.requests:,} requests of {self.name} name the same session: they count as one "
+            "conversation. If the field is a constant, remove it; sessions are then inferred."
+        ]
 
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
         """Select requests, in this order. Cost: 0.1 s per million block references."""
