@@ -92,9 +92,10 @@ def test_tokens_outside_whole_blocks_are_reported(tmp_path: Path) -> None:
 OPTIONS_OF = {
     "replay": ("--no-data", "--capacity", "5"),
     "trace info": (),
-    "sweep": ("--capacities", "5"),
-    "plan": ("--gpus", "1", "--kv-per-gpu", "1MB", "--bytes-per-token", "128"),
-}
+    "sweep": ("--capacities", "5", "--policies", "lru", "--jobs", "1"),
+    "plan": ("--gpus", "1", "--kv-per-gpu", "1MB", "--bytes-per-token", "128", "--policies", "lru",
+             "--stores", "on-compute", "--admissions", "all", "--jobs", "1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

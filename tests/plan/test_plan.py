@@ -846,3 +846,16 @@ def test_the_sections_of_an_answer_are_its_words(loop: str) -> None:
     answer = planned(loop, saved=0.4)
     assert [one for section in answer.sections for one in section.sentences] == answer.words
     assert [section.title for section in answer.sections] == ["", "Other purchases", "Limits"]
+
+
+# ---- on a cluster
+
+
+@pytest.mark.slow
+def test_a_plan_on_dask_is_equal(chat: str, scheduler: str) -> None:
+    of = fleet(prices(Ram(module="100MiB", price=100, slots=4), drives()), kv_bytes=100 * MIB)
+    source, target = TraceSource(chat, None, False), Target(of_ceiling=0.8)
+    here = Plan(source, of, target, jobs=1).run()
+    assert here.chosen.ram_modules
+    there = Plan(source, of, target, scheduler=scheduler).run()
+    assert there == here

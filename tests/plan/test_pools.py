@@ -192,15 +192,18 @@ def test_without_the_option_no_pool_is_considered(twice: str) -> None:  # noqa: 
     assert "pool" not in words(answer)
 
 
-def test_a_wait_is_not_known_for_a_pool(twice: str) -> None:  # noqa: F811
+def test_a_pool_is_timed_with_its_engines(twice: str) -> None:  # noqa: F811
     on = machine(prefill_s_per_token=1e-4)
     answer = planned(twice, two(machine=on), of_ceiling=1.0)
     assert answer.chosen.shared_ram
-    assert answer.in_time is None
-    assert any("--instances 2 --shared-ram times the engines" in one for one in answer.cannot_tell)
+    assert answer.in_time is not None
+    assert (answer.in_time.all_engines, answer.in_time.engines) == (True, 2)
+    assert answer.in_time.with_offload.offload_hit_blocks
     answer = planned(twice, two(machine=on), ttft_p90_s=1000.0)
     assert not any(row.shared_ram for row in answer.rows)
-    assert any(one.startswith("RAM pools that engines share are not timed") for one in answer.cannot_tell)
+    assert any(
+        one.startswith("With a target in seconds no RAM pools are searched") for one in answer.cannot_tell
+    )
 
 
 def test_a_fleet_without_several_engines_in_a_host_is_refused() -> None:

@@ -20,7 +20,7 @@ from kvoffload.plan.targets import Target
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.structures.draws import whole_numbers
-from kvoffload.sweep.measuring import Measuring
+from kvoffload.sweep.measuring import Measuring, Progress
 from kvoffload.sweep.task import TraceSource
 from kvoffload.sweep.workers import LocalWorkers
 from kvoffload.tiers.spec import parse_tiers
@@ -99,6 +99,37 @@ def test_what_engines_ask_of_each_other_is_saved_by_servers_alone(twice: str) ->
         f"No cache saves more than {share} (the ceiling), and no cache of a single engine more than 0.0%: the"
     )
     assert most in words(answer)
+
+
+def test_servers_are_timed_with_all_engines(twice: str) -> None:
+    again = asked_twice()[1]
+    rates = ("load_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
+    speeds = {"prefill_s_per_token": 1 / 512, "copy_latency_s": 0.1, **dict.fromkeys(rates, 4.0 * MIB)}
+    links = server(link_per_s="4MiB", host_link_per_s="1GiB")
+    answer = planned(twice, two(links, machine=machine(**speeds)), of_ceiling=1.0)
+    timed = answer.in_time
+    assert timed is not None
+    assert (timed.all_engines, timed.engines, timed.requests) == (True, 2, REQUESTS)
+    assert timed.machine.value("disk_read_bytes_per_s") == 2 * MIB, "half of the server's link"
+    # A new prompt takes two seconds. A prompt that the other engine has computed: 1 ms and half a second from
+    # the server, 0.1 + 1/4 s from RAM to the GPU, and a second for the last block.
+    assert timed.without.ttft_s.mean == pytest.approx(2)
+    mean = (2 * (REQUESTS - again) + again * (0.001 + 0.5 + 0.35 + 1)) / REQUESTS
+    assert timed.with_offload.ttft_s.mean == pytest.approx(mean, rel=1e-3)
+    assert timed.with_offload.offload_hit_blocks == again
+    ram, below = timed.with_offload.tiers
+    assert (ram.hit_blocks, below.hit_blocks) == (0, again)
+    # Two engines write all that is new, each block once; an engine's last write ends after its last request.
+    assert 2 * (REQUESTS - again) - 2 <= below.written <= 2 * (REQUESTS - again)
+    assert timed.server_break_even_tokens == pytest.approx(0.101 * 512 / (1 - 1 / 4 - 1 / 2))
+    assert answer.chosen.ttft_p90_s == timed.with_offload.ttft_s.p90
+    said = words(answer)
+    assert "RAM and servers keep up with their writes." in said
+    assert "is waiting in the queue or for servers" in said
+    assert "Loading from servers beats computing from" in said
+    assert "on the busiest of" not in said
+    share = 100 * again / REQUESTS / 2
+    assert f"it saves {share:.1f}% of the prefill in time" in said
 
 
 def test_what_servers_would_bring_is_said_where_they_are_too_dear(twice: str) -> None:
@@ -345,16 +376,23 @@ def test_waits_are_of_rows_without_servers_also_where_the_second_engine_has_most
     assert {row.ttft_p90_s for row in answer.rows if row.servers} == {None}
 
 
-def test_purchases_with_servers_are_not_timed(twice: str, tmp_path: Path) -> None:
+def test_timed_servers_are_kept_in_the_journal(twice: str, tmp_path: Path) -> None:
     source, of = TraceSource(twice, None, False), two(machine=by_hand())
-    answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=tmp_path / "kept.csv").run()
+    kept = tmp_path / "kept.csv"
+    answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=kept).run()
     assert answer.chosen.servers
-    assert answer.in_time is None
-    assert "Waits with servers are unknown" in " ".join(answer.cannot_tell)
-    assert all(row.ttft_p90_s is None for row in answer.rows if row.servers)
+    seen = list[Progress]()
+    again = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=kept, force=True).run(seen.append)
+    assert again.in_time == answer.in_time
+    assert not [now for now in seen if now.of == "timed replays"]
+    slower = two(server(link_per_s="1MiB"), machine=by_hand())
+    other = Plan(source, slower, Target(of_ceiling=1.0), PLAIN, jobs=1, output=kept, force=True).run()
+    assert other.in_time is not None
+    assert other.in_time.with_offload.ttft_s.mean > answer.in_time.with_offload.ttft_s.mean  # type: ignore[union-attr]
     alone = planned(twice, two(machine=by_hand()), saved=0.0)
     assert not alone.chosen.servers
     assert alone.in_time is not None
+    assert not alone.in_time.all_engines
 
 
 def test_what_ssds_would_add_is_said_of_equal_servers(twice: str) -> None:
@@ -373,8 +411,11 @@ def test_what_ssds_would_add_is_said_of_equal_servers(twice: str) -> None:
 def test_a_target_in_seconds_is_of_what_can_be_timed(twice: str) -> None:
     answer = planned(twice, two(machine=by_hand()), ttft_p90_s=1.0)
     assert not any(row.servers for row in answer.rows)
-    assert "Servers that engines share are not timed, so they were not searched." in answer.cannot_tell
-    assert sources(answer)["servers"].startswith("not searched: waits with servers")
+    assert (
+        "With a target in seconds no servers are searched: each purchase would be timed on all engines."
+        in answer.cannot_tell
+    )
+    assert sources(answer)["servers"].startswith("not searched: a target in seconds")
 
 
 # ---- the command

@@ -157,7 +157,7 @@ def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str,
 def test_tiers_of_separate_engines_are_refused() -> None:
     given = engines(9, 9, shared_ram=False, tiers=parse_tiers("tiers", "simulated:9"))
     with pytest.raises(ConfigError, match="instances: 2 is invalid; tiers behind separate RAM need a single"):
-        run_in_time(trace_of((0, "ab")), timing(), 9, given)
+        replay_in_time(trace_of((0, "ab")), given, timing())
     assert Replay(trace_of((0, "ab")), engines(9, 9)).run().instances == 2
 
 

@@ -205,7 +205,7 @@ def _waits(timed: InTime) -> Chart:
     layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}}
     (waiting, loading), (before, _) = shares(timed.with_offload), shares(timed.without)
     note = f"In simulated time on {timed.machine.name}, {timed.requests:,} requests"
-    note += f" of the busiest of {timed.engines:,} engines. " if timed.engines > 1 else ". "
+    note += f" of the busiest of {timed.engines:,} engines. " if timed.is_one_of_several else ". "
     note += f"Of the mean, {waiting} is waiting and {loading} loading; by the GPUs alone {before} is waiting."
     return Chart("waits", "Time to first token", data, layout, note)
 

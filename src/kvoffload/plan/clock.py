@@ -1,6 +1,7 @@
 """Times to first token with a purchase and without, simulated on the machine of one engine.
 
-Owns the choice of the engine, and its machine with purchased drives. The simulation is in `simulate`.
+Owns the choice of the engines, and the machine with purchased drives or servers. The simulation is in
+`simulate`.
 """
 
 from __future__ import annotations
@@ -26,27 +27,33 @@ from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import OnProgress, Progress
 from kvoffload.sweep.task import code_digests, load
 from kvoffload.text import duration
+from kvoffload.traces.trace import Trace
 
 _FORMAT = 1
 """Format of a timed replay in the journal."""
+_SERVER_LATENCY_S = 0.001
+"""Assumed time of a read or write besides its bytes: a round trip and the server's work."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Timed replays of one engine, the busiest of several.
+    """Timed replays of the busiest engine, or of all engines if they share servers or RAM.
 
     Attributes:
-        machine: the engine's machine with the purchased SSDs; each number has its source.
+        machine: the engine's machine with the purchased SSDs, or with its connection to the servers as its
+            disk; each number has its source.
         engines: number of engines that get requests.
-        requests: requests of the timed engine.
+        all_engines: all engines were timed together.
+        requests: requests of the timed engines.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
         with_offload, without: runs with the recommended purchase and with the GPUs alone. Equal without a
             purchase.
-        ram_break_even_tokens, ssd_break_even_tokens: shortest prompt for which loading is faster than
-            computing on an idle machine; null if there is none, or no SSD.
+        ram_break_even_tokens, ssd_break_even_tokens, server_break_even_tokens: shortest prompt for which
+            loading is faster than computing on an idle machine; null if there is none, or no SSD or server.
     """
 
     machine: Machine
     engines: int
+    all_engines: bool = False
     requests: int
     max_running: int
     step_tokens: int
@@ -55,14 +62,20 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
     without: TimedOutcome
     ram_break_even_tokens: float | None
     ssd_break_even_tokens: float | None
+    server_break_even_tokens: float | None = None
+
+    @property
+    def is_one_of_several(self) -> bool:
+        """True if only the busiest of several engines was timed."""
+        return self.engines > 1 and not self.all_engines
 
 
 class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
-    The engine with the most block references is timed. Rows with servers or shared RAM are not timed, because
-    one engine alone cannot show the load of what engines share. A fleet's `scale` multiplies the arrival rate
-    of sessions and leaves the caches at full size, because queues depend on the arrival rate.
+    The engine with the most block references is timed. For a row with servers or shared RAM all engines are
+    timed together, with what they share; shared RAM only on a single host. A fleet's `scale` multiplies the
+    arrival rate of sessions and leaves the caches at full size, because queues depend on the arrival rate.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
@@ -87,44 +100,54 @@ class Clock:
         self._busiest = refs.index(max(refs))
         self._trace = load(evidence.traces[self._busiest].source)
         self._whole = replace(fleet, scale=1.0)
-        self._known: dict[Cell, TimedOutcome] = {}
+        self._known: dict[tuple[Cell, bool], TimedOutcome] = {}
         try:
             check_room(self._trace, self._whole.device_blocks)
         except ConfigError as error:
             blocks = f"an engine's GPUs have {self._whole.device_blocks:,} blocks"
             raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
 
-    def outcome(self, row: PlanRow, later: int = 0) -> TimedOutcome:
+    def can_time(self, row: PlanRow) -> bool:
+        """True unless the engines of several hosts share RAM."""
+        return not (row.shared_ram and self._fleet.hosts > 1)
+
+    def outcome(self, row: PlanRow, later: int = 0, *, of_all: bool = False) -> TimedOutcome:
         """Return the timed replay of a row; without a purchase, the GPUs run alone.
 
-        `later`: number of timed replays expected to follow, for the progress.
+        Args:
+            later: number of timed replays expected to follow, for the progress.
+            of_all: time all engines, even if the row shares nothing.
         """
-        outcome = self.known(row)
+        of_all |= _shares(row)
+        outcome = self.known(row, of_all=of_all)
         if outcome is None:
-            config = self._config(row)
-            timing, requests, done = self._timing(row), self._trace.requests, self._num_timed
-            rows, before = done + 1 + later, done * self._trace.requests
+            config, trace = self._config(row), self._trace_of(of_all)
+            timing, requests, done = self._timing(row), trace.requests, self._num_timed
+            rows, before = done + 1 + later, done * requests
 
             def report(ended: int) -> None:
                 now = done + ended // requests
                 self._on_progress(Progress(now, rows, before + ended, rows * requests, "timed replays"))
 
             report(0)
-            outcome = run_in_time(self._trace, timing, self._whole.device_blocks, config, report)
+            engines = self._fleet.replicas if of_all else 1
+            outcome = run_in_time(
+                trace, timing, self._whole.device_blocks, config, report,
+                instances=engines, routing=self._fleet.routing,
+            )  # fmt: skip
             self._num_timed += 1
             report(requests)
-            self._known[Cell(row.purchase, row.setup)] = outcome
+            self._known[Cell(row.purchase, row.setup), of_all] = outcome
             if self._journal is not None:
-                self._journal.add_timed(self._key(row), outcome)
+                self._journal.add_timed(self._key(row, of_all), outcome)
         return outcome
 
-    def known(self, row: PlanRow) -> TimedOutcome | None:
+    def known(self, row: PlanRow, *, of_all: bool = False) -> TimedOutcome | None:
         """Return the timed replay of a row if this run or an earlier one has made it."""
-        if row.servers or row.shared_ram:
-            return None
-        cell = Cell(row.purchase, row.setup)
+        of_all |= _shares(row)
+        cell = Cell(row.purchase, row.setup), of_all
         if cell not in self._known and self._journal is not None:
-            kept = self._journal.timed.get(self._key(row))
+            kept = self._journal.timed.get(self._key(row, of_all))
             if kept is not None:
                 self._known[cell] = kept
         return self._known.get(cell)
@@ -139,38 +162,72 @@ class Clock:
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
         """Compare a row with the row without a purchase."""
         timing, bytes_per_token = self._timing(row), self._fleet.block_bytes / self._trace.block_tokens
+        of_all = _shares(row)
         from_ram = timing.machine.break_even_tokens(bytes_per_token)
-        from_ssds = math.inf
-        if row.ssd_drives:
-            from_ssds = timing.machine.break_even_tokens(bytes_per_token, from_disk=True)
+        from_below = math.inf
+        if row.ssd_drives or row.servers:
+            from_below = timing.machine.break_even_tokens(bytes_per_token, from_disk=True)
+        below = from_below if math.isfinite(from_below) else None
         return InTime(
             machine=timing.machine,
             engines=len(self._evidence.traces),
-            requests=self._trace.requests,
+            all_engines=of_all,
+            requests=self._trace_of(of_all).requests,
             max_running=timing.max_running,
             step_tokens=timing.step_tokens,
             load=timing.load,
             with_offload=self.outcome(row, later=1),
-            without=self.outcome(nothing),
+            without=self.outcome(nothing, of_all=of_all),
             ram_break_even_tokens=from_ram if math.isfinite(from_ram) else None,
-            ssd_break_even_tokens=from_ssds if math.isfinite(from_ssds) else None,
+            ssd_break_even_tokens=below if row.ssd_drives else None,
+            server_break_even_tokens=below if row.servers else None,
         )
+
+    def _trace_of(self, of_all: bool) -> Trace:
+        """Return the requests of all engines, or of the busiest engine."""
+        if not of_all:
+            return self._trace
+        assert self._evidence.whole is not None, "engines share something"
+        return load(self._evidence.whole.source)
 
     def _config(self, row: PlanRow) -> ReplayConfig | None:
         cell = Cell(row.purchase, row.setup)
         if cell.purchase == NOTHING:
             return None
-        return cell.points(self._whole, self._evidence)[self._busiest].config
+        points = cell.points(self._whole, self._evidence)
+        return points[0 if _shares(row) else self._busiest].config
 
-    def _key(self, row: PlanRow) -> str:
+    def _key(self, row: PlanRow, of_all: bool) -> str:
         """Cache key: a hash of everything that the timed replay depends on."""
         config, source = self._config(row), self._evidence.traces[self._busiest].source
+        if of_all and self._evidence.whole is not None:
+            source = self._evidence.whole.source
         code = [] if config is None else code_digests(config)
         parts = ["timed", _FORMAT, source.digest, code, self._timing(row), self._whole.device_blocks, config]
+        if of_all:
+            parts += [self._fleet.replicas, self._fleet.routing]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def _timing(self, row: PlanRow) -> Timing:
-        return Timing(self._with_drives(row.ssd_drives), self._fleet.block_bytes, load=self._fleet.scale)
+        machine = self._with_servers(row.servers) if row.servers else self._with_drives(row.ssd_drives)
+        return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
+
+    def _with_servers(self, servers: int) -> Machine:
+        """Return the machine with an engine's connection to the servers in place of its disk."""
+        fleet, server = self._fleet, self._fleet.prices.server
+        of_host = server.host_link_bytes_per_s * fleet.hosts / fleet.replicas
+        of_servers = server.link_bytes_per_s * servers / fleet.replicas
+        rate = Quantity.assumed(
+            min(of_host, of_servers), "servers: an engine's share of the links of hosts and servers"
+        )
+        latency = Quantity.assumed(_SERVER_LATENCY_S, "servers: a round trip and the server's work")
+        return msgspec.structs.replace(
+            self._machine,
+            disk_read_bytes_per_s=rate,
+            disk_write_bytes_per_s=rate,
+            disk_read_latency_s=latency,
+            disk_write_latency_s=latency,
+        )
 
     def _with_drives(self, drives: int) -> Machine:
         """Return the machine with an engine's share of `drives` drives per host."""
@@ -190,6 +247,11 @@ class Clock:
         return msgspec.structs.replace(self._machine, **rates)
 
 
+def _shares(row: PlanRow) -> bool:
+    """Return True if the engines of a row share servers or RAM."""
+    return bool(row.servers or row.shared_ram)
+
+
 def clock_of(
     fleet: Fleet, evidence: Evidence, journal: SweepJournal | None, on_progress: OnProgress
 ) -> Clock | None:
@@ -207,7 +269,9 @@ def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
         number: Quantity | None = getattr(machine, name)
         if number is not None:
             yield name, _with_unit(name, number.value), number.source
-    if timed.engines > 1:
+    if timed.all_engines:
+        yield "timed engines", f"all {timed.engines}, each on its own machine", "what they share is shared"
+    elif timed.engines > 1:
         engine = f"the busiest of {timed.engines}, with {timed.requests:,} requests"
         yield "timed engine", engine, "other engines wait less, if their machines are equal"
     yield "requests at a time", f"{timed.max_running:,}", "assumed, of an engine"

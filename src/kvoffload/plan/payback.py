@@ -31,8 +31,10 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
-    """Return True if the row was timed on its only engine and saves less there than without a clock."""
-    return timed is not None and timed.engines == 1 and row.saved - timed.with_offload.hit_ratio >= NO_MORE
+    """Return True if the row was timed on all engines and saves less there than without a clock."""
+    if timed is None or timed.is_one_of_several:
+        return False
+    return row.saved - timed.with_offload.hit_ratio >= NO_MORE
 
 
 def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:

@@ -89,7 +89,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         over_time: savings in each window of the recording.
         payback: worth of the purchase; null without one, a speed of the GPUs, times or a price of GPU-hours.
         endurance: savings that the rating of SSDs costs; null if no feasible row has a write budget.
-        in_time: timed replays; null without a machine or times, and with servers or shared RAM.
+        in_time: timed replays; null without a machine or times, and with shared RAM on several hosts.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         warnings: faults of the recording that change the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
@@ -273,7 +273,7 @@ class Plan:
             rows = [*rows, *unlimited]
             in_time = None
             row = choice.chosen.row
-            if (clock := whole.clock) is not None and not (row.servers or row.shared_ram):
+            if (clock := whole.clock) is not None and clock.can_time(row):
                 in_time = clock.compared(choice.chosen.row, whole.begin.row)
                 rows, choice = [clock.with_wait(row) for row in rows], choice.of_each(clock.with_wait)
             work.write([measured.row for measured in (*rows, *sampled)])
@@ -527,5 +527,5 @@ def _of_servers(fleet: Fleet, *, are_searched: bool) -> list[Assumption]:
         return [Assumption("servers", f"lru, {SERVER_BYTES_PER_BYTE:g} bytes for a byte of blocks", source)]
     if not fleet.prices.server.slots or fleet.prices.server == Server():
         return []
-    reason = "waits with servers are not simulated, and the target is a wait"
+    reason = "a target in seconds would time each purchase on all engines"
     return [Assumption("servers", "not searched", "one engine only" if fleet.replicas == 1 else reason)]

@@ -204,7 +204,7 @@ def _overload(findings: Findings) -> list[str]:
     without, with_purchase = needed(timed.without), needed(timed.with_offload)
     if without <= 1:
         return []
-    where = ", if all engines were as busy as the busiest" if timed.engines > 1 else ""
+    where = ", if all engines were as busy as the busiest" if timed.is_one_of_several else ""
     missing = math.ceil(findings.fleet.gpus * (without - 1))
     text = (
         f"The GPUs are overloaded: serving the requests takes {without:.2f} times as long as their arrival. "
@@ -311,24 +311,28 @@ def _waits(timed: InTime, row: PlanRow) -> list[str]:
     sentences = _first_tokens(timed, row)
     if row.ram_modules:
         sentences += _hits(timed, row)
-        tiers = "RAM and SSDs keep up with their" if row.ssd_drives else "RAM keeps up with its"
-        slow = [_slow_tier(tier) for tier in run.tiers if not tier.keeps_up]
+        below = "SSDs" if row.ssd_drives else "servers" if row.servers else ""
+        tiers = f"RAM and {below} keep up with their" if below else "RAM keeps up with its"
+        slow = [_slow_tier(tier, below) for tier in run.tiers if not tier.keeps_up]
         sentences += slow or [f"{tiers} writes."]
     sentences.append(break_even_sentence("RAM", timed.ram_break_even_tokens))
     if row.ssd_drives:
         sentences.append(break_even_sentence("SSDs", timed.ssd_break_even_tokens))
+    if row.servers:
+        sentences.append(break_even_sentence("servers", timed.server_break_even_tokens))
     return sentences
 
 
 def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
     run, without = timed.with_offload, timed.without
-    where = f", on the busiest of {timed.engines:,} engines" if timed.engines > 1 else ""
+    where = f", on the busiest of {timed.engines:,} engines" if timed.is_one_of_several else ""
     if run.is_overloaded:
         # A wait in a queue without end is the length of the recording, not a property of the machine.
         return [f"Times to first token grow without end{where}."]
     waiting, loading = shares(run)
-    # A request stays in the queue while SSDs are read for it.
-    queue = "in the queue or for SSDs" if row.ssd_drives else "in the queue"
+    # A request stays in the queue while SSDs or servers are read for it.
+    queue = "in the queue"
+    queue += " or for SSDs" if row.ssd_drives else " or for servers" if row.servers else ""
     split = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
     if row.ram_modules and not without.is_overloaded:
         pairs = zip(ttft(run), ttft(without), strict=True)
@@ -344,7 +348,7 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
 
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
     """Explain why the timed replay has fewer hits than the replay without a clock."""
-    run, where = timed.with_offload, " on that engine" if timed.engines > 1 else ""
+    run, where = timed.with_offload, " on that engine" if timed.is_one_of_several else ""
     if row.saved - run.hit_ratio < NO_MORE:
         return []
     reasons = ["the last block of each prompt is always computed, and requests overlap"]
@@ -366,9 +370,9 @@ def shares(run: TimedOutcome) -> tuple[str, str]:
     return percent(run.waiting_s.mean / mean, 0), percent(run.loading_s.mean / mean, 0)
 
 
-def _slow_tier(tier: TimedTierReport) -> str:
+def _slow_tier(tier: TimedTierReport, below: str) -> str:
     is_ram = tier.name == "ram"
-    subject = "RAM does" if is_ram else "The SSDs do"
+    subject = "RAM does" if is_ram else f"The {below} do"
     why = "more than 30 s of writes were queued when the last request ended"
     if tier.not_offered and not is_ram:
         why = f"{tier.not_offered:,} blocks left RAM before they could be written"
@@ -557,15 +561,10 @@ def _open_waits(findings: Findings) -> list[str]:
             "Times to first token are unknown: give --machine, a file from `kvoffload calibrate` or a class "
             "such as h100-pcie5."
         )
-    elif findings.row.servers:
+    elif findings.row.shared_ram and fleet.hosts > 1:
         sentences.append(
-            "Waits with servers are unknown: a timed replay simulates one engine without shared tiers. With "
-            "`slots = 0` under [server] in the price file the answer has waits, but no servers."
-        )
-    elif findings.row.shared_ram:
-        sentences.append(
-            "Waits with one pool of RAM are unknown: a plan times one engine. `kvoffload simulate` with "
-            f"--instances {fleet.engines_of_host} --shared-ram times the engines of a host."
+            "Waits with a pool of RAM in each of several hosts are unknown. `kvoffload simulate` with "
+            f"--instances {fleet.engines_of_host} --shared-ram times the engines of one host."
         )
     elif in_time is None:
         sentences.append("The recording has no times, so waits are unknown.")
@@ -579,7 +578,13 @@ def _open_waits(findings: Findings) -> list[str]:
             "setup that saves most."
         )
         if fleet.may_share:
-            sentences.append("Servers that engines share are not timed, so they were not searched.")
+            sentences.append(
+                "With a target in seconds no servers are searched: each purchase would be timed on all"
+                " engines."
+            )
         if fleet.shared_ram:
-            sentences.append("RAM pools that engines share are not timed, so they were not searched.")
+            sentences.append(
+                "With a target in seconds no RAM pools are searched: each purchase would be timed on all"
+                " engines."
+            )
     return sentences

@@ -13,7 +13,7 @@ from kvoffload.simulate.report import Distribution, LinkReport, TimedOutcome, Ti
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of links of each engine, load and store; further links belong to the tiers behind a shared RAM."""
+"""Number of links of each engine with a shared RAM, load and store; further links are those of the tiers."""
 
 
 def outcome_of(
@@ -33,8 +33,8 @@ def outcome_of(
         for name in ("came_s", "began_s", "loaded_s", "first_token_s")
     )
     counts = offloads[last].counts
-    if "lost" in counts:
-        counts["lost"] = sum(offload.counts["lost"] for offload in offloads)
+    of_each = {"lost"} if shared_ram else {*counts}
+    counts |= {name: sum(offload.counts[name] for offload in offloads) for name in of_each & {*counts}}
     busy_s = sum(engine.busy_s for engine in engines)
     return TimedOutcome(
         requests=trace.requests,
@@ -50,17 +50,17 @@ def outcome_of(
         loading_s=Distribution.of(loaded_s - began_s),
         most_waiting=max(engine.most_waiting for engine in engines),
         **counts,
-        links=_links(engines, engines[last]),
+        links=_links(engines, engines[last], shared_ram),
         tiers=_tiers(engines, engines[last], loaded, shared_ram),
     )
 
 
-def _links(engines: Sequence[Engine], last: Engine) -> list[LinkReport]:
+def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[LinkReport]:
     """Combine the links of equal names: totals, and the longest queue of one link."""
     if len(engines) == 1:
         return last.links
-    links = []
-    for number in range(min(_OF_ENGINES, len(last.links))):
+    links, num_own = [], min(_OF_ENGINES, len(last.links)) if shared_ram else len(last.links)
+    for number in range(num_own):
         same = [engine.links[number] for engine in engines if engine.links]
         busy_s = sum(link.busy_s for link in same)
         links.append(
@@ -75,11 +75,11 @@ def _links(engines: Sequence[Engine], last: Engine) -> list[LinkReport]:
                 bytes_left=sum(link.bytes_left for link in same),
             )
         )
-    return links + last.links[_OF_ENGINES:]
+    return links + last.links[num_own:]
 
 
 def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: bool) -> list[TimedTierReport]:
-    """Combine the tiers: RAM of all engines, then the tiers behind a shared RAM."""
+    """Combine the tiers: RAM of all engines, then the tiers that the engines share."""
     if len(engines) == 1 or not last.tiers:
         return last.tiers
     of_ram = [engine.tiers[0] for engine in engines if engine.tiers]
@@ -93,4 +93,17 @@ def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: boo
             evicted=sum(report.evicted for report in of_ram),
             not_offered=sum(report.not_offered for report in of_ram),
         )
-    return [ram, *last.tiers[1:]]
+    if shared_ram or len(last.tiers) == 1:
+        return [ram, *last.tiers[1:]]
+    reports = [engine.tiers for engine in engines if engine.tiers]
+    ram = msgspec.structs.replace(ram, hit_blocks=sum(report[0].hit_blocks for report in reports))
+    below = [
+        msgspec.structs.replace(
+            last.tiers[level],
+            hit_blocks=sum(report[level].hit_blocks for report in reports),
+            not_offered=sum(report[level].not_offered for report in reports),
+            keeps_up=all(report[level].keeps_up for report in reports),
+        )
+        for level in range(1, len(last.tiers))
+    ]
+    return [ram, *below]

@@ -31,20 +31,35 @@ class Ram:
 
     Args:
         trace: the requests of all engines that use this RAM.
+        whole: the requests of all engines that use the tiers behind this RAM; None: `trace`.
+        beside: RAM of another engine, whose tiers this RAM shares; None: the tiers are made here.
 
     Attributes:
         manager: the manager of this RAM.
         links: links of the disks.
     """
 
-    def __init__(self, trace: Trace, config: ReplayConfig, timing: Timing, events: Events) -> None:
-        self._trace, self._events = trace, events
+    def __init__(
+        self,
+        trace: Trace,
+        config: ReplayConfig,
+        timing: Timing,
+        events: Events,
+        whole: Trace | None = None,
+        beside: Ram | None = None,
+    ) -> None:
+        self._whole = trace if whole is None else whole
+        self._trace, self._events, self._opened = trace, events, list[TimedTier]()
         self._wakes, self.links, self._writes = list[Callable[[], None]](), list[Link](), list[Link]()
         self._parts: EngineParts | None = None
         num_slots = slots_needed(trace, config.pool_blocks)
         self._tiered: TieredManager | None = None
         self.manager: AnyManager
         if config.tiers:
+            self._opened = [self._open(number, tier, timing) for number, tier in enumerate(config.tiers)]
+            if beside is not None:
+                for own, first in zip(self._opened, beside._opened, strict=True):
+                    own.share(first)
             self.manager = self._tiered = self._with_tiers(num_slots, config, timing)
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options)
@@ -55,7 +70,7 @@ class Ram:
         return TieredManager(
             num_slots,
             ram=NoMemory(num_slots),
-            tiers=[self._open(number, options, timing) for number, options in enumerate(config.tiers)],
+            tiers=self._opened,
             deadline_s=timing.deadline_s,
             recompute_s_per_block=timing.machine.value("prefill_s_per_token") * self._trace.block_tokens,
             clock=lambda: self._events.now,
@@ -83,7 +98,7 @@ class Ram:
         self.links += [reads, writes]
         self._writes.append(writes)
         return TimedTier(
-            slots_needed(self._trace, options.num_blocks),
+            slots_needed(self._whole, options.num_blocks),
             name=name,
             events=self._events,
             reads=reads,

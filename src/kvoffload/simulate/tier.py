@@ -44,6 +44,11 @@ class TimedTier(SimulatedTier):
         self.name, self._events, self._wake = name, events, wake
         self._reads, self._writes, self._moved_bytes = reads, writes, moved_bytes
 
+    def share(self, first: TimedTier) -> None:
+        """Use the blocks of another engine's tier; links and jobs stay apart. Call it first."""
+        assert (first._purse, self._purse) == (None, None), "a shared tier has no write budget"
+        self._manager = first._manager
+
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if isinstance(request, RequestContext):
             request.extend(keys)  # Protects these blocks from eviction by this request's writes.

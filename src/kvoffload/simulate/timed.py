@@ -46,6 +46,9 @@ def run_in_time(
     Args:
         instances, routing: engines and routing of a run without offloading; otherwise those of `config`.
 
+    Several engines with separate RAM share the tier of `config`, as in a replay. The machine's disk then has
+    the speeds of one engine's connection to this tier.
+
     Deterministic. Cost and errors as for `replay_in_time`.
     """
     _check(trace, timing, device_blocks, config)
@@ -57,6 +60,7 @@ def run_in_time(
     requests_of = [np.flatnonzero(engine_of == number) for number in range(instances)]
     shares = Shares(whole, [requests.tolist() for requests in requests_of])
     ram = Ram(trace, config, timing, events) if config is not None and config.shared_ram else None
+    first: Ram | None = None  # its tiers are those of all engines
     engines, offloads = list[Engine](), list[NoOffload]()
 
     def report(ended: int) -> None:
@@ -69,7 +73,9 @@ def run_in_time(
         offload = NoOffload()
         if config is not None:
             kind = VictimOffload if config.store == ON_DEVICE_EVICTION else Offload
-            offload = kind(own, config, timing, events, pool, engine.wake, ram)
+            own_ram = ram or Ram(own, config, timing, events, trace, first)
+            first = first or own_ram
+            offload = kind(own, config, timing, events, pool, engine.wake, own_ram)
         engine.begin(offload, report)
         engines.append(engine)
         offloads.append(offload)
@@ -99,6 +105,8 @@ def replay_in_time(
     """
     device_blocks, offset = config.device_blocks, 0
     _check(trace, timing, device_blocks, config)
+    if config.tiers and config.instances > 1 and not config.shared_ram:
+        raise ConfigError("instances", config.instances, NO_TIERS_TO_SHARE)
     if without is None:
         offset = trace.requests
         without = run_in_time(
@@ -141,8 +149,10 @@ def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfi
     check_room(trace, device_blocks)
     if config is not None and config.device_blocks != device_blocks:
         raise ConfigError("device_blocks", device_blocks, f"allowed: {config.device_blocks}, as in config")
-    if config is not None and config.tiers and config.instances > 1 and not config.shared_ram:
-        raise ConfigError("instances", config.instances, NO_TIERS_TO_SHARE)
+    if config is not None and config.shared_ram and config.machines > 1:
+        raise ConfigError("machines", config.machines, "a timed replay simulates one host: allowed: 1")
+    if config is not None and config.instances > 1 and len(config.tiers) > 1:
+        raise ConfigError("tiers", "+".join(map(str, config.tiers)), "several engines share one tier at most")
     if config is not None and (config.decode_tokens_per_s or config.queue_requests):
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",
