@@ -505,6 +505,12 @@ def test_only_long_recordings_are_sampled(chat: str, monkeypatch: pytest.MonkeyP
     assert sample.sessions_in(source, evidence, of) == 5
     monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 3)
     assert sample.sessions_in(source, evidence, of) == 3
+    monkeypatch.setattr(sample, "LONG_SESSION", evidence.requests / num_sessions)
+    monkeypatch.setattr(sample, "ENOUGH_LONG_SESSIONS", num_sessions // 4)
+    assert sample.sessions_in(source, evidence, of) == 4, "of long sessions fewer are enough"
+    monkeypatch.setattr(sample, "LONG_SESSION", evidence.requests / num_sessions + 0.01)
+    assert sample.sessions_in(source, evidence, of) == 3
+    monkeypatch.setattr(sample, "ENOUGH_SESSIONS", num_sessions // 10)
     two_requests = round(2 * evidence.block_refs / evidence.requests) + 1
     small = fleet(kv_bytes=2 * two_requests * MIB)
     assert sample.sessions_in(source, evidence, small) == 2, "its part of the GPUs must hold two requests"
