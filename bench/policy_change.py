@@ -1,8 +1,9 @@
-"""Time of a policy change: ``python bench/policy_change.py [--blocks N ...]``.
+"""Time of a policy change or a resize: ``python bench/policy_change.py [--blocks N ...]``.
 
-A full manager serves requests of 64 blocks while its policy changes, 512 blocks a step. The table has CPU
-times of the scheduler's thread: the begin, the median and longest step, and a request during the change as a
-multiple of a request before. In production another thread prepares the change.
+A full manager serves requests of 64 blocks while its policy changes, or while its pool shrinks to half and
+grows again, 512 blocks a step. The tables have CPU times of the scheduler's thread: the begin, the median and
+longest step, and a request during the change as a multiple of a request before. In production another thread
+prepares the change of a policy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.structures.keys import Keys
 
 REQUEST, STEP, KEY_BYTES = 64, 512, 32
+SIZED = ["lru", "arc", "hazard", "gdsf"]
 PAIRS = [("lru", "hazard"), ("hazard", "lru"), ("arc", "hazard"), ("lru", "s3fifo"), ("gdsf", "lru")]
 
 
@@ -50,14 +52,40 @@ class Traffic:
         manager.finish_request(ctx)
 
 
-def measure(num_blocks: int, old: str, new: str, seed: int) -> str:
-    """Change a policy once; return a line of the table."""
-    manager = OffloadingManager(num_blocks, key_bytes=KEY_BYTES, policy=old)
+def full_manager(num_blocks: int, policy: str, seed: int) -> tuple[OffloadingManager, Traffic, float]:
+    """Return a full manager, its traffic, and the time of a request."""
+    manager = OffloadingManager(num_blocks, key_bytes=KEY_BYTES, policy=policy)
     traffic = Traffic(manager, seed)
     for _ in range(4 * num_blocks // REQUEST):
         traffic.request()
-    before = statistics.median(timed_ms(traffic.request) for _ in range(200))
-    prepare_ms = 0.0
+    return manager, traffic, statistics.median(timed_ms(traffic.request) for _ in range(200))
+
+
+def steps_of(traffic: Traffic, advance: Callable[[int], bool]) -> tuple[list[float], list[float]]:
+    """Serve a request before each step until no step is left; return the times of steps and requests."""
+    steps, during, goes_on = [], [], True
+
+    def step() -> None:
+        nonlocal goes_on
+        goes_on = advance(STEP)
+
+    while goes_on:
+        during.append(timed_ms(traffic.request))
+        steps.append(timed_ms(step))
+    return steps, during
+
+
+def line(num_blocks: int, name: str, times: tuple[float, float], steps: list[float], request: float) -> str:
+    """Return a line of the table. `times`: of the preparation and of the begin."""
+    return (
+        f"{num_blocks:>10,}  {name:<16} {times[0]:8.1f} {times[1]:8.2f} {len(steps):8,} "
+        f"{statistics.median(steps):8.2f} {max(steps):8.2f} {request:8.2f}x"
+    )
+
+
+def measure(num_blocks: int, old: str, new: str, seed: int) -> str:
+    """Change a policy once; return a line of the table."""
+    manager, traffic, before = full_manager(num_blocks, old, seed)
     change = None
 
     def prepare() -> None:
@@ -67,20 +95,23 @@ def measure(num_blocks: int, old: str, new: str, seed: int) -> str:
     prepare_ms = timed_ms(prepare)
     assert change is not None
     begin_ms = timed_ms(lambda: manager.begin_policy_change(change))
-    steps, during, goes_on = [], [], True
-
-    def advance() -> None:
-        nonlocal goes_on
-        goes_on = manager.advance_policy_change(STEP)
-
-    while goes_on:
-        during.append(timed_ms(traffic.request))
-        steps.append(timed_ms(advance))
+    steps, during = steps_of(traffic, manager.advance_policy_change)
     assert manager.policy.name == new
-    return (
-        f"{num_blocks:>10,}  {old + ' to ' + new:<16} {prepare_ms:8.1f} {begin_ms:8.2f} {len(steps):8,} "
-        f"{statistics.median(steps):8.2f} {max(steps):8.2f} {statistics.median(during) / before:8.2f}x"
-    )
+    times = prepare_ms, begin_ms
+    return line(num_blocks, f"{old} to {new}", times, steps, statistics.median(during) / before)
+
+
+def measure_resize(num_blocks: int, policy: str, seed: int) -> list[str]:
+    """Shrink a pool to half, then let it grow; return the lines of the table."""
+    manager, traffic, before = full_manager(num_blocks, policy, seed)
+    lines = []
+    for name, size in (("shrinks", num_blocks // 2), ("grows", num_blocks)):
+        begin_ms = timed_ms(lambda size=size: manager.begin_resize(size))  # type: ignore[misc]
+        steps, during = steps_of(traffic, manager.advance_resize)
+        assert manager.usable_blocks == size
+        ratio = statistics.median(during) / before
+        lines.append(line(num_blocks, f"{policy} {name}", (0.0, begin_ms), steps, ratio))
+    return lines
 
 
 def main() -> None:
@@ -96,6 +127,8 @@ def main() -> None:
     for num_blocks in options.blocks:
         for old, new in PAIRS:
             print(measure(num_blocks, old, new, options.seed), flush=True)
+        for policy in SIZED:
+            print(*measure_resize(num_blocks, policy, options.seed), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from kvoffload.testing.machine import ManagerMachine
 from support.naive.lru import NaiveLRU
 from support.policy_changes import with_policy_changes
 from support.recorded_calls import recorded, replayed
+from support.resizes import with_resizes
 from support.tenant_machine import TenantMachine
 
 RULES = ["all", "reuse:2", "tinylfu", "worth"]
@@ -73,6 +74,8 @@ def check(
     share: float,
     changes: tuple[str, ...] = (),
     base: type[RecordedMachine] = RecordedMachine,
+    *,
+    resizes: bool = False,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
@@ -89,6 +92,8 @@ def check(
         machine: Any = type("Machine", (base,), {"make": staticmethod(make)})
         if changes:
             machine = with_policy_changes(machine, changes)
+        if resizes:
+            machine = with_resizes(machine)
         examples = max(2, round(settings().max_examples * share))
         run_state_machine_as_test(
             machine, settings=settings(max_examples=examples, stateful_step_count=40, deadline=None)
@@ -109,6 +114,16 @@ def test_changes_of_the_policy(store: str) -> None:
 @pytest.mark.parametrize("store", STORES)
 def test_changes_of_policy_and_quotas(store: str) -> None:
     check("lru", "all", store, 32, 0.2, CHANGES, RecordedTenantMachine)
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", ["lru", "wtinylfu", "hazard", "support.naive.lru:NaiveLRU"])
+def test_resizes(policy: str, store: str) -> None:
+    check(policy, "all", store, 32, 0.2, resizes=True)
+
+
+def test_resizes_and_changes_of_policy_and_quotas() -> None:
+    check("lru", "all", "on-compute", 32, 0.2, CHANGES, RecordedTenantMachine, resizes=True)
 
 
 @pytest.mark.parametrize("policy", ["support.naive.lru:NaiveLRU", "support.naive.fifo:NaiveFIFO"])

@@ -24,7 +24,7 @@ SETTINGS = [{"policy": "hazard"}, {"capacity": 4.0}]
 def reported(manager: Any) -> dict[str, dict[str, float]]:
     """Return the gauges of the next report: name -> setting -> value."""
     manager.metrics.interval_s, manager._what_if._reported_s = 0.0, -1e9
-    manager._what_if.shadows.work()
+    manager._what_if.settle()
     values = vars(manager.get_stats())["data"]["data"]
     return {
         name: {labels[0]: value for labels, value in values.get(f"{PREFIX}{name}", {}).items()}
@@ -125,11 +125,25 @@ def test_shadows_follow_a_change_of_the_policy(tmp_path: Path, monkeypatch: pyte
     assert rig.manager._what_if.shadows is shadows, "one change, one restart"
 
 
+def test_shadows_follow_a_change_of_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "INTERVAL_S", 0.0)
+    path = tmp_path / "live.json"
+    rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1, live_settings=str(path))
+    traffic(rig, at_once=True, count=20)
+    path.write_text(f'{{"ram": {rig.manager._options.ram_bytes // 2}}}')
+    deadline, before = time.monotonic() + PATIENCE_S, rig.manager._what_if.shadows
+    while rig.manager._what_if.shadows is before:
+        assert time.monotonic() < deadline
+        rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    capacities = [shadow.manager.capacity_blocks for shadow in rig.manager._what_if.shadows._shadows]
+    assert capacities == [CAPACITY // 2, CAPACITY // 2, 2 * CAPACITY]
+
+
 def test_a_reset_forgets_the_shadows_blocks(tmp_path: Path) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
     keys = [*map(key, range(10))]
     serve(rig, "before", keys, at_once=True)
-    rig.manager._what_if.shadows.work()
+    rig.manager._what_if.settle()
     rig.manager.reset_cache()
     assert serve(rig, "after", keys, at_once=True) == 0
     assert reported(rig.manager)["what_if_hit_ratio"]["current"] == 0.0

@@ -91,9 +91,59 @@ def test_quotas_change(rig: Rig) -> None:
     assert rig.manager.stats().tenants.keys() == {"other"}
 
 
+def test_the_used_part_of_ram_changes(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rig.write('{"ram": "512KiB"}')
+    rig.step()
+    assert (rig.manager.usable_blocks, rig.manager.counters().ready) == (5, 5)
+    assert "5 blocks are in use" in caplog.text
+    rig.write('{"policy": "arc"}')
+    rig.step_until("arc")
+    assert rig.manager.usable_blocks == 5, "kept"
+    rig.write('{"ram": "1MiB"}')
+    rig.step()
+    assert (rig.manager.usable_blocks, rig.manager.counters().free) == (10, 5)
+
+
+def test_the_size_changes_in_steps_and_a_change_is_reported_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_settings, "NUM_BLOCKS", 2)
+    rig.write('{"ram": "512KiB"}')
+    rig.now += INTERVAL_S
+    assert [rig.live.step() for _ in range(5)] == [False, False, True, False, False]
+
+
+def test_size_and_quotas_change_together(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """New quotas must fit the new size, and old quotas the old size; otherwise nothing changes."""
+    rig.write('{"tenants": {"a": {"min": "896KiB"}}}')
+    rig.step()
+    rig.write('{"ram": "512KiB", "tenants": {"a": {"min": "256KiB"}}}')
+    rig.step()
+    assert rig.manager.usable_blocks == 5
+    rig.write('{"ram": "512KiB", "tenants": {"a": {"min": "896KiB"}}}')
+    rig.step()
+    assert (rig.manager.usable_blocks, rig.manager.tenants["a"].min_blocks) == (5, 2)
+    many = ", ".join(f'"{number}": {{"min": "0"}}' for number in range(62))
+    rig.write(f'{{"ram": "1MiB", "tenants": {{{many}}}}}')
+    rig.step()
+    rig.step()
+    assert (rig.manager.usable_blocks, rig.manager.tenants["a"].min_blocks) == (5, 2)
+    rig.write('{"ram": "1MiB", "tenants": {"a": {"min": "896KiB"}}}')
+    rig.step()
+    assert (rig.manager.usable_blocks, rig.manager.tenants["a"].min_blocks) == (10, 8)
+    rig.write('{"ram": "512KiB"}')
+    rig.step()
+    assert (rig.manager.usable_blocks, rig.manager.tenants["a"].min_blocks) == (10, 8)
+    assert caplog.text.count("nothing is changed") == 3
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        '{"ram": "2MiB"}',
+        '{"ram": "1KiB"}',
+        '{"ram": "0"}',
         '{"policy": "lur"}',
         '{"polcy": "arc"}',
         "{",

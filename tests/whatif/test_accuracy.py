@@ -74,7 +74,7 @@ def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SET
         for setting in (WhatIf(), *settings)
     ]
     manager, keys = OffloadingManager(capacity, key_bytes=KEY_BYTES), TraceKeys(trace)
-    samples = [Shadows(settings, capacity, key_bytes=KEY_BYTES, seed=seed) for seed in seeds]
+    samples = [Shadows(settings, capacity, seed=seed) for seed in seeds]
     for request in range(trace.requests):
         begin, end = trace.offsets[request : request + 2]
         path = keys.of_blocks(trace.refs[begin:end])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.whatif import Estimate, Shadows, WhatIf
+from kvoffload.whatif.background import Background, Task
 from kvoffload.whatif.live import PERIOD_S, REPORT_S, LiveShadows, advice, usual_one_in
+from kvoffload.whatif.shadows import ENOUGH_REQUESTS
 
 LOG = logging.getLogger("kvoffload.test_what_if")
+PATIENCE_S = 60.0
 NUM_KEYS = 320
-"""Keys of a loop: under LRU nothing hits in less room. A multiple of `ENOUGH_WAITING`, so that none waits."""
+"""Keys of a loop: under LRU nothing hits in less room."""
 
 
 def made(settings: tuple[WhatIf, ...] = (WhatIf(capacity=2),)) -> tuple[OffloadingManager, LiveShadows]:
@@ -28,31 +32,145 @@ def loop(manager: OffloadingManager, live: LiveShadows, rounds: int = 4) -> None
         manager.finish_request(ctx)
         live.finished(ctx)
         live.work()
+    live.settle()
 
 
-def test_a_report_serves_no_waiting_request() -> None:
-    """The next steps serve the requests, a bounded number of blocks each."""
-    manager, live = made()
-    shadows = live.shadows
-    assert shadows is not None
-    for number in range(10):
-        ctx = manager.begin_request("", [(300 * number + row).to_bytes(32, "little") for row in range(40)])
-        manager.lookup([(300 * number).to_bytes(32, "little")], ctx)
+class ByHand(Background):
+    """Runs a task when `end` is called."""
+
+    def __init__(self) -> None:
+        super().__init__("by hand")
+        self.task: Task | None = None
+        self.num_tasks = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self.task is not None
+
+    def run(self, task: Task) -> None:
+        assert self.task is None
+        self.task, self.num_tasks = task, self.num_tasks + 1
+
+    def end(self) -> None:
+        task, self.task = self.task, None
+        assert task is not None
+        task()
+
+
+def reported(manager: OffloadingManager, live: LiveShadows, first: int, count: int = 1) -> None:
+    """Report requests of one new block each."""
+    for number in range(first, first + count):
+        ctx = manager.begin_request("", key := [number.to_bytes(32, "little")])
+        manager.lookup(key, ctx)
         manager.finish_request(ctx)
         live.finished(ctx)
+
+
+def by_hand() -> tuple[OffloadingManager, LiveShadows, ByHand]:
+    manager, background = OffloadingManager(200), ByHand()
+    shadows = Shadows((WhatIf(capacity=2),), 200, one_in=1)
+    return manager, LiveShadows(shadows, 0.0, LOG, background), background
+
+
+def test_a_report_serves_no_recorded_request() -> None:
+    """The next step after a report starts to serve them in the background."""
+    manager, live, background = by_hand()
+    shadows = live.shadows
+    assert shadows is not None
+    reported(manager, live, 0, 10)
     live.work()
-    assert live.due(REPORT_S) == []
-    assert (len(shadows._waiting), shadows.num_looked_up) == (10, 0)
-    live.work(100)
-    assert len(shadows._waiting) == 7
-    live.work(100)
-    live.work(100)
-    live.work(100)
-    assert (len(shadows._waiting), shadows.num_looked_up) == (0, 400)
-    live.finished(ctx)
+    assert (background.num_tasks, live.due(REPORT_S)) == (0, [])
     live.work()
-    assert len(shadows._waiting) == 1, "a few requests wait for the next report"
+    assert (background.num_tasks, shadows.num_looked_up) == (1, 0)
+    background.end()
+    assert shadows.num_looked_up == 10
+    reported(manager, live, 10)
+    live.work()
+    assert shadows.is_waiting, "a few requests wait for the next report"
     assert [estimate.hit_ratio for estimate in live.due(2 * REPORT_S)] == [0.0, 0.0]
+
+
+def test_requests_are_recorded_while_the_shadows_work() -> None:
+    manager, live, background = by_hand()
+    reported(manager, live, 0, ENOUGH_REQUESTS)
+    live.work()
+    reported(manager, live, 0, 5)
+    live.work()
+    assert (background.num_tasks, live.due(REPORT_S)) == (1, []), "one task at a time, no report meanwhile"
+    background.end()
+    live.due(REPORT_S)
+    live.work()
+    background.end()
+    assert live.shadows is not None
+    assert live.shadows.num_looked_up == ENOUGH_REQUESTS + 5
+    assert (background.num_tasks, live.shadows.is_waiting) == (2, False)
+
+
+def test_a_reset_in_the_middle_of_work_forgets_the_blocks_before_it() -> None:
+    """Requests of before the reset may be served later than it; requests after it find nothing."""
+    manager, live, background = by_hand()
+    reported(manager, live, 0, ENOUGH_REQUESTS)
+    live.work()
+    reported(manager, live, 1000, 3)
+    live.reset()
+    reported(manager, live, 0, 2)
+    background.end()
+    live.work()
+    background.end()
+    assert live.shadows is not None
+    assert live.shadows.num_looked_up == ENOUGH_REQUESTS + 2
+    assert [estimate.hit_ratio for estimate in live.due(REPORT_S)] == [0.0, 0.0]
+    assert [shadow.manager.stats().ready for shadow in live.shadows._shadows] == [2, 2]
+    live.reset()
+    live.work()
+    background.end()
+    assert [shadow.manager.stats().ready for shadow in live.shadows._shadows] == [0, 0]
+
+
+def test_a_restart_is_made_in_the_background() -> None:
+    manager, live, background = by_hand()
+    old, made = live.shadows, list[Shadows]()
+
+    def make() -> Shadows:
+        made.append(Shadows((WhatIf(capacity=2),), 200, policy="sieve", one_in=1))
+        return made[-1]
+
+    reported(manager, live, 0, 3)
+    live.restart(make, 1.0)
+    assert (made, live.due(1.0 + REPORT_S)) == ([], [])
+    live.work()
+    reported(manager, live, 3, 3)
+    assert (made, live.shadows) == ([], old)
+    live.restart(make, 2.0)
+    background.end()
+    live.work()
+    background.end()
+    assert len(made) == 2, "a second change meanwhile makes others"
+    live.work()
+    assert live.shadows is made[1]
+    assert not live.shadows.is_waiting
+
+
+def test_the_thread_ends_with_its_owner() -> None:
+    manager, live = made()
+    loop(manager, live)
+    thread = live._background._thread
+    assert thread is not None
+    assert thread.is_alive()
+    live.close()
+    assert not thread.is_alive()
+    assert live.due(REPORT_S) == []
+    loop(manager, live)
+    _, live = made()
+    live.restart(lambda: Shadows((WhatIf(capacity=2),), 200), 1.0)
+    live.work()
+    thread = live._background._thread
+    assert thread is not None
+    live._background.wait()
+    del live
+    gc.collect()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
 
 
 def test_a_restart_begins_new_counts_and_a_new_period(caplog: pytest.LogCaptureFixture) -> None:
@@ -60,6 +178,7 @@ def test_a_restart_begins_new_counts_and_a_new_period(caplog: pytest.LogCaptureF
     manager, live = made()
     loop(manager, live)
     live.restart(lambda: Shadows((WhatIf(capacity=2),), 200, policy="sieve", one_in=1), PERIOD_S - 1)
+    live.settle()
     assert live.due(PERIOD_S + REPORT_S) == []
     loop(manager, live)
     found = live.due(PERIOD_S + 2 * REPORT_S)
@@ -71,6 +190,7 @@ def test_a_restart_begins_new_counts_and_a_new_period(caplog: pytest.LogCaptureF
 def test_an_error_of_a_restart_stops_the_shadows_only(caplog: pytest.LogCaptureFixture) -> None:
     _, live = made()
     live.restart(lambda: Shadows((), 200, policy="nonsense"), 1.0)
+    live.settle()
     assert live.shadows is None
     assert "what_if has stopped after an internal error: " in caplog.text
     live.restart(lambda: Shadows((WhatIf(capacity=2),), 200), 2.0)
@@ -133,7 +253,7 @@ def test_a_failing_setting_is_logged_and_the_others_stay(
     assert "what_if capacity=2 has failed and is left out: RuntimeError('boom')" in record.getMessage()
 
 
-@pytest.mark.parametrize("method", ["finished", "work", "reset", "estimates"])
+@pytest.mark.parametrize("method", ["finished", "serve", "reset_blocks", "forget", "estimates"])
 def test_an_internal_error_stops_the_shadows_only(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -145,6 +265,7 @@ def test_an_internal_error_stops_the_shadows_only(
     monkeypatch.setattr(live.shadows, method, fail)
     loop(manager, live, 1)
     live.reset()
+    live.settle()
     live.due(REPORT_S)
     assert live.shadows is None
     assert "what_if has stopped after an internal error: RuntimeError('boom')" in caplog.text

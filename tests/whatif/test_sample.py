@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from kvoffload.core.hints import Labels
+from kvoffload.core.kernels import ASKED_END, END_ROW, ON_DEVICE
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.whatif.sample import Sampled
+from kvoffload.core.request import HASH, Path, RequestContext
+from kvoffload.structures.keys import Keys
+from kvoffload.whatif.sample import MOST_REQUESTS, MOST_ROOM, Sample
 
 KEY_BYTES = 36
 
@@ -16,12 +21,34 @@ def keys_of(rng: random.Random, count: int) -> list[bytes]:
     return [rng.randbytes(KEY_BYTES) for _ in range(count)]
 
 
+def hashes_of(keys: Keys) -> list[int]:
+    ctx = RequestContext("", keys.key_bytes)
+    ctx.add(keys)
+    hashes: list[int] = Path.over(ctx.memory).records[: len(keys), HASH].tolist()
+    return hashes
+
+
+class Taken:
+    """The sample of one request."""
+
+    def __init__(self, ctx: RequestContext, one_in: int, seed: int = 0, *asked: int) -> None:
+        found = Sample(one_in, seed)
+        assert found.take(ctx, Labels(), *asked)
+        state = found.state
+        self.num_blocks, self.num_looked_up = state.num_keys, state.num_looked_up
+        chosen = {*state.hashes[: state.num_keys].tolist()}
+        records = Path.over(ctx.memory).records[: ctx.length, HASH].tolist()
+        self.keys = [key for key, h in zip(ctx.keys(), records, strict=True) if h in chosen]
+        assert [h for h in records if h in chosen] == state.hashes[: state.num_keys].tolist()
+        assert hashes_of(found.keys()) == state.hashes[: state.num_keys].tolist()
+        assert (state.num_requests, len(found.hints)) == ((1, 1) if self.keys else (0, 0))
+        if self.keys:
+            assert state.requests[0, END_ROW] == state.longest == len(self.keys)
+            self.first, self.end = state.requests[0, [ON_DEVICE, ASKED_END]].tolist()
+
+
 def sample(manager: OffloadingManager, keys: list[bytes], one_in: int, seed: int = 0) -> list[bytes]:
-    ctx = manager.begin_request("", keys)
-    sampled = Sampled(KEY_BYTES)
-    sampled.take(ctx, one_in, seed)
-    assert sampled.num_blocks == len(sampled.request.keys())
-    return [*sampled.request.keys()]
+    return Taken(manager.begin_request("", keys), one_in, seed).keys
 
 
 def test_a_sample_is_the_path_without_the_other_blocks() -> None:
@@ -62,42 +89,73 @@ def test_blocks_on_the_device_are_not_looked_up(on_device: int, is_asked: bool) 
     ctx = manager.begin_request("", keys)
     if is_asked:
         manager.lookup(keys[on_device:], ctx)
-    sampled = Sampled(KEY_BYTES)
-    sampled.take(ctx, 4, 0)
+    sampled = Taken(ctx, 4)
     skipped = on_device if is_asked else 100
     assert sampled.num_looked_up == 100 - skipped
-    chosen = sampled.request.keys()
-    assert sampled.first == len([key for key in chosen if key in {*keys[:skipped]}])
+    assert sampled.first == len([key for key in sampled.keys if key in {*keys[:skipped]}])
 
 
 def test_an_engine_may_know_better_what_was_looked_up() -> None:
     manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(5), 100)
-    ctx, sampled = manager.begin_request("", keys), Sampled(KEY_BYTES)
-    sampled.take(ctx, 1, 0, 30)
+    ctx = manager.begin_request("", keys)
+    sampled = Taken(ctx, 1, 0, 30)
     assert (sampled.first, sampled.num_looked_up, sampled.num_blocks) == (30, 70, 100)
-    sampled.take(ctx, 1, 0, 101)
+    sampled = Taken(ctx, 1, 0, 101)
     assert (sampled.first, sampled.num_looked_up, sampled.num_blocks) == (100, 0, 100)
 
 
-def test_memory_is_used_again() -> None:
-    rng, manager, sampled = random.Random(6), OffloadingManager(64, key_bytes=KEY_BYTES), Sampled(KEY_BYTES)
-    for length in (5, 300, 0, 40, 7):
-        keys = keys_of(rng, length)
-        sampled.take(manager.begin_request("", keys), 2, 0)
-        assert [*sampled.request.keys()] == sample(manager, keys, 2)
+def test_requests_follow_one_another_and_memory_is_used_again() -> None:
+    rng, manager, found = (
+        random.Random(6),
+        OffloadingManager(64, key_bytes=KEY_BYTES),
+        Sample(2, 0),
+    )
+    for _ in range(2):
+        expected, ends = list[int](), list[int]()
+        for length in (5, 300, 0, 40, 7, 6000):
+            keys = keys_of(rng, length)
+            assert found.take(manager.begin_request("", keys), Labels())
+            if chosen := sample(manager, keys, 2):
+                expected += hashes_of(Keys.pack(chosen, KEY_BYTES))
+                ends.append(len(expected))
+        state = found.state
+        assert state.hashes[: state.num_keys].tolist() == expected
+        assert state.requests[: state.num_requests, END_ROW].tolist() == ends
+        assert len(found.hints) == len(ends)
+        found.clear()
+        assert (state.num_keys, state.num_requests, state.num_looked_up, state.longest) == (0, 0, 0, 0)
+
+
+def test_a_sample_has_room_for_one_long_request_or_a_bounded_number() -> None:
+    manager, found = OffloadingManager(64, key_bytes=KEY_BYTES), Sample(1, 0)
+    rows = np.zeros((MOST_ROOM + 1, 5), np.uint64)
+    rows[:, 0] = np.arange(len(rows))
+    long = manager.begin_request("", Keys(rows, KEY_BYTES))
+    short = manager.begin_request("", Keys(rows[:100], KEY_BYTES))
+    assert found.take(long, Labels())
+    assert len(found.state.hashes) == 2 * MOST_ROOM
+    assert not found.take(long, Labels())
+    found = Sample(1, 0)
+    assert found.take(short, Labels())
+    assert not found.take(long, Labels())
+    assert found.take(short, Labels())
+    assert (found.state.num_keys, len(found.state.hashes)) == (200, MOST_ROOM)
+    for _ in range(MOST_REQUESTS - 2):
+        assert found.state.num_keys + 100 > MOST_ROOM or found.take(short, Labels())
+    assert not found.take(short, Labels())
+    assert found.state.num_requests == MOST_ROOM // 100
 
 
 def test_blocks_that_are_only_stored_are_not_looked_up() -> None:
     manager, keys = OffloadingManager(64, key_bytes=KEY_BYTES), keys_of(random.Random(7), 100)
-    ctx, sampled = manager.begin_request("", keys), Sampled(KEY_BYTES)
-    sampled.take(ctx, 1, 0, 30, 50)
+    ctx = manager.begin_request("", keys)
+    sampled = Taken(ctx, 1, 0, 30, 50)
     assert (sampled.first, sampled.end, sampled.num_looked_up, sampled.num_blocks) == (30, 50, 20, 100)
-    sampled.take(ctx, 1, 0, 30, 101)
+    sampled = Taken(ctx, 1, 0, 30, 101)
     assert (sampled.first, sampled.end, sampled.num_looked_up, sampled.num_blocks) == (30, 100, 70, 100)
-    sampled.take(ctx, 1, 0, 30, 20)
+    sampled = Taken(ctx, 1, 0, 30, 20)
     assert (sampled.first, sampled.end, sampled.num_looked_up, sampled.num_blocks) == (30, 30, 0, 100)
-    sampled.take(ctx, 4, 0, 30, 50)
-    chosen = sampled.request.keys()
-    assert sampled.first == len([key for key in chosen if key in {*keys[:30]}])
-    assert sampled.end == len([key for key in chosen if key in {*keys[:50]}])
+    sampled = Taken(ctx, 4, 0, 30, 50)
+    assert sampled.first == len([key for key in sampled.keys if key in {*keys[:30]}])
+    assert sampled.end == len([key for key in sampled.keys if key in {*keys[:50]}])
     assert sampled.num_looked_up == 20

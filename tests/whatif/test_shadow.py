@@ -8,12 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.core.hints import NO_HINTS, Hints, Labels
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, BlockwisePolicy
 from kvoffload.errors import ConfigError
+from kvoffload.structures.keys import Keys
 from kvoffload.whatif import Shadows, WhatIf
-from kvoffload.whatif.shadows import ENOUGH_BLOCKS, MOST_WAITING
+from kvoffload.whatif.sample import MOST_REQUESTS, Sample
+from kvoffload.whatif.shadows import ENOUGH_BLOCKS, ENOUGH_REQUESTS
 
 KEY_BYTES = 32
 ENDS = (NO_HINTS, Hints(finish_reason="stop"), Hints(finish_reason="tool_calls", priority=1))
@@ -43,6 +45,18 @@ def serve(manager: OffloadingManager, keys: list[bytes], on_device: int, hints: 
     return ctx, hits
 
 
+def resident_hashes(manager: OffloadingManager) -> set[int]:
+    """Return the hashes of the resident keys. Keys of 8 bytes are made from the whole keys' hashes."""
+    found = Sample(1, 0)
+    ctx = OffloadingManager(1, key_bytes=manager.key_bytes).begin_request("", keys_of_ready(manager))
+    assert found.take(ctx, Labels())
+    return {*found.state.hashes[: found.state.num_keys].tolist()}
+
+
+def keys_of_ready(manager: OffloadingManager) -> Keys:
+    return manager.index.keys_at(manager.slots.ready())
+
+
 @pytest.mark.parametrize("policy", POLICIES.names())
 @pytest.mark.parametrize("admission", ["all", "reuse:2"])
 @pytest.mark.parametrize("capacity", [120, 3000])
@@ -64,11 +78,12 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
     assert shadows.num_looked_up == looked_up
     assert current.hit_ratio == pytest.approx(hit / looked_up)
     assert larger.hit_ratio >= current.hit_ratio
+    assert shadows._shadows[0].is_compiled == (admission == "all")
     shadow = shadows._shadows[0].manager
     ours, theirs = manager.stats(), shadow.stats()
     for name in ("stored", "evicted", "refused", "dropped", "ready"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert {*manager.index.keys_at(manager.slots.ready())} == {*shadow.index.keys_at(shadow.slots.ready())}
+    assert resident_hashes(manager) == resident_hashes(shadow)
     assert ours.policy == theirs.policy
 
 
@@ -175,42 +190,48 @@ def test_errors_of_other_callers_are_raised() -> None:
         shadows.work()
 
 
-def test_work_is_bounded_and_deferred() -> None:
-    shadows = Shadows([WhatIf(capacity=2)], 100, one_in=1)
-    run(shadows, 40, serves=False)
-    waiting = [sampled.num_blocks for sampled in shadows._waiting]
-    shadows.work(most_blocks=waiting[0] + 1)
-    assert [sampled.num_blocks for sampled in shadows._waiting] == waiting[2:]
-
-
-def test_long_requests_are_due_before_there_are_many() -> None:
+def test_work_is_due_after_many_requests_or_blocks() -> None:
     shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
     keys = [number.to_bytes(32, "little") for number in range(ENOUGH_BLOCKS // 2)]
-    for number in range(3):
-        assert shadows.is_due == (number == 2)
+    for number in range(2):
+        assert (shadows.is_due, shadows.is_waiting) == (False, number > 0)
         shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
-    shadows.work(1)
     assert shadows.is_due
-    shadows.work(1)
+    shadows.work()
     assert not shadows.is_due
-    shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
+    assert not shadows.is_waiting
+    for number in range(ENOUGH_REQUESTS):
+        assert not shadows.is_due
+        shadows.finished(serve(manager, keys[number : number + 1], 0, NO_HINTS)[0])
+    assert shadows.is_due
     shadows.reset()
-    shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
     assert not shadows.is_due
 
 
-def test_estimates_and_rotations_serve_no_waiting_request() -> None:
+def test_requests_are_served_equally_in_any_batches() -> None:
+    """Batches of another size and the requests of both samples give equal counts."""
+    one, other = (Shadows([WhatIf(policy="hazard")], 100, one_in=2) for _ in range(2))
+    manager = OffloadingManager(100)
+    for number, (keys, on_device, hints) in enumerate(traffic(5, 300)):
+        ctx = serve(manager, keys, on_device, hints)[0]
+        one.finished(ctx)
+        other.finished(ctx)
+        one.work()
+        if number % 70 == 69:
+            other.work()
+    other.work()
+    assert one.estimates() == other.estimates()
+    for ours, theirs in zip(one._shadows, other._shadows, strict=True):
+        assert ours.manager.stats() == theirs.manager.stats()
+
+
+def test_estimates_and_rotations_serve_no_recorded_request() -> None:
     """Hits and looked-up blocks are of the same requests, whether or not these have sampled blocks."""
     shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=2), OffloadingManager(100)
-    requests = [[number.to_bytes(32, "little")] for number in range(40)]
-    for keys in requests:
-        shadows.finished(serve(manager, keys, 0, NO_HINTS)[0])
-    num_waiting, counted = len(shadows._waiting), shadows.num_looked_up
-    assert 0 < num_waiting < 40
-    shadows.estimates()
+    for number in range(40):
+        shadows.finished(serve(manager, [number.to_bytes(32, "little")], 0, NO_HINTS)[0])
+    assert (shadows.estimates(), shadows.num_looked_up) == ([], 0)
     shadows.rotate()
-    assert (len(shadows._waiting), shadows.num_looked_up) == (num_waiting, counted)
-    assert counted < 10, "of requests without sampled blocks, before the first request that waits"
     shadows.work()
     assert shadows.num_looked_up == 40
 
@@ -249,13 +270,13 @@ def test_refusals_are_those_of_a_serving_manager_with_tiers() -> None:
 def test_requests_without_room_are_left_out() -> None:
     shadows, manager = Shadows([WhatIf(capacity=2)], 100, one_in=1), OffloadingManager(100)
     key = bytes(32)
-    for _ in range(MOST_WAITING + 3):
+    for _ in range(MOST_REQUESTS + 3):
         shadows.finished(serve(manager, [key], 0, NO_HINTS)[0])
     assert shadows.num_left_out == 3
     shadows.work()
     current, _ = shadows.estimates()
-    assert shadows.num_looked_up == MOST_WAITING
-    assert current.hit_ratio == 1 - 1 / MOST_WAITING
+    assert shadows.num_looked_up == MOST_REQUESTS
+    assert current.hit_ratio == 1 - 1 / MOST_REQUESTS
 
 
 def test_estimates_are_of_the_last_two_periods() -> None:

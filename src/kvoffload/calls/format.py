@@ -27,7 +27,7 @@ from kvoffload.settings.registry import Registry
 from kvoffload.structures.jit import I32Array
 from kvoffload.structures.keys import words_per_key
 
-MAGIC, VERSION = b"KVOCALLS", 2
+MAGIC, VERSION = b"KVOCALLS", 3
 HASHES, WHOLE = "hashes", "whole"
 """Contents of a recording's keys: their 64-bit hashes, or all bytes."""
 HEADER, CALLS, END = 1, 2, 3

@@ -149,6 +149,17 @@ class RecordedManager(OffloadingManager):
             self._put(Call.ADVANCE_POLICY_CHANGE, 0, np.array([num_blocks], np.int32))
         return super().advance_policy_change(num_blocks)
 
+    def begin_resize(self, num_blocks: int) -> None:
+        """Use another number of slots, see `OffloadingManager.begin_resize`."""
+        super().begin_resize(num_blocks)
+        self._put(Call.BEGIN_RESIZE, 0, np.array([num_blocks], np.int32))
+
+    def advance_resize(self, num_blocks: int = 256) -> bool:
+        """Continue a resize, see `OffloadingManager.advance_resize`."""
+        if self.usable_blocks != self._wanted_blocks:
+            self._put(Call.ADVANCE_RESIZE, 0, np.array([num_blocks], np.int32))
+        return super().advance_resize(num_blocks)
+
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
         """Replace the quotas, see `OffloadingManager.set_tenants`."""
         super().set_tenants(quotas)

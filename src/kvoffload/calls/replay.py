@@ -171,6 +171,13 @@ class CallReplay:
             self.manager.begin_policy_change(self.manager.prepare_policy_change(policy))
         elif record.call is Call.ADVANCE_POLICY_CHANGE:
             self.manager.advance_policy_change(int(record.further[0]))
+        elif record.call is Call.BEGIN_RESIZE:
+            try:
+                self.manager.begin_resize(int(record.further[0]))
+            except ConfigError as error:
+                raise DamagedError(f"call {record.number}: invalid size: {error}") from None
+        elif record.call is Call.ADVANCE_RESIZE:
+            self.manager.advance_resize(int(record.further[0]))
 
     def _set_hints(self, record: Record, hints: Hints) -> None:
         request = self._requests.get(record.subject)

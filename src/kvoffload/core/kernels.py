@@ -38,7 +38,7 @@ from kvoffload.core.log import KEEP as LOG_KEEP
 from kvoffload.core.miss_record import note, prefetch_set, reason_of
 from kvoffload.core.request import ACCESSED, AGAIN, FLAGS, HASH, HINT, SCRATCH, Path, add_batch
 from kvoffload.core.returning import note_use, pop_use
-from kvoffload.core.slots import WRITING, give_back
+from kvoffload.core.slots import WRITING, give_back, retire_slot
 from kvoffload.core.state import (
     REFUSED,
     SPARES_EXPECTED,
@@ -51,7 +51,7 @@ from kvoffload.core.state import (
     may_give,
     note_move,
 )
-from kvoffload.core.tenants import UNSURE, num_evictable_of, room_of_store
+from kvoffload.core.tenants import MAX_TENANTS, UNSURE, largest_part, num_evictable_of, room_of_store
 from kvoffload.structures.batches import KeyBatch, OneKey
 from kvoffload.structures.index import (
     ABSENT,
@@ -69,11 +69,13 @@ from kvoffload.structures.jit import (
     I32Array,
     I64Array,
     ReadI32Array,
+    ReadI64Matrix,
     ReadU64Matrix,
     U32Array,
     U64Matrix,
     inline,
     kernel,
+    long_kernel,
     prefetch,
 )
 from kvoffload.structures.lists import PREV, unlink
@@ -81,12 +83,17 @@ from kvoffload.structures.structs import call_2, call_4
 
 NO_ROOM = -1
 """Result of `prepare_store`: blocks are missing, and none of them has room."""
+END_ROW, ON_DEVICE, ASKED_END, LABEL, END_LABEL, NUM_COLUMNS = 0, 1, 2, 3, 4, 5
+"""Columns of the requests of `live_all`: the end of the request's rows in the batch, its number of leading
+blocks that are not looked up, the end of its looked-up blocks (later blocks are only stored), and the numbers
+of its hints before and after its end."""
 FIRST_WRONG = -2
 """``FIRST_WRONG - row``: the policy named an invalid victim for that row of the plan."""
-ALL, OFFER, CHOSEN, KEEP = 0, 1, 2, 3
+ALL, OFFER, CHOSEN, KEEP, SHRINK, SHRINK_CHOSEN = 0, 1, 2, 3, 4, 5
 """Steps of `prepare_store`. `ALL`: the whole store. `OFFER`: count the missing blocks and the room for them.
 `CHOSEN`: finish, after admission rule and policy have decided in Python. `KEEP`: store nothing, only return
-duplicates to the policy."""
+duplicates to the policy. `SHRINK`: evict a block for each key of the batch and make the slots unused; with a
+policy in Python only count the blocks, which `SHRINK_CHOSEN` evicts after the policy has decided."""
 BY_POLICY, BY_ALL = 1, 2
 """Values of `admitted` in `prepare_store`."""
 _UNNAMED, _CLAIMED = -2, -3
@@ -680,12 +687,9 @@ def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
 
 
 @inline
-def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
-    """Put the blocks of a plan into their slots, in flight; collect the keys of the evicted blocks."""
-    index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
-    for i in range(new.count):
-        prefetch(index.keys, new.slots[i])
-        prefetch(index.table, home_bucket(index.table, records[positions[new.rows[i]], HASH]))
+def _evict_blocks(cache: Cache, new: Entering) -> None:
+    """Remove the blocks in the slots of a plan that were not free; collect their keys."""
+    index = cache.index
     for i in range(new.num_free, new.count):
         h = hash_row(index.keys, new.slots[i])
         prefetch(index.table, home_bucket(index.table, h))
@@ -698,7 +702,17 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
         h = hash_row(index.keys, slot)
         note(cache.misses, h, miss_record.EVICTED)
         remove_hashed(index, slot, h)
-        slots.version[slot] += np.uint32(1)
+        cache.slots.version[slot] += np.uint32(1)
+
+
+@inline
+def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
+    """Put the blocks of a plan into their slots, in flight; collect the keys of the evicted blocks."""
+    index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
+    for i in range(new.count):
+        prefetch(index.keys, new.slots[i])
+        prefetch(index.table, home_bucket(index.table, records[positions[new.rows[i]], HASH]))
+    _evict_blocks(cache, new)
     if cache.has_tenants:
         _change_owners(cache, path, new)
     for i in range(new.count):
@@ -818,11 +832,67 @@ def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> N
     end_call(log, place, put_runs(log, new.rows, new.num_missing, end))
 
 
+@inline
+def _offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
+    """Prepare the eviction of a block for each key of the batch; return how many blocks may leave.
+
+    No slot may be free. The policy gets the keys as new blocks, which it forgets at once. They are on the
+    path of no request that it observes. Quotas protect the minimum of each tenant.
+    """
+    count = add_batch(path, batch)
+    if count < 0:
+        return count
+    new.num_offered = count
+    new.num_missing = _collect_missing(cache, path, count, new)
+    new.count = min(new.num_missing, cache.slots.num_evictable)
+    cache.spares = 0
+    if cache.has_tenants:
+        tenants = cache.tenants
+        for owner in range(tenants.num_tenants):
+            tenants.on_path[owner] = 0
+        tenants.usable_free = tenants.is_owed = 0
+        new.count = largest_part(tenants, MAX_TENANTS, new.count)
+        cache.spares = SPARES_TENANTS
+    if _has_room_without_expected(cache, path, new.count):
+        cache.spares |= SPARES_EXPECTED
+    new.num_dropped = new.num_refused = 0
+    new.one_prefix, new.admitted = not cache.follows_device, 1
+    return new.count
+
+
+@inline
+def _shrink(cache: Cache, path: Path, new: Entering) -> int:
+    """Evict the blocks that the policy has chosen and make their slots unused."""
+    wrong = _first_wrong_victim(cache, path, new)
+    cache.spares = 0
+    if wrong >= 0:
+        return FIRST_WRONG - wrong
+    _evict_blocks(cache, new)
+    used = path.used
+    used.count = new.count
+    for i in range(new.count):
+        slot = new.slots[i]
+        used.slots[i] = slot
+        if cache.has_tenants:
+            tenants = cache.tenants
+            owner = tenants.owner[slot]
+            tenants.held[owner] -= 1
+            tenants.evictable[owner] -= 1
+            tenants.evicted[owner] += 1
+            tenants.moves[slot] += np.uint32(1)
+        retire_slot(cache.slots, slot)
+    cache.slots.num_evictable -= new.count
+    cache.evicted += new.count
+    if new.count > 0 and cache.remove != 0:
+        call_2(cache.remove, cache.policy, used)
+    return new.count
+
+
 @kernel
 def prepare_store(
     cache: Cache, path: Path, batch: KeyBatch, new: Entering, kept: Entering, step: int, admitted: int
 ) -> int:
-    """Run a step of a store (`ALL`, `OFFER`, `CHOSEN`, `KEEP`); return the number of blocks, or an error.
+    """Run a step of a store (`ALL`, `OFFER`, ...); return the number of blocks, or an error.
 
     In a victim tier, `kept` receives the duplicates that are kept. All steps share one kernel, because each
     kernel adds a second of compilation to the first start.
@@ -832,6 +902,14 @@ def prepare_store(
             not either.
     """
     stored = np.int64(0)
+    if step == SHRINK:
+        stored = _offer_shrink(cache, path, batch, new)
+        if stored <= 0 or cache.replace == 0:
+            return stored
+        _give(cache, path, new)
+        call_4(cache.replace, cache.policy, new, cache, path)
+    if step >= SHRINK:
+        return _shrink(cache, path, new)
     if step != CHOSEN:
         stored = _offer(cache, path, batch, new, step == KEEP)
         if stored < AGAIN or (step == OFFER and stored >= 0):
@@ -901,33 +979,76 @@ def abandon(cache: Cache, new: Entering) -> None:
 # ---- whole requests without bytes
 
 
-@kernel
-def live(
-    cache: Cache, path: Path, new: Entering, asked: int, label: int, end_label: int, missed: I64Array
+@long_kernel
+def live_all(
+    cache: Cache,
+    path: Path,
+    new: Entering,
+    batch: ReadU64Matrix,
+    requests: ReadI64Matrix,
+    num_requests: int,
+    missed: I64Array,
 ) -> int:
-    """Run the whole life of a request: look up, store the missing blocks at once, finish.
+    """Run the whole lives of requests: each looks up, stores the missing blocks at once, and finishes.
 
     For a compiled policy without an admission rule, and a store mode on-compute. Equal to the calls `lookup`,
-    `prepare_store`, `become_ready` and `finish` on a new path with the same keys.
+    `prepare_store`, `become_ready` and `finish` on a new path with the same keys. Releases the GIL: no other
+    thread may use the cache meanwhile.
 
     Args:
-        path: the keys of the request, with `on_device` leading blocks that are not looked up; everything else
-            that an earlier life left on the path is cleared.
-        new: room for all blocks of the path, used again for every life. Its `admitted` is 1 if the policy
-            may refuse no block.
-        asked: end of the looked-up blocks, which begin at `on_device`. Later blocks are only stored.
-        label, end_label: numbers of the request's hints before and after its end.
+        path, new: room for the longest request, used again for every life. The `admitted` of `new` is 1 if
+            the policy may refuse no block.
+        batch: the keys of all requests.
+        requests: a row for each request, see `END_ROW` and the columns after it.
         missed: counts by `group_of` to which the looked-up blocks that are not ready are added.
 
     Returns:
-        The number of leading ready looked-up blocks, or an error of `prepare_store`.
+        0, or an error of `prepare_store`, which ends the loop.
+    """
+    start, result = np.int64(0), np.int64(0)
+    for number in range(num_requests):
+        end = requests[number, END_ROW]
+        _begin_path(path, batch, start, end)
+        path.on_device, path.label = requests[number, ON_DEVICE], requests[number, LABEL]
+        asked, end_label = requests[number, ASKED_END], requests[number, END_LABEL]
+        result = _live(cache, path, new, asked, end_label, missed)
+        start = end
+        if result < 0:
+            return result
+    return result
+
+
+@inline
+def _begin_path(path: Path, batch: ReadU64Matrix, start: int, end: int) -> None:
+    """Replace the keys of a path by the rows `start` to `end` of a batch; all keys are different."""
+    index, records = path.index, path.records
+    table, size = index.table, index.table.shape[0]
+    for position in range(path.length):
+        bucket = home_bucket(table, records[position, HASH])
+        # Past buckets that are empty by now: the entry is there.
+        while position_in(table[bucket]) != position:
+            bucket = bucket + 1 if bucket + 1 < size else 0
+        table[bucket] = np.uint64(0)
+    for position in range(end - start):
+        h = hash_row(batch, start + position)
+        insert(index, batch, start + position, h, position)
+        records[position, HASH] = h
+    path.length = end - start
+
+
+@inline
+def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, missed: I64Array) -> int:
+    """Run the life of the request on a path.
+
+    Looks up the blocks up to `asked`, behind the blocks on the device; later blocks are only stored.
+    Returns 0 or an error.
     """
     records, count = path.records, path.length
     for position in range(count):
         records[position, HINT] = records[position, FLAGS] = np.uint64(0)
         path.positions[position] = position
     path.observed = path.num_expected = path.foreseen = path.used.count = 0
-    path.was_asked, path.label = 1, label
+    path.was_asked = 1
     end = path.on_device
     while end < asked:
         _prefetch(cache.index, path, asked, end)
@@ -949,7 +1070,7 @@ def live(
         return stored
     path.label = end_label
     _finish(cache, path, False)
-    return end - path.on_device
+    return np.int64(0)
 
 
 @kernel

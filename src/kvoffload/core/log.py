@@ -50,6 +50,10 @@ class Call(IntEnum):
     """The number of blocks."""
     TENANTS = 23
     """The quotas that `set_tenants` has set."""
+    BEGIN_RESIZE = 24
+    """The number of blocks in use."""
+    ADVANCE_RESIZE = 25
+    """The number of blocks."""
 
 
 LOOKUP, TOUCH, TOUCH_PATH, FINISH, LAST_CALL = 4, 5, 6, 7, 16

@@ -132,7 +132,7 @@ class OnCompute:
         new.one_prefix, new.admitted = self.one_prefix, bool(enters or is_owed)
         if new.count and not self.cache.replace:
             kernels.give(self.cache.memory, ctx.memory, new.memory)
-            self._choose(new, ctx)
+            self.choose(new, ctx)
         stored: int = kernels.prepare_store(
             self.cache.memory, ctx.memory, [], new.memory, kept.memory, kernels.CHOSEN, enters
         )
@@ -144,7 +144,7 @@ class OnCompute:
         """Return how many new blocks the rule admits; the admitted blocks are at the front of both arrays."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
-    def _choose(self, new: Entering, ctx: RequestContext) -> None:
+    def choose(self, new: Entering, ctx: RequestContext) -> None:
         """Let a policy in Python fill ``new.slots`` from ``new.num_given`` on with its victims.
 
         The victims themselves are checked later, by the kernel, as for compiled policies.

@@ -236,6 +236,7 @@ class ManagerStats:
     """
 
     capacity: int = 0
+    """Slots in use, see `OffloadingManager.begin_resize`."""
     free: int = 0
     writing: int = 0
     ready: int = 0
@@ -267,7 +268,7 @@ class ManagerStats:
     @classmethod
     def of(cls, cache: Cache, slots: Slots) -> ManagerStats:
         """Read the statistics of a manager's cache."""
-        stats = cls(len(slots.ref_cnt), slots.num_free, slots.num_writing, slots.num_ready)
+        stats = cls(slots.capacity - slots.num_unused, slots.num_free, slots.num_writing, slots.num_ready)
         stats.evictable, stats.condemned = slots.num_evictable, slots.num_condemned
         stats.duplicates, stats.expected = cache.duplicates.size(0), cache.expected.keys.lists.size(0)
         for name in _COUNTERS:

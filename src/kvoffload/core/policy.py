@@ -7,7 +7,7 @@ instance serves one manager, on the manager's thread.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 from kvoffload.core.hints import Hints
@@ -17,9 +17,11 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED as REFUSED
 from kvoffload.core.state import Cache, Entering, entering
 from kvoffload.settings.registry import Registry
+from kvoffload.structures.heap import Heap
 from kvoffload.structures.index import Index
 from kvoffload.structures.jit import BoolArray, Kernel, by_address, kernel
 from kvoffload.structures.keys import Keys
+from kvoffload.structures.lists import Lists
 from kvoffload.structures.structs import Anything, call_2, call_4
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -170,6 +172,17 @@ class EvictionPolicy(ABC):
 
         For audits, tests and reports. Cost: O(blocks).
         """
+        return None
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
+        """Return the lists of `order` and their numbers, the coldest list first; None without such lists.
+
+        With lists or a heap, a manager changes to another policy without a long call.
+        """
+        return None
+
+    def ordered_heap(self) -> Heap | None:
+        """Return the heap of `order`, in which a rank changes only when its block is used; or None."""
         return None
 
 

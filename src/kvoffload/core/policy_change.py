@@ -1,7 +1,8 @@
 """The change of a serving manager's policy: the new policy adopts the resident blocks, in order.
 
 A `PolicyChange` is made in any thread, begun by `OffloadingManager.begin_policy_change` and advanced by
-`OffloadingManager.advance_policy_change`. Until the new policy has every block, the old policy decides.
+`OffloadingManager.advance_policy_change`, which reads the old policy's order in steps (`resident_order`).
+Until the new policy has every block, the old policy decides.
 """
 
 from __future__ import annotations
@@ -10,17 +11,25 @@ import numpy as np
 
 from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import Path, RequestContext, Used, used_blocks
+from kvoffload.core.resident_order import (
+    LEFT,
+    NEW,
+    Reader,
+    Taken,
+    has_steps,
+    is_left,
+    is_ordered,
+    readers_of,
+)
 from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import Cache, Entering, blank_store
 from kvoffload.structures.index import copy_key
-from kvoffload.structures.jit import BoolArray, I32Array, I64Array, ReadI32Array, compile_all, inline, kernel
+from kvoffload.structures.jit import BoolArray, I32Array, ReadI32Array, compile_all, inline, kernel
 from kvoffload.structures.keylists import KeyLists
-from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
+from kvoffload.structures.lists import LIST, PREV, UNLISTED, move_to_head, push_head, unlink
 from kvoffload.structures.structs import Struct, call_2, call_4
 
-LEFT, OLD, NEW = 0, 1, 2
-"""Values of `State.where`."""
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
 
@@ -29,11 +38,8 @@ class State(Struct):
     """The state of a `Handover`.
 
     Attributes:
-        where: for each slot `LEFT` (in neither policy's order), `OLD` (not yet in the new policy's order), or
-            `NEW` (in both orders).
-        recent: the blocks that were used or stored since the change began, most recent first. The new policy
-            gets them last.
-        stamps: number of the call that used or stored the block in each slot.
+        taken: `NEW` for the blocks in the new policy's order; the blocks that were used or stored since the
+            change began, which the new policy gets last.
         reused: True for blocks that were used again since the change began.
         num_calls: number of calls that used or stored blocks.
         removed: blocks that the new policy forgets.
@@ -41,9 +47,7 @@ class State(Struct):
         old_expect, new_expect, ...: addresses of the policies' functions, or 0.
     """
 
-    where: I32Array
-    recent: Lists
-    stamps: I64Array
+    taken: Taken
     reused: BoolArray
     num_calls: int
     removed: Used
@@ -87,9 +91,7 @@ class Handover(CompiledPolicy):
         removed = Used.over(used_blocks(np.zeros(_CHUNK, np.int32)))
         removed.count = 0
         self.state = State(
-            where=np.full(capacity, LEFT, np.int32),
-            recent=Lists(capacity, 1),
-            stamps=np.full(capacity, 0, np.int64),
+            taken=Taken(capacity),
             reused=np.full(capacity, False, np.bool_),
             removed=removed,
             old=old.state.address,
@@ -105,8 +107,7 @@ class Handover(CompiledPolicy):
         self.old.reset()
         self.new.reset()
         self.follow_states()
-        self.state.where.fill(LEFT)
-        self.state.recent.clear()
+        self.state.taken.clear()
 
     def stats(self) -> dict[str, float]:
         return self.old.stats()
@@ -118,12 +119,13 @@ class Handover(CompiledPolicy):
 @inline
 def _forget(own: State, slot: int) -> None:
     """Note that a block has left the old policy's order, and collect it if the new policy has it."""
-    if own.where[slot] == NEW:
+    taken = own.taken
+    if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
         own.removed.count += 1
-    own.where[slot] = LEFT
-    if own.recent.links[slot, LIST] != UNLISTED:
-        unlink(own.recent.links, slot)
+    taken.where[slot] = LEFT
+    if taken.recent.links[slot, LIST] != UNLISTED:
+        unlink(taken.recent.links, slot)
     if own.removed.count == own.removed.slots.shape[0]:
         _remove_collected(own)
 
@@ -138,8 +140,8 @@ def _remove_collected(own: State) -> None:
 @inline
 def _note_use(own: State, slot: int, is_reused: bool) -> None:
     """Make a block the most recent."""
-    links, sentinel = own.recent.links, own.recent.num_positions
-    own.stamps[slot] = own.num_calls
+    links, sentinel = own.taken.recent.links, own.taken.recent.num_positions
+    own.taken.stamps[slot] = own.num_calls
     if links[slot, LIST] == UNLISTED:
         push_head(links, sentinel, slot)
         own.reused[slot] = is_reused
@@ -183,7 +185,7 @@ def access(own: State, used: Used) -> None:
 @Handover.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     call_4(own.old_replace, own.old, new, cache, path)
-    capacity = own.where.shape[0]
+    capacity = own.taken.where.shape[0]
     for i in range(new.num_given, new.count):
         if 0 <= new.slots[i] < capacity:
             _forget(own, new.slots[i])
@@ -191,7 +193,7 @@ def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     own.num_calls += 1
     for i in range(new.count - 1, -1, -1):
         if 0 <= new.slots[i] < capacity:
-            own.where[new.slots[i]] = OLD
+            own.taken.where[new.slots[i]] = LEFT
             _note_use(own, new.slots[i], False)
 
 
@@ -209,11 +211,11 @@ def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
 
     Writes them from the end of `slots` towards the front, so that the coldest is last; returns their number.
     """
-    links, sentinel = own.recent.links, own.recent.num_positions
+    links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]
     slot = links[sentinel, PREV]
     while count < room and slot != sentinel:
-        if count > 0 and own.stamps[slot] != own.stamps[slots[room - 1]]:
+        if count > 0 and stamps[slot] != stamps[slots[room - 1]]:
             break
         warmer = links[slot, PREV]
         unlink(links, slot)
@@ -228,8 +230,8 @@ def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: P
     """Give the blocks that only the old policy has to the new policy, except for recent blocks."""
     for i in range(slots.shape[0]):
         slot = slots[i]
-        if own.where[slot] == OLD and own.recent.links[slot, LIST] == UNLISTED:
-            own.where[slot] = NEW
+        if is_left(own.taken, slot) and is_ordered(cache, slot):
+            own.taken.where[slot] = NEW
             copy_key(new.keys, 0, cache.index.keys, slot)
             new.slots[0] = slot
             new.count = new.num_given = new.num_free = 1
@@ -248,7 +250,6 @@ class PolicyChange:
         policy: the manager's policy until the change is complete: a `Handover`, or `old` if a policy is not
             compiled. Then the change completes in one step.
         known: the keys that a victim tier remembers for the new policy.
-        num_left: number of blocks that the new policy still has to get.
     """
 
     def __init__(
@@ -266,7 +267,9 @@ class PolicyChange:
             assert isinstance(new, CompiledPolicy)
             self.policy = Handover(old, new)
         self.known: KeyLists = known_keys(new.index, follows_device and new.needs_returns())
-        self._order: list[int] = []
+        self._readers: list[Reader] = []
+        if self.is_gradual and has_steps(old):
+            self._readers = readers_of(old)
         self._num_calls = 0
         self._path = RequestContext("", new.index.key_bytes).memory
         compile_all()
@@ -276,40 +279,45 @@ class PolicyChange:
         """True if both policies are compiled. Otherwise the change completes when it begins."""
         return isinstance(self.policy, Handover)
 
-    @property
-    def num_left(self) -> int:
-        recent = self.policy.state.recent.size(0) if isinstance(self.policy, Handover) else 0
-        return len(self._order) + recent
+    def begin(self) -> None:
+        """Begin a gradual change. Cost: O(1) if the old policy has lists or a heap, otherwise O(blocks)."""
+        assert isinstance(self.policy, Handover)
+        self.policy.follow_states()
+        if not self._readers:
+            self._readers = readers_of(self.old)
 
-    def begin(self, ordered: SlotArray) -> None:
-        """Take the old policy's order of these blocks, all that it orders; any order if the policy has none.
+    def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
+        """Give all blocks to the new policy, if a policy is in Python.
 
-        Cost: O(blocks).
+        `ordered`: the blocks that the old policy orders, for an old policy without an order.
         """
         order = self.old.order()
-        self._order = ordered.tolist() if order is None else order
-        self._order.reverse()
-        if isinstance(self.policy, Handover):
-            self.policy.follow_states()
-            self.policy.state.where[ordered] = OLD
+        self._adopt(cache, ordered if order is None else np.array(order, np.int32))
 
     def advance(self, cache: Cache, num_blocks: int) -> bool:
         """Give the new policy about `num_blocks` more blocks, coldest first; return True if it has all."""
-        if not isinstance(self.policy, Handover):
-            num_blocks = self.num_left
-        while num_blocks > 0 and self._order:
-            count = min(num_blocks, _CHUNK)
-            self._adopt(cache, np.array(self._order[: -count - 1 : -1], np.int32))
-            del self._order[-count:]
-            num_blocks -= count
-        if isinstance(self.policy, Handover):
-            # More than has been added since the last call, so that the change ends whatever the traffic.
-            num_calls, self._num_calls = self._num_calls, self.policy.state.num_calls
-            num_groups = 2 * (self._num_calls - num_calls)
-            while self.num_left and (num_blocks > 0 or (num_groups > 0 and not self._order)):
-                num_blocks -= self._give_recent(cache)
-                num_groups -= 1
-        return self.num_left == 0
+        assert isinstance(self.policy, Handover)
+        num_blocks = self._advance_readers(self.policy.state.taken, cache, num_blocks)
+        recent = self.policy.state.taken.recent
+        # More than has been added since the last call, so that the change ends whatever the traffic.
+        num_calls, self._num_calls = self._num_calls, self.policy.state.num_calls
+        num_groups = 0 if self._readers else 2 * (self._num_calls - num_calls)
+        while not self._readers and recent.size(0) and (num_blocks > 0 or num_groups > 0):
+            num_blocks -= self._give_recent(cache)
+            num_groups -= 1
+        return not self._readers and not recent.size(0)
+
+    def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
+        """Give the new policy blocks that were not used since the begin; return how many more it may get."""
+        while num_blocks > 0 and self._readers:
+            slots = self._readers[0].take(taken, cache, min(num_blocks, _CHUNK))
+            self._adopt(cache, slots)
+            num_blocks -= len(slots)
+            if self._readers[0].is_done:
+                del self._readers[0]
+            elif not len(slots):
+                num_blocks = 0  # the reader has passed as many blocks as it may
+        return num_blocks
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
         """Give blocks to the new policy one by one, coldest first, so that every policy keeps the order."""

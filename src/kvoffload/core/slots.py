@@ -28,15 +28,17 @@ class Slots(Struct):
 
     States of a slot: *free*; *writing*, while a store is in flight; *ready*, when the block can be read (a
     reader pins it); *condemned*, when the block is forgotten but a transfer still uses the slot, or the slot
-    is withheld. A condemned slot becomes free when the transfer ends.
+    is withheld; *unused*, outside the used part of the pool. A condemned slot becomes free when the transfer
+    ends.
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
         version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot, which invalidates
             the slot hints that requests recorded for the block.
-        condemned: shape ``(capacity,)``, bool.
-        stack: int32: its first `num_free` entries are the free slots, used from the end.
-        num_free, num_writing, num_condemned: slots in that state.
+        condemned: shape ``(capacity,)``, bool; True for unused slots, too, whose `ref_cnt` is `WRITING`.
+        stack: int32: its first `num_free` entries are the free slots, used from the end; its last
+            `num_unused` entries are the unused slots.
+        num_free, num_writing, num_condemned, num_unused: slots in that state.
         num_evictable: ready blocks without a pin; condemned slots do not count.
     """
 
@@ -49,6 +51,7 @@ class Slots(Struct):
     num_writing: int
     num_evictable: int
     num_condemned: int
+    num_unused: int
 
     def __init__(self, capacity: int) -> None:
         # Writing to the arrays now lets the system provide their pages before any later call needs them.
@@ -64,7 +67,7 @@ class Slots(Struct):
 
     @property
     def num_ready(self) -> int:
-        return self.capacity - self.num_free - self.num_writing - self.num_condemned
+        return self.capacity - self.num_free - self.num_writing - self.num_condemned - self.num_unused
 
     def free(self) -> list[int]:
         """Return the free slots, the next slot to be used last. Cost: O(capacity), for audits."""
@@ -115,17 +118,31 @@ class Slots(Struct):
         _free(self.memory, idle)
         return len(idle)
 
+    def retire(self, most: int) -> int:
+        """Make up to `most` free slots unused; return how many."""
+        return _retire(self.memory, most)
+
+    def readmit(self, most: int) -> int:
+        """Make up to `most` unused slots free; return how many."""
+        return _readmit(self.memory, most)
+
+    def unused(self) -> SlotArray:
+        """Return the unused slots."""
+        return self.stack[self.capacity - self.num_unused :]
+
     def reset(self, *, drop_in_flight: bool) -> None:
         """Forget every block and condemn the slots that a transfer uses, unless `drop_in_flight`.
 
-        Cost: O(capacity).
+        Unused slots stay unused. Cost: O(capacity).
         """
-        in_use = (self.ref_cnt > 0) | (self.ref_cnt == WRITING)
+        in_use, unused = (self.ref_cnt > 0) | (self.ref_cnt == WRITING), self.unused()
+        in_use[unused] = False
         self.condemned[:] = in_use & (not drop_in_flight)
         self.ref_cnt[~self.condemned] = FREE
+        self.condemned[unused], self.ref_cnt[unused] = True, WRITING
         self.version[:] += np.uint32(1)
         free = np.flatnonzero(self.ref_cnt == FREE)[::-1]
-        self.num_free, self.num_condemned = len(free), self.capacity - len(free)
+        self.num_free, self.num_condemned = len(free), self.capacity - len(free) - self.num_unused
         self.stack[: len(free)] = free
         self.num_evictable = self.num_writing = 0
 
@@ -136,6 +153,34 @@ def give_back(slots: Slots, slot: int) -> None:
     slots.ref_cnt[slot] = FREE
     slots.stack[slots.num_free] = slot
     slots.num_free += 1
+
+
+@inline
+def retire_slot(slots: Slots, slot: int) -> None:
+    """Mark a slot without a block as unused."""
+    slots.ref_cnt[slot], slots.condemned[slot] = WRITING, True
+    slots.num_unused += 1
+    slots.stack[slots.capacity - slots.num_unused] = slot
+
+
+@kernel
+def _retire(slots: Slots, most: int) -> int:
+    count = min(most, slots.num_free)
+    for _ in range(count):
+        slots.num_free -= 1
+        retire_slot(slots, slots.stack[slots.num_free])
+    return count
+
+
+@kernel
+def _readmit(slots: Slots, most: int) -> int:
+    count = min(most, slots.num_unused)
+    for _ in range(count):
+        slot = slots.stack[slots.capacity - slots.num_unused]
+        slots.num_unused -= 1
+        slots.condemned[slot] = False
+        give_back(slots, slot)
+    return count
 
 
 @kernel

@@ -218,8 +218,11 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
 
 
 @inline
-def _largest_part(tenants: Tenants, owner: int, most: int) -> int:
-    """Set `givers` for the largest part of `most` victims that tenants can give; return its size."""
+def largest_part(tenants: Tenants, owner: int, most: int) -> int:
+    """Set `givers` for the largest part of `most` victims that tenants can give; return its size.
+
+    `owner`: the tenant of the store, whose minimum does not protect it; `MAX_TENANTS` for none.
+    """
     low, high = np.int64(0), np.int64(most)
     while low < high:
         middle = (low + high + 1) // 2
@@ -271,14 +274,14 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
             return wanted
         if margin > 0:
             return UNSURE
-        return num_free + _largest_part(tenants, owner, needed)
+        return num_free + largest_part(tenants, owner, needed)
     own = _room_of_own(tenants, owner, wanted, num_free)
     if own - margin >= wanted:
         return own
     if margin > 0:
         return UNSURE
     part = min(growth, num_free)
-    part += _largest_part(tenants, owner, growth - part)
+    part += largest_part(tenants, owner, growth - part)
     if part > own:
         tenants.usable_free = num_free
         return part

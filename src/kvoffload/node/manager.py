@@ -168,6 +168,10 @@ class NodeManager(OffloadingManager):
         """Refuse to change the policy, which all engines share. Raises: `ConfigError`."""
         raise ConfigError("policy", policy, "the policy of a shared pool cannot be changed")
 
+    def begin_resize(self, num_blocks: int) -> None:
+        """Refuse to resize the pool, which all engines share. Raises: `ConfigError`."""
+        raise ConfigError("num_blocks", num_blocks, "the used part of a shared pool cannot be changed")
+
     # ---- the lock
 
     def _acquired(self, result: int, patience_s: float) -> bool:

@@ -6,6 +6,8 @@ VLDB 1994, the full version.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvoffload.core.ghosts import leave_ghost, pop_ghost, prefetch_exchange
@@ -99,7 +101,11 @@ class TwoQ(CompiledPolicy):
         }
 
     def order(self) -> list[int]:
-        return self.state.lists.members(A1IN)[::-1] + self.state.lists.members(AM)[::-1]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.lists, (A1IN, AM)
 
 
 @TwoQ.compiled

@@ -5,6 +5,8 @@ Source: Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache",
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvoffload.core.ghosts import leave_ghost, prefetch_exchange
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
@@ -92,7 +94,11 @@ class ARC(CompiledPolicy):
         }
 
     def order(self) -> list[int]:
-        return self.state.lists.members(T1)[::-1] + self.state.lists.members(T2)[::-1]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.lists, (T1, T2)
 
     def lists(self) -> tuple[list[int], list[int], list[bytes], list[bytes]]:
         """Return the slots of T1 and T2 and the keys of B1 and B2, most recent first. Cost: O(blocks)."""

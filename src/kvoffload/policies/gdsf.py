@@ -104,6 +104,9 @@ class GDSF(CompiledPolicy):
     def order(self) -> list[int]:
         return self.state.heap.members()
 
+    def ordered_heap(self) -> Heap:
+        return self.state.heap
+
 
 @inline
 def _push(own: State, slot: int) -> None:

@@ -7,6 +7,7 @@ eviction scheme", 2010.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -66,8 +67,11 @@ class LFU(CompiledPolicy):
         }
 
     def order(self) -> list[int]:
-        lists = range(self.max_count)
-        return [slot for number in lists for slot in reversed(self.state.by_count.members(number))]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.by_count, range(self.max_count)
 
 
 @LFU.compiled

@@ -6,6 +6,8 @@ Buffer Cache Performance", SIGMETRICS 2002.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvoffload.core.ghosts import leave_ghost, prefetch_exchange
@@ -121,7 +123,11 @@ class LIRS(CompiledPolicy):
         }
 
     def order(self) -> list[int]:
-        return self.state.lists.members(QUEUE)[::-1] + self.state.lists.members(LIR)[::-1]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.lists, (QUEUE, LIR)
 
 
 @inline

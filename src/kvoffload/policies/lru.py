@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
 from kvoffload.core.state import Cache, Entering, coldest_evictable
@@ -41,6 +43,9 @@ class LRU(CompiledPolicy):
 
     def order(self) -> list[int]:
         return self.state.order.members(0)[::-1]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.order, (0,)
 
 
 @LRU.compiled

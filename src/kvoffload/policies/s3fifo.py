@@ -6,6 +6,7 @@ algorithm 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -120,7 +121,11 @@ class S3FIFO(CompiledPolicy):
         }
 
     def order(self) -> list[int]:
-        return self.state.queues.members(SMALL)[::-1] + self.state.queues.members(MAIN)[::-1]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.queues, (SMALL, MAIN)
 
 
 @S3FIFO.compiled

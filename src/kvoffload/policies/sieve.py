@@ -6,6 +6,7 @@ Algorithm for Web Caches", NSDI 2024, algorithm 1.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -94,6 +95,9 @@ class SIEVE(CompiledPolicy):
 
     def order(self) -> list[int]:
         return self.state.queue.members(0)[::-1]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.queue, (0,)
 
 
 @SIEVE.compiled

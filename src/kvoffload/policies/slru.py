@@ -6,6 +6,7 @@ Source: Karedla, Love and Wherry, "Caching Strategies to Improve Disk System Per
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -77,7 +78,11 @@ class SLRU(CompiledPolicy):
         }
 
     def order(self) -> list[int]:
-        return self.state.segments.members(PROBATION)[::-1] + self.state.segments.members(PROVEN)[::-1]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.segments, (PROBATION, PROVEN)
 
 
 @SLRU.compiled

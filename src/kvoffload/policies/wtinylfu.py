@@ -6,6 +6,8 @@ Transactions on Storage 13(4), 2017.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvoffload.core.policy import CompiledPolicy
@@ -119,7 +121,11 @@ class WTinyLFU(CompiledPolicy):
         return {"window_blocks": window, "probation_blocks": probation, "protected_blocks": protected}
 
     def order(self) -> list[int]:
-        return [slot for segment in _SEGMENTS for slot in self.state.lists.members(segment)[::-1]]
+        lists, numbers = self.ordered_lists()
+        return [slot for number in numbers for slot in reversed(lists.members(number))]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.lists, _SEGMENTS
 
 
 @inline

@@ -167,7 +167,6 @@ def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], on
     return Shadows(
         what_if,
         config.capacity_blocks,
-        key_bytes=KEY_BYTES,
         policy=config.policy,
         admission=config.admission,
         one_in=one_in,

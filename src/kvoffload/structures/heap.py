@@ -131,7 +131,7 @@ def _end_chain(heap: Heap, place: int) -> None:
 
 
 @inline
-def _insert(heap: Heap, position: int) -> None:
+def insert_again(heap: Heap, position: int) -> None:
     """Insert a position whose rank and stamp are set.
 
     The position extends the chain of the last pushed position if that position is the matching end of its
@@ -159,7 +159,7 @@ def push(heap: Heap, position: int, rank: float) -> None:
     """Insert a position, after all positions of equal rank."""
     heap.clock += 1
     heap.order[position, RANK], heap.order[position, STAMP] = rank, heap.clock
-    _insert(heap, position)
+    insert_again(heap, position)
 
 
 @inline
@@ -195,4 +195,4 @@ def put_back(heap: Heap) -> None:
     while heap.aside != NONE:
         position = heap.aside
         heap.aside = heap.links[position, AFTER]
-        _insert(heap, position)
+        insert_again(heap, position)

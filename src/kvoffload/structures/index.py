@@ -92,16 +92,18 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
     return _finish(h)
 
 
-def words_with_hash(hashes: U64Array) -> U64Array:
-    """Return for each hash the packed key of 8 bytes that `hash_row` maps to it; there is exactly one.
+def words_with_hash(hashes: U64Array, num_words: int = 1) -> U64Array:
+    """Return for each hash a packed key that `hash_row` maps to it; with one word it is the only one.
 
-    Shape ``(len(hashes), 1)``.
+    Shape ``(len(hashes), num_words)``; all words but the first are 0.
     """
+    words = np.zeros((len(hashes), num_words), np.uint64)
     with np.errstate(over="ignore"):
         h = hashes ^ (hashes >> np.uint64(29)) ^ (hashes >> np.uint64(58))
         h = h * _inverse(0xC4CEB9FE1A85EC53)
-        h = (h ^ (h >> np.uint64(32))) * _inverse(0xFF51AFD7ED558CCD)
-        words: U64Array = (h ^ np.uint64(0x9E3779B97F4A7C15)).reshape(-1, 1)
+        for _ in range(num_words):
+            h = (h ^ (h >> np.uint64(32))) * _inverse(0xFF51AFD7ED558CCD)
+        words[:, 0] = h ^ np.uint64(0x9E3779B97F4A7C15)
     return words
 
 

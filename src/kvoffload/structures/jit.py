@@ -48,6 +48,7 @@ I64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 2, "C
 U64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C")]
 ReadI32Array: TypeAlias = Annotated[npt.NDArray[np.int32], nb.Array(nb.int32, 1, "C", readonly=True)]
 ReadI64Array: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 1, "C", readonly=True)]
+ReadI64Matrix: TypeAlias = Annotated[npt.NDArray[np.int64], nb.Array(nb.int64, 2, "C", readonly=True)]
 ReadU64Array: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 1, "C", readonly=True)]
 ReadU64Matrix: TypeAlias = Annotated[npt.NDArray[np.uint64], nb.Array(nb.uint64, 2, "C", readonly=True)]
 _PLAIN = {
@@ -136,12 +137,12 @@ def kernel(function: F) -> F:
     return cast(F, Kernel(function, compiled))
 
 
-def compiled(function: F, *, cache: bool = True) -> F:
+def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
     """Compile a kernel now.
 
     Tests pass ``cache=False``, because numba would not recompile a test's kernel when its helpers change.
     """
-    made = _dispatcher(function, cache=cache, **_OPTIONS)
+    made = _dispatcher(function, cache=cache, nogil=nogil, **_OPTIONS)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
         return cast(F, made)
     # The wrapper that numba's dispatcher calls after its type checks; numba has no public name for it.
@@ -149,8 +150,8 @@ def compiled(function: F, *, cache: bool = True) -> F:
 
 
 def long_kernel(function: F) -> F:
-    """Mark a kernel that releases the GIL, for loops over bytes."""
-    return cast(F, Kernel(function, lambda f: _dispatcher(f, nogil=True, **_OPTIONS)))
+    """Mark a kernel that releases the GIL, for loops that take milliseconds. Called as a `kernel`."""
+    return cast(F, Kernel(function, functools.partial(compiled, nogil=True)))
 
 
 def by_address(function: Callable[..., Any]) -> Kernel:

@@ -18,8 +18,9 @@ from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.miss_record import EVICTED, NEVER_SEEN, WAYS, MissRecord
 from kvoffload.core.policy import EvictionPolicy
-from kvoffload.core.policy_change import LEFT, NEW, Handover
+from kvoffload.core.policy_change import Handover
 from kvoffload.core.request import Path, RequestContext
+from kvoffload.core.resident_order import NEW
 from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
 from kvoffload.policies.hazard.policy import Hazard
@@ -125,6 +126,10 @@ def _audit_slots(manager: OffloadingManager) -> None:
     assert set(stack) == marked, f"free stack and slot states disagree about {set(stack) ^ marked}"
     condemned = np.flatnonzero(manager.slots.condemned).tolist()
     idle = {slot for slot in condemned if ref_cnt[slot] in (0, FREE)}
+    unused = manager.slots.unused().tolist()
+    assert len({*unused}) == len(unused), f"slots are unused twice: {unused}"
+    in_use = [slot for slot in unused if slot not in condemned or ref_cnt[slot] != WRITING]
+    assert not in_use, f"unused slots that are in use: {in_use}"
     assert not idle, f"unused condemned slots were not freed: {idle}"
 
 
@@ -135,12 +140,12 @@ def _audit_counters(manager: OffloadingManager) -> None:
         "writing": int((kept & (ref_cnt == WRITING)).sum()),
         "ready": int((kept & (ref_cnt >= 0)).sum()),
         "evictable": int((kept & (ref_cnt == 0)).sum()),
-        "condemned": int((~kept).sum()),
+        "condemned": int((~kept).sum()) - manager.slots.num_unused,
     }
     counted = {name: getattr(stats, name) for name in actual}
     assert counted == actual, f"counters {counted}, but slots {actual}"
     slots = stats.free + stats.writing + stats.ready + stats.condemned
-    assert slots == stats.capacity == manager.capacity_blocks, f"{slots} slots of {stats.capacity}"
+    assert slots == stats.capacity == manager.usable_blocks, f"{slots} slots of {stats.capacity}"
     total = stats.ready + stats.evicted + stats.discarded
     assert stats.stored == total, f"stored {stats.stored}, but ready + evicted + discarded = {total}"
     counts = {name: value for name, value in vars(stats).items() if isinstance(value, int)}
@@ -291,11 +296,12 @@ def _audit_handover(policy: Handover, manager: OffloadingManager) -> None:
     _audit_parts(policy, policy.name)
     for each in (policy.old, policy.new):
         _audit_one_policy(each, manager)
-    where = policy.state.where
+    taken = policy.state.taken
     old, new = ({*(each.order() or ())} for each in (policy.old, policy.new))
-    assert old == {*np.flatnonzero(where != LEFT).tolist()}, f"the old policy orders {old}; noted: {where}"
-    assert new == {*np.flatnonzero(where == NEW).tolist()}, f"the new policy orders {new}; noted: {where}"
-    recent = {*policy.state.recent.members(0)}
+    noted = {*np.flatnonzero(taken.where == NEW).tolist()}
+    assert new == noted, f"the new policy orders {new}; noted: {noted}"
+    assert new <= old, f"the new policy orders blocks that have left: {new - old}"
+    recent = {*taken.recent.members(0)}
     assert recent <= old, f"recent blocks that have left: {recent - old}"
 
 

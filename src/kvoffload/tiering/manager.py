@@ -139,11 +139,17 @@ class TieredManager:
         self.begin_policy_change = ram.begin_policy_change
         self.advance_policy_change = ram.advance_policy_change
         self.set_tenants = ram.set_tenants
+        self.begin_resize, self.advance_resize = ram.begin_resize, ram.advance_resize
 
     @property
     def policy(self) -> EvictionPolicy:
         """The policy of RAM."""
         return self.ram_manager.policy
+
+    @property
+    def usable_blocks(self) -> int:
+        """Slots of RAM in use, see `OffloadingManager.usable_blocks`."""
+        return self.ram_manager.usable_blocks
 
     @property
     def recompute_s_per_block(self) -> float | None:

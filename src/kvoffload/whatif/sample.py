@@ -5,6 +5,9 @@ its blocks are sampled, and the sampled blocks of a request are again a chain: a
 cache. A sample of whole requests or sessions would need many more of them: it takes or leaves a shared system
 prompt whole.
 
+A sample holds the 64-bit hashes of keys. A shadow has keys of 8 bytes with the same hashes, so that policies
+and indexes decide as with the whole keys.
+
 Source: SHARDS, Waldspurger et al., FAST'15.
 """
 
@@ -12,51 +15,113 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvoffload.core.request import FULL, HASH, Path, RequestContext, place_of
-from kvoffload.structures.index import copy_key, remove_hashed
-from kvoffload.structures.jit import I64Array, inline, kernel
+from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.kernels import ASKED_END, END_LABEL, END_ROW, LABEL, NUM_COLUMNS, ON_DEVICE
+from kvoffload.core.request import FULL, HASH, Path, RequestContext
+from kvoffload.structures.index import words_with_hash
+from kvoffload.structures.jit import I64Matrix, U64Array, inline, kernel
+from kvoffload.structures.keys import Keys
+from kvoffload.structures.structs import Struct
+
+KEY_BYTES = 8
+"""Length of the shadows' keys."""
+MOST_REQUESTS, ROOM, MOST_ROOM = 1024, 4096, 65536
+"""Requests in a sample; its room for sampled blocks at first, and at most, unless one request has more."""
 
 
-class Sampled:
-    """The sampled blocks of one request. Memory is reused: `take` replaces the request by another.
+class Recorded(Struct):
+    """The sampled blocks of requests, for kernels.
 
     Attributes:
-        request: a context whose path has the sampled keys, in prefix order.
-        num_blocks: number of sampled blocks.
-        first: number of leading sampled blocks that were not looked up, because the device holds them.
-        end: end of the looked-up sampled blocks. Later blocks, such as generated blocks, were only stored.
-        num_looked_up: number of all looked-up blocks of the request, sampled or not.
+        hashes: hashes of the sampled keys of all requests, each in prefix order.
+        requests: a row for each request with sampled blocks, see `kernels.live_all`.
+        num_keys, num_requests: rows in use.
+        num_looked_up: number of looked-up blocks of all requests, sampled or not.
+        longest: largest number of sampled blocks of a request.
+        one_in: one block in this many is sampled.
+        seed: selects the sampled blocks.
     """
 
-    __slots__ = ("end", "first", "num_blocks", "num_looked_up", "request")
+    hashes: U64Array
+    requests: I64Matrix
+    num_keys: int
+    num_requests: int
+    num_looked_up: int
+    longest: int
+    one_in: int
+    seed: int
 
-    def __init__(self, key_bytes: int) -> None:
-        self.request = RequestContext("", key_bytes)
-        self.num_blocks = self.first = self.end = self.num_looked_up = 0
 
-    def take(
-        self, ctx: RequestContext, one_in: int, seed: int, num_skipped: int = -1, asked_end: int = -1
-    ) -> None:
-        """Sample the path of a request.
+class Sample:
+    """The sampled blocks of the requests since the last `clear`.
+
+    Args:
+        one_in, seed: as in `Recorded`.
+
+    Attributes:
+        state: the requests.
+        hints: the hints of each request with sampled blocks.
+
+    Thread: one at a time. Memory: at most `MOST_ROOM` hashes, and more only for a single longer request.
+    """
+
+    def __init__(self, one_in: int, seed: int) -> None:
+        self.state = Recorded(
+            hashes=np.zeros(ROOM, np.uint64),
+            requests=np.zeros((MOST_REQUESTS, NUM_COLUMNS), np.int64),
+            one_in=one_in,
+            seed=seed,
+        )
+        self.hints = list[Hints]()
+
+    def take(self, ctx: RequestContext, labels: Labels, num_skipped: int = -1, asked_end: int = -1) -> bool:
+        """Add a request; return False if there is no room.
 
         Args:
+            ctx: a finished request.
+            labels: numbers the hints.
             num_skipped: number of leading blocks that were not looked up; -1: the blocks before the request's
                 first `lookup`, or all without one.
             asked_end: position after the last looked-up block; -1: the end of the path.
 
         Cost: a nanosecond for each block of the path.
         """
-        while True:
-            own = self.request
-            result = _sample(ctx.memory, own.memory, one_in, seed, num_skipped, asked_end, _RESULT)
-            if result != FULL:
-                break
-            self.request = RequestContext("", ctx.key_bytes, None, 2 * own.room)
-        self.request.hints = ctx.hints
-        self.num_blocks, (self.first, self.end, self.num_looked_up) = result, _RESULT.tolist()
+        state, hints = self.state, ctx.hints
+        result = _record(ctx.memory, state.memory, num_skipped, asked_end)
+        while result == FULL:
+            if not self._grow(ctx.length):
+                return False
+            state = self.state
+            result = _record(ctx.memory, state.memory, num_skipped, asked_end)
+        if result:
+            self.hints.append(hints)
+            if hints is not NO_HINTS:
+                row = state.requests[result - 1]
+                row[LABEL], row[END_LABEL] = labels.number(hints.at_begin), labels.number(hints)
+        return True
 
+    def _grow(self, num_more: int) -> bool:
+        """Make room for a request of this length; return False if other requests have the room."""
+        old = self.state
+        if old.num_requests == MOST_REQUESTS or (old.num_requests and len(old.hashes) >= MOST_ROOM):
+            return False
+        room = max(2 * len(old.hashes), 1 << (old.num_keys + num_more - 1).bit_length())
+        if old.num_requests:
+            room = min(room, MOST_ROOM)
+        hashes = np.zeros(room, np.uint64)
+        hashes[: old.num_keys] = old.hashes[: old.num_keys]
+        self.state = Recorded(**{**old.contents(), "hashes": hashes})
+        return True
 
-_RESULT = np.zeros(3, np.int64)
+    def keys(self) -> Keys:
+        """Return the keys of the shadows."""
+        return Keys(words_with_hash(self.state.hashes[: self.state.num_keys]), KEY_BYTES)
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        state = self.state
+        state.num_keys = state.num_requests = state.num_looked_up = state.longest = 0
+        self.hints.clear()
 
 
 @inline
@@ -69,32 +134,33 @@ def _is_sampled(h: np.uint64, one_in: int, seed: int) -> bool:
 
 
 @kernel
-def _sample(
-    path: Path, sample: Path, one_in: int, seed: int, num_skipped: int, asked_end: int, result: I64Array
-) -> int:
-    """Replace the keys of `sample` by the sampled keys of a path; return their number, or `FULL`.
-
-    `result`: number of sampled keys that are on the device, end of the looked-up sampled keys, and number of
-    all looked-up keys.
-    """
-    records, first, end, length, room = path.records, 0, 0, 0, sample.records.shape[0]
-    on_device = min(num_skipped, path.length)
+def _record(path: Path, sample: Recorded, num_skipped: int, asked_end: int) -> int:
+    """Append the sampled hashes of a path; return the number of requests, 0 without such keys, or `FULL`."""
+    records, hashes, one_in, seed = path.records, sample.hashes, sample.one_in, sample.seed
+    count, room = path.length, hashes.shape[0]
+    on_device = min(num_skipped, count)
     if num_skipped < 0:
-        on_device = path.on_device if path.was_asked else path.length
-    asked = path.length if asked_end < 0 else max(on_device, min(asked_end, path.length))
-    for position in range(sample.length - 1, -1, -1):
-        remove_hashed(sample.index, position, sample.records[position, HASH])
-    sample.length = 0
-    for position in range(path.length):
-        if not _is_sampled(records[position, HASH], one_in, seed):
-            continue
-        if length == room:
-            sample.length = length
-            return FULL
-        copy_key(sample.index.keys, length, path.index.keys, position)
-        length += place_of(sample, length, length) == length
-        first += position < on_device
-        end += position < asked
-    sample.length, sample.on_device = length, first
-    result[0], result[1], result[2] = first, end, asked - on_device
-    return length
+        on_device = path.on_device if path.was_asked else count
+    asked = count if asked_end < 0 else max(on_device, min(asked_end, count))
+    if sample.num_requests == sample.requests.shape[0]:
+        return FULL
+    start = sample.num_keys
+    end, first, asked_to = start, start, start
+    for position in range(count):
+        h = records[position, HASH]
+        if _is_sampled(h, one_in, seed):
+            if end == room:
+                return FULL
+            hashes[end] = h
+            end += 1
+            first += position < on_device
+            asked_to += position < asked
+    sample.num_looked_up += asked - on_device
+    if end == start:
+        return 0
+    request = sample.requests[sample.num_requests]
+    request[END_ROW], request[ON_DEVICE], request[ASKED_END] = end, first - start, asked_to - start
+    request[LABEL] = request[END_LABEL] = 0
+    sample.num_keys, sample.longest = end, max(sample.longest, end - start)
+    sample.num_requests += 1
+    return sample.num_requests

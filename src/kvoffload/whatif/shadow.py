@@ -1,26 +1,29 @@
 """A shadow, a manager without bytes that serves the sampled blocks of every request.
 
 The manager and its policy are of the same classes as a serving manager's. A request's whole life is run at
-once when it has finished: look up, store the missing blocks, finish.
+once after it has finished: look up, store the missing blocks, finish. A kernel runs the lives of many
+requests without the GIL, unless the policy or an admission rule is in Python.
 """
 
 from __future__ import annotations
+
+import time
 
 import numpy as np
 
 from kvoffload.core import kernels
 from kvoffload.core.admission import ADMISSIONS, Admission, create_admission
-from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.hints import Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.request import RequestContext
 from kvoffload.core.state import Entering, blank_store
 from kvoffload.errors import PolicyError
 from kvoffload.structures.index import MAX_POSITIONS
+from kvoffload.structures.keys import Keys
 from kvoffload.whatif.estimate import GROUPS, Counted
-from kvoffload.whatif.sample import Sampled
+from kvoffload.whatif.sample import KEY_BYTES, Sample
 from kvoffload.whatif.setting import WhatIf
-
-_MOST_HINTS = 1024
 
 
 def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admission] | None:
@@ -41,13 +44,13 @@ class Shadow:
         setting: the changes of the serving manager's settings.
         capacity_blocks: slots of the serving manager. The shadow has `one_in` times fewer.
         most_slots: limit of the shadow's slots.
-        policy, admission, key_bytes, refuses_unasked: of the serving manager, as for `OffloadingManager`.
+        policy, admission, refuses_unasked: of the serving manager, as for `OffloadingManager`.
 
     Attributes:
         manager: the shadow's manager.
         missed: sampled blocks that were looked up and not ready, by group of keys.
 
-    Thread: the scheduler's.
+    Thread: one at a time.
     """
 
     def __init__(
@@ -57,7 +60,6 @@ class Shadow:
         one_in: int,
         *,
         most_slots: int,
-        key_bytes: int,
         policy: str | type[EvictionPolicy],
         admission: str | type[Admission] | None,
         refuses_unasked: bool = True,
@@ -68,47 +70,62 @@ class Shadow:
         rule = _scaled(setting.admission or admission, one_in)
         self.manager = OffloadingManager(
             slots,
-            key_bytes=key_bytes,
+            key_bytes=KEY_BYTES,
             policy=setting.policy or policy,
-            admission=create_admission(rule, key_bytes, slots),
+            admission=create_admission(rule, KEY_BYTES, slots),
         )
         if not refuses_unasked:
             self.manager.refuse_only_if_asked()
         self.missed = np.zeros(GROUPS, np.int64)
         self._before = np.zeros(GROUPS, np.int64)
-        self._labels, self._numbers = Labels(), {NO_HINTS: (0, 0)}
         self._cache = self.manager.memory
-        self._room, self._new = 0, blank_store(1, key_bytes)
+        self._room, self._new = 0, blank_store(1, KEY_BYTES)
 
-    def live(self, sampled: Sampled) -> None:
-        """Run the life of a request."""
-        request, hints = sampled.request, sampled.request.hints
-        if not self.manager.store_mode.is_compiled:
-            self._live_by_calls(sampled)
+    @property
+    def is_compiled(self) -> bool:
+        """True if neither the policy nor an admission rule is in Python."""
+        return self.manager.store_mode.is_compiled
+
+    def live(self, sample: Sample, keys: Keys, path: RequestContext) -> None:
+        """Run the lives of all requests of a sample.
+
+        Args:
+            sample: the requests.
+            keys: the keys of all requests.
+            path: memory with room for the longest request.
+        """
+        recorded = sample.state
+        if not self.is_compiled:
+            self._live_by_calls(sample, keys)
             return
-        if request.room > self._room:
-            self._room = request.room
-            self._new = blank_store(self._room, request.key_bytes)
+        if path.room > self._room:
+            self._room = path.room
+            self._new = blank_store(self._room, KEY_BYTES)
             Entering.over(self._new).admitted = not self.manager.policy_may_refuse
-        label, end_label = self._numbers.get(hints) or self._number(hints)
-        result = kernels.live(
-            self._cache, request.memory, self._new, sampled.end, label, end_label, self.missed
+        result = kernels.live_all(
+            self._cache,
+            path.memory,
+            self._new,
+            keys.words,
+            recorded.requests,
+            recorded.num_requests,
+            self.missed,
         )
         if result < 0:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
-    def _number(self, hints: Hints) -> tuple[int, int]:
-        """Return the numbers of a request's hints before and after its end."""
-        numbers = self._labels.number(hints.at_begin), self._labels.number(hints)
-        if len(self._numbers) < _MOST_HINTS:
-            self._numbers[hints] = numbers
-        return numbers
+    def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
+        """Run the lives with a policy or an admission rule in Python. Another thread can run after each."""
+        recorded, start = sample.state, 0
+        for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
+            end = row[kernels.END_ROW]
+            self._live_one(keys[start:end], row[kernels.ON_DEVICE], row[kernels.ASKED_END], hints)
+            start = end
+            time.sleep(0)
 
-    def _live_by_calls(self, sampled: Sampled) -> None:
-        """Run a life with a policy or an admission rule in Python."""
-        manager, hints = self.manager, sampled.request.hints
-        keys, first, asked = sampled.request.keys(), sampled.first, sampled.end
-        ctx = manager.begin_request(sampled.request.request_id, keys, hints=hints.at_begin)
+    def _live_one(self, keys: Keys, first: int, asked: int, hints: Hints) -> None:
+        manager = self.manager
+        ctx = manager.begin_request("", keys, hints=hints.at_begin)
         end = first + manager.lookup(keys[first:asked], ctx).num_ready
         kernels.count_by_group(keys.words[end:asked], self.missed)
         plan = manager.prepare_store(keys, ctx)

@@ -1,29 +1,28 @@
 """The shadows of one serving manager: their common sample, their work, their estimates.
 
-The serving side reports each request when it has finished, in one short call. The shadows run it later, when
-the caller has time. If more requests wait than fit, the newest are left out of the sample, and counted.
+The serving side reports each request after it has finished, in one short call, which records its sampled
+blocks. The shadows run all recorded requests later, in one call for each shadow, which can be in another
+thread. If there is no room for a request, it is left out of the sample, and counted.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission
+from kvoffload.core.hints import Labels
 from kvoffload.core.policy import DEFAULT_POLICY, EvictionPolicy
-from kvoffload.core.request import RequestContext
+from kvoffload.core.request import RequestContext, room_for
 from kvoffload.errors import ConfigError, Problems, check_integer
 from kvoffload.whatif.estimate import Estimate, estimates
-from kvoffload.whatif.sample import Sampled
+from kvoffload.whatif.sample import KEY_BYTES, Sample
 from kvoffload.whatif.setting import MOST_ONE_IN, WhatIf
 from kvoffload.whatif.shadow import Shadow
 
 ONE_IN = 8
 """Default of `one_in`."""
-ENOUGH_WAITING, MOST_WAITING = 64, 1024
-"""Requests that wait for the shadows: enough for a call of `work`, and at most."""
-ENOUGH_BLOCKS = 512
-"""Sampled blocks of waiting requests that are enough for a call of `work`."""
+ENOUGH_REQUESTS, ENOUGH_BLOCKS = 256, 2048
+"""Recorded requests, or their sampled blocks, that are enough for a call of `work`."""
 
 
 class Shadows:
@@ -31,7 +30,7 @@ class Shadows:
 
     Args:
         settings: the settings to try.
-        capacity_blocks, key_bytes, policy, admission: of the serving manager, as for `OffloadingManager`;
+        capacity_blocks, policy, admission: of the serving manager, as for `OffloadingManager`;
             the rule by its name or class, because each manager has its own rule.
         one_in: one block in this many is sampled.
         most_blocks: number of different blocks, if known; limits the slots of each shadow to the sampled
@@ -44,9 +43,11 @@ class Shadows:
     Attributes:
         num_looked_up: looked-up blocks of the requests that the shadows have served since the last `rotate`
             but one.
-        num_left_out: requests that found no room to wait.
+        num_left_out: requests for which the sample had no room.
 
-    Thread: the scheduler's. Memory: for each shadow that of a manager with `one_in` times fewer slots.
+    Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
+    `is_due` and `is_waiting` may run. Memory: for each shadow that of a manager
+    with `one_in` times fewer slots, and two samples.
 
     Raises:
         ConfigError: a setting cannot be created; names the setting.
@@ -57,7 +58,6 @@ class Shadows:
         settings: Sequence[WhatIf],
         capacity_blocks: int,
         *,
-        key_bytes: int = 32,
         policy: str | type[EvictionPolicy] = DEFAULT_POLICY,
         admission: str | type[Admission] | None = DEFAULT_ADMISSION,
         one_in: int = ONE_IN,
@@ -77,7 +77,6 @@ class Shadows:
                         capacity_blocks,
                         one_in,
                         most_slots=2 * most_blocks // one_in + 64,
-                        key_bytes=key_bytes,
                         policy=policy,
                         admission=admission,
                         refuses_unasked=refuses_unasked,
@@ -87,9 +86,8 @@ class Shadows:
                     raise ConfigError(f"{where}{error.field}", error.value, error.allowed) from None
                 self._shadows.append(shadow)
         problems.check()
-        self._key_bytes, self._unused = key_bytes, list[Sampled]()
-        self._waiting: deque[Sampled] = deque()
-        self._num_waiting_blocks = 0
+        self._recording, self._spare = (Sample(self.one_in, seed) for _ in range(2))
+        self._labels, self._path = Labels(), RequestContext("", KEY_BYTES)
         self._looked_up = self._looked_up_before = self.num_left_out = 0
 
     @property
@@ -103,53 +101,50 @@ class Shadows:
 
     @property
     def is_due(self) -> bool:
-        """True if so many requests or sampled blocks wait that a call of `work` is worth its cold caches."""
-        return len(self._waiting) >= ENOUGH_WAITING or self._num_waiting_blocks >= ENOUGH_BLOCKS
+        """True if so much is recorded that a call of `work` is worth its cold caches."""
+        recorded = self._recording.state
+        return recorded.num_requests >= ENOUGH_REQUESTS or recorded.num_keys >= ENOUGH_BLOCKS
 
     @property
     def is_waiting(self) -> bool:
-        """True if a request waits."""
-        return bool(self._waiting)
+        """True if a request is recorded that no shadow has served."""
+        recorded = self._recording.state
+        return recorded.num_requests > 0 or recorded.num_looked_up > 0
 
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
         """Report a request of the serving manager, after its `finish_request`.
 
-        `num_skipped`, `asked_end`: as for `Sampled.take`.
+        `num_skipped`, `asked_end`: as for `Sample.take`.
 
         Cost: a nanosecond for each block of the request, and a microsecond.
         """
-        if len(self._waiting) >= MOST_WAITING:
+        if not self._recording.take(ctx, self._labels, num_skipped, asked_end):
             self.num_left_out += 1
-            return
-        sampled = self._unused.pop() if self._unused else Sampled(self._key_bytes)
-        sampled.take(ctx, self.one_in, self.seed, num_skipped, asked_end)
-        if sampled.num_blocks:
-            self._waiting.append(sampled)
-            self._num_waiting_blocks += sampled.num_blocks
-            return
-        self._unused.append(sampled)
-        if self._waiting:
-            self._waiting[-1].num_looked_up += sampled.num_looked_up
-        else:
-            self._looked_up += sampled.num_looked_up
 
-    def work(self, most_blocks: int = 1 << 60) -> None:
-        """Serve waiting requests in all shadows, until they had `most_blocks` sampled blocks or more."""
-        waiting, batch, num_blocks = self._waiting, list[Sampled](), 0
-        while waiting and num_blocks < most_blocks:
-            batch.append(waiting.popleft())
-            num_blocks += batch[-1].num_blocks
-        self._num_waiting_blocks -= num_blocks
-        self._looked_up += sum(sampled.num_looked_up for sampled in batch)
-        for shadow in [*self._shadows] if batch else ():
+    def work(self) -> None:
+        """Serve the recorded requests in all shadows."""
+        self.serve(self.take())
+
+    def take(self) -> Sample:
+        """Return the recorded requests for `serve`. The sample of the call before must have been served."""
+        taken, self._recording, self._spare = self._recording, self._spare, self._recording
+        return taken
+
+    def serve(self, sample: Sample) -> None:
+        """Serve the requests of a sample in all shadows, then clear the sample."""
+        recorded = sample.state
+        if recorded.longest > self._path.room:
+            self._path = RequestContext("", KEY_BYTES, None, room_for(recorded.longest))
+        self._looked_up += recorded.num_looked_up
+        keys = sample.keys()
+        for shadow in [*self._shadows] if recorded.num_requests else ():
             try:
-                for sampled in batch:
-                    shadow.live(sampled)
+                shadow.live(sample, keys, self._path)
             except Exception as error:
                 if self.on_failure is None:
                     raise
                 self._remove(shadow, error, self.on_failure)
-        self._unused += batch
+        sample.clear()
 
     def _remove(self, shadow: Shadow, error: Exception, on_failure: Callable[[str, Exception], None]) -> None:
         """Remove a shadow; without the current setting's, all."""
@@ -160,7 +155,7 @@ class Shadows:
     def estimates(self) -> list[Estimate]:
         """Estimate the hit ratio of each setting, the current setting's first; empty before any lookup.
 
-        Waiting requests are not included: call `work` first to include them.
+        Recorded requests are not included before `work` has served them.
         """
         if not self._shadows or not self.num_looked_up:
             return []
@@ -173,10 +168,16 @@ class Shadows:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
 
+    def forget(self) -> None:
+        """Forget the recorded requests."""
+        self._recording.clear()
+
     def reset(self) -> None:
-        """Forget all blocks and waiting requests, as the serving manager does. Counts are kept."""
-        self._unused += self._waiting
-        self._waiting.clear()
-        self._num_waiting_blocks = 0
+        """Forget all blocks and recorded requests, as the serving manager does. Counts are kept."""
+        self.forget()
+        self.reset_blocks()
+
+    def reset_blocks(self) -> None:
+        """Forget all blocks. Cost: O(slots of all shadows)."""
         for shadow in self._shadows:
             shadow.reset()

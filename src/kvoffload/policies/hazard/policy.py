@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -239,6 +240,9 @@ class Hazard(CompiledPolicy):
 
     def order(self) -> list[int]:
         return self.state.runs.order.members(0)[::-1]
+
+    def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
+        return self.state.runs.order, (0,)
 
 
 def promised(promise: float | None, write_cost: float | None) -> float:

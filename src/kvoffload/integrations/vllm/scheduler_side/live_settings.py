@@ -1,4 +1,6 @@
-"""Settings of a running engine: the user edits a file, and the engine changes its policy and its quotas."""
+"""Settings of a running engine: the user edits a file, and the engine changes its policy, its quotas and the
+used part of RAM.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,11 @@ from dataclasses import dataclass
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import PolicyName
 from kvoffload.core.policy_change import PolicyChange
+from kvoffload.core.tenants import check_quotas
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.logs import logger
-from kvoffload.integrations.vllm.shared.tenants import ONE_OWNER, TenantOptions, Tenants
+from kvoffload.integrations.vllm.shared.tenants import ONE_OWNER, Tenants
+from kvoffload.settings.read import Size
 from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.manager import AnyManager
 
@@ -22,14 +26,16 @@ NUM_BLOCKS = 512
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """The options that a running engine takes: ``{"policy": "hazard", "tenants": {"a": {"min": "10GiB"}}}``.
+    """The options that a running engine takes: ``{"policy": "hazard", "ram": "20GiB"}``.
 
     Attributes:
         policy: the policy of RAM; None keeps it.
+        ram: bytes of RAM in use, at most those with which the engine has started; None keeps them.
         tenants: all quotas of tenants; None keeps them.
     """
 
     policy: PolicyName | None = None
+    ram: Size | None = None
     tenants: Tenants | None = None
 
 
@@ -42,7 +48,7 @@ class LiveSettings:
     Args:
         path: the file. It need not exist.
         policy, store: the policy and the store mode with which the engine has started.
-        ram_bytes: size of RAM, for quotas.
+        ram_bytes: size of RAM.
         clock: monotonic seconds.
 
     Thread: the scheduler's.
@@ -66,36 +72,75 @@ class LiveSettings:
         self._policy = self._wanted = self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
         self._preparation: _Preparation | None = None
-        self._changing_to = ""
+        self._is_changing = self._is_resizing = False
+        self._num_blocks = manager.capacity_blocks
 
-    def step(self) -> str:
+    @property
+    def policy(self) -> str:
+        """The manager's policy, or the policy to which it is changing."""
+        return self._policy
+
+    def step(self) -> bool:
         """Read the file, if it is time, and continue a change. Called in every step.
 
-        Returns the new policy in the step in which a change is complete; otherwise an empty text.
+        Returns True in the step in which a change of the policy or of the size is complete.
         """
         assert self._manager is not None
         try:
             if (options := self._file.poll()) is not None:
-                self._set_tenants(self._manager, options.tenants)
+                self._apply(self._manager, options)
                 self._wanted = options.policy or self._wanted
         except Exception as error:  # a mistake of the user, or a module of the user that raises
             logger.error("kvoffload: %s: %s; nothing is changed", self._path, error)
+        has_resized = self._is_resizing and not self._manager.advance_resize(NUM_BLOCKS)
+        if has_resized:
+            self._is_resizing = False
+            logger.info("kvoffload: %s: %d blocks are in use", self._path, self._manager.usable_blocks)
         if self._manager.advance_policy_change(NUM_BLOCKS):
-            return ""
-        policy, self._changing_to = self._changing_to, ""
+            return has_resized
+        has_changed, self._is_changing = self._is_changing, False
         if self._preparation is None and self._wanted != self._policy:
             self._preparation = _Preparation(self._manager, self._wanted)
         elif self._preparation is not None and self._preparation.is_done:
             self._begin(self._manager, self._preparation)
-        return policy
+        return has_changed or has_resized
 
-    def _set_tenants(self, manager: AnyManager, tenants: TenantOptions | None) -> None:
-        if tenants is None:
-            return
-        if self._store == ON_DEVICE_EVICTION and tenants.quotas:
-            raise ConfigError("tenants", str(tenants), ONE_OWNER)
-        manager.set_tenants(tenants.in_blocks(self._ram_bytes, manager.capacity_blocks))
-        logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
+    def _apply(self, manager: AnyManager, options: LiveOptions) -> None:
+        """Set the quotas and begin to resize. Raises `ConfigError`; then nothing has changed."""
+        tenants, quotas, num_blocks = options.tenants, None, None
+        if tenants is not None:
+            if self._store == ON_DEVICE_EVICTION and tenants.quotas:
+                raise ConfigError("tenants", str(tenants), ONE_OWNER)
+            quotas = tenants.in_blocks(self._ram_bytes, manager.capacity_blocks)
+        if options.ram is not None:
+            num_blocks = self._blocks_of(options.ram, manager.capacity_blocks)
+        if quotas is not None and num_blocks is not None:
+            check_quotas(quotas, num_blocks)
+        before = self._num_blocks
+        if num_blocks is not None and num_blocks > before:
+            self._resize(manager, num_blocks)  # first, because the quotas may need the larger size
+        try:
+            if quotas is not None:
+                manager.set_tenants(quotas)
+                logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
+        except ConfigError:
+            self._resize(manager, before)
+            raise
+        if num_blocks is not None:
+            self._resize(manager, num_blocks)
+
+    def _resize(self, manager: AnyManager, num_blocks: int) -> None:
+        if num_blocks != self._num_blocks:
+            manager.begin_resize(num_blocks)
+            self._num_blocks, self._is_resizing = num_blocks, True
+
+    def _blocks_of(self, ram_bytes: int, capacity_blocks: int) -> int:
+        """Return the number of blocks in so many bytes of RAM."""
+        num_blocks = ram_bytes * capacity_blocks // self._ram_bytes
+        if not 0 < num_blocks <= capacity_blocks:
+            why = f"allowed: from one block to the {self._ram_bytes} bytes with which the engine has started"
+            raise ConfigError("ram", ram_bytes, why)
+        return num_blocks
 
     def _begin(self, manager: AnyManager, preparation: _Preparation) -> None:
         """Begin a change that is prepared, unless the user wants another policy by now."""
@@ -109,7 +154,7 @@ class LiveSettings:
             self._wanted = self._policy
         else:
             logger.info("kvoffload: %s: policy %s replaces %s", self._path, self._wanted, self._policy)
-            self._policy = self._changing_to = self._wanted
+            self._policy, self._is_changing = self._wanted, True
 
 
 class _Preparation:

@@ -211,6 +211,8 @@ class KVOffloadManager(OffloadingManager):
         self._misses.follow(self.core)
         if self._live is not None:
             self._live.apply_to(self.core)
+        if self._what_if is not None:
+            self._what_if.close()
         if options.what_if:
             self._what_if = LiveShadows(self._shadows(options.policy), time.monotonic(), logger)
         if self._sealing:
@@ -231,8 +233,7 @@ class KVOffloadManager(OffloadingManager):
         options = self._options
         return Shadows(
             options.what_if,
-            self._pool.num_slots,
-            key_bytes=self.core.key_bytes,
+            self.core.usable_blocks,
             policy=policy,
             admission=options.admission,
             one_in=options.what_if_sample or usual_one_in(self._tokens_per_block),
@@ -605,9 +606,9 @@ class KVOffloadManager(OffloadingManager):
         if self._tiered is not None:
             self._tiered.poll()
         if self._live is not None:
-            policy = self._live.step()
-            if policy and self._what_if is not None:
-                self._what_if.restart(partial(self._shadows, policy), time.monotonic())
+            has_changed = self._live.step()
+            if has_changed and self._what_if is not None:
+                self._what_if.restart(partial(self._shadows, self._live.policy), time.monotonic())
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
                 request.begun_step = self._step
@@ -716,7 +717,9 @@ class KVOffloadManager(OffloadingManager):
             self.metrics.add_audits(taken, self.audits.num_requests, self.audits.results, self.audits.largest)
 
     def shutdown(self) -> None:
-        """Close tiers and pool."""
+        """Close tiers and pool, and end the shadows' thread."""
+        if self._what_if is not None:
+            self._what_if.close()
         if self._verifier is not None:
             self._verifier.close()
         if self._tiered is not None:

@@ -1,0 +1,261 @@
+"""The order of a policy's blocks, read in steps while the policy works.
+
+Each class here reads one kind of order. `take` returns the next blocks, coldest first; a block that moves
+meanwhile because it is used may come twice, late or never, so that the caller must know the used blocks. The
+last reader, `SlotSweep`, finds the blocks that the others have missed.
+
+The caller marks the blocks that it has taken (`Taken.where`). Does not know why the order is read.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from kvoffload.core.duplicates import is_duplicate
+from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.slots import FREE, SlotArray
+from kvoffload.core.state import Cache
+from kvoffload.structures.heap import RANK, STAMP, Heap, insert_again, take_out
+from kvoffload.structures.jit import I32Array, I64Array, inline, kernel
+from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
+from kvoffload.structures.structs import Struct
+
+LEFT, NEW = 0, 1
+"""Values of `Taken.where`."""
+_VISITS = 16
+"""Blocks that a reader passes for each block that it should return."""
+_NO_CURSOR = -1
+
+
+class Taken(Struct):
+    """The blocks that the reader's caller has taken or has seen in use.
+
+    Attributes:
+        where: `NEW` for the blocks that the caller has taken.
+        recent: the blocks that were used or stored since the reading began, most recent first.
+        stamps: number of the call that used or stored the recent block in each slot.
+        cursor: the last block that the reader has passed, or `_NO_CURSOR`.
+        cursor_stamp: the stamp of that block, if it was recent.
+        at_end: 1 if a list has no further block.
+        visits_left: number of blocks that a reader may still pass.
+    """
+
+    where: I32Array
+    recent: Lists
+    stamps: I64Array
+    cursor: int
+    cursor_stamp: int
+    at_end: int
+    visits_left: int
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(
+            where=np.full(capacity, LEFT, np.int32),
+            recent=Lists(capacity, 1),
+            stamps=np.full(capacity, 0, np.int64),
+            cursor=_NO_CURSOR,
+        )
+
+    def clear(self) -> None:
+        """Forget all blocks."""
+        self.where.fill(LEFT)
+        self.recent.clear()
+        self.cursor = _NO_CURSOR
+
+
+class Reader(Protocol):
+    """The interface of the readers."""
+
+    is_done: bool
+
+    def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
+        """Return up to `most` of the next blocks. Fewer, or none, does not mean that the reader is done."""
+
+
+class ListsReader:
+    """Reads a policy that orders blocks by lists, each from its tail.
+
+    If the block at the cursor has moved, the reader begins again at the tail of the list, and passes the
+    taken blocks.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy, self._at = policy, 0
+        self.is_done = False
+
+    def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
+        order = self._policy.ordered_lists()  # each time, because a reset may replace them
+        assert order is not None
+        lists, numbers = order
+        slots, count, taken.visits_left = np.empty(most, np.int32), 0, _VISITS * most + 64
+        while count == 0 and taken.visits_left and not self.is_done:
+            taken.at_end = 0
+            count = _walk(taken.memory, lists.memory, lists.sentinel(numbers[self._at]), slots)
+            if taken.at_end:
+                taken.cursor = _NO_CURSOR
+                self._at += 1
+                self.is_done = self._at == len(numbers)
+        return slots[:count]
+
+
+class HeapReader:
+    """Reads a policy that orders blocks by a heap: copies all ranks, then takes the least.
+
+    A block's rank changes only when the block is used, so the ranks can be copied in steps.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy, self._copied = policy, 0
+        self._heap = Heap(policy.capacity_blocks)
+        self.is_done = False
+
+    def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
+        slots, heap = np.empty(most, np.int32), self._policy.ordered_heap()
+        assert heap is not None
+        if self._copied < self._policy.capacity_blocks:
+            stop = min(self._copied + 4 * most, self._policy.capacity_blocks)
+            _copy_ranks(taken.memory, cache.memory, heap.memory, self._heap.memory, self._copied, stop)
+            self._copied = stop
+            return slots[:0]
+        count = _take_least(taken.memory, cache.memory, self._heap.memory, slots)
+        self.is_done = self._heap.size == 0
+        return slots[:count]
+
+
+class ListedReader:
+    """Returns blocks in an order that was read before."""
+
+    def __init__(self, order: list[int]) -> None:
+        self._coldest_last = order[::-1]
+        self.is_done = not order
+
+    def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
+        chunk = np.array(self._coldest_last[: -most - 1 : -1], np.int32)
+        del self._coldest_last[-most:]
+        self.is_done = not self._coldest_last
+        return chunk
+
+
+class SlotSweep:
+    """Returns the blocks that are left, by slot."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity, self._at = capacity, 0
+        self.is_done = False
+
+    def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
+        slots = np.empty(most, np.int32)
+        stop = min(self._at + _VISITS * most + 64, self._capacity)
+        found = _sweep(taken.memory, cache.memory, self._at, stop, slots)
+        self._at, count = divmod(found, 1 << 32)
+        self.is_done = self._at == self._capacity
+        return slots[:count]
+
+
+def has_steps(policy: EvictionPolicy) -> bool:
+    """Return whether a policy's order can be read in steps."""
+    return policy.ordered_lists() is not None or policy.ordered_heap() is not None
+
+
+def readers_of(policy: EvictionPolicy) -> list[Reader]:
+    """Return the readers of a policy's order. Cost: O(1) with lists, otherwise O(blocks)."""
+    sweep = SlotSweep(policy.capacity_blocks)
+    if policy.ordered_lists() is not None:
+        return [ListsReader(policy), sweep]
+    if policy.ordered_heap() is not None:
+        return [HeapReader(policy), sweep]
+    return [ListedReader(policy.order() or []), sweep]
+
+
+@inline
+def is_left(taken: Taken, slot: int) -> bool:
+    """Return whether a block is neither taken nor recent."""
+    return taken.where[slot] != NEW and taken.recent.links[slot, LIST] == UNLISTED
+
+
+@inline
+def is_ordered(cache: Cache, slot: int) -> bool:
+    """Return whether the slot has a block that the policy orders."""
+    slots = cache.slots
+    return slots.ref_cnt[slot] != FREE and not slots.condemned[slot] and not is_duplicate(cache, slot)
+
+
+@inline
+def _stamp_of(taken: Taken, slot: int) -> int:
+    """Return the stamp of a recent block; -1 for others."""
+    if taken.recent.links[slot, LIST] == UNLISTED:
+        return np.int64(-1)
+    return taken.stamps[slot]
+
+
+@inline
+def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
+    """Return whether the block at the cursor is where it was.
+
+    All blocks that are colder are taken or recent. New and used blocks join at the head.
+    """
+    if (
+        slot == _NO_CURSOR
+        or lists.links[slot, LIST] != sentinel
+        or _stamp_of(taken, slot) != taken.cursor_stamp
+    ):
+        return False
+    colder = lists.links[slot, NEXT]
+    return colder == sentinel or not is_left(taken, colder)
+
+
+@kernel
+def _walk(taken: Taken, lists: Lists, sentinel: int, slots: I32Array) -> int:
+    """Write the next blocks of a list that are left; return their number. Sets `at_end` at the list's end."""
+    links, count, slot = lists.links, 0, taken.cursor
+    if not _has_stayed(taken, lists, sentinel, slot):
+        slot = sentinel
+    while count < slots.shape[0] and taken.visits_left > 0:
+        taken.visits_left -= 1
+        slot = links[slot, PREV]
+        if slot == sentinel:
+            taken.at_end = 1
+            return count
+        taken.cursor, taken.cursor_stamp = slot, _stamp_of(taken, slot)
+        if is_left(taken, slot):
+            slots[count] = slot
+            count += 1
+    return count
+
+
+@kernel
+def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, stop: int) -> None:
+    """Add the blocks in the slots `start` to `stop` that are left to a copy of a heap."""
+    for slot in range(start, stop):
+        if is_left(taken, slot) and is_ordered(cache, slot):
+            copy.order[slot, RANK], copy.order[slot, STAMP] = heap.order[slot, RANK], heap.order[slot, STAMP]
+            insert_again(copy, slot)
+
+
+@kernel
+def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
+    """Take blocks from a heap, least first; write those that are left, and return their number."""
+    count = 0
+    for _ in range(slots.shape[0]):
+        if heap.size == 0:
+            break
+        slot = heap.firsts[0]
+        take_out(heap, slot)
+        if is_left(taken, slot) and is_ordered(cache, slot):
+            slots[count] = slot
+            count += 1
+    return count
+
+
+@kernel
+def _sweep(taken: Taken, cache: Cache, start: int, stop: int, slots: I32Array) -> int:
+    """Write the slots from `start` on whose blocks are left; return ``next slot << 32 | number``."""
+    count, slot = np.int64(0), np.int64(start)
+    while slot < stop and count < slots.shape[0]:
+        if is_left(taken, slot) and is_ordered(cache, slot):
+            slots[count] = slot
+            count += 1
+        slot += 1
+    return (slot << 32) | count

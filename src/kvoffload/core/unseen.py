@@ -1,0 +1,30 @@
+"""Keys that no request has, for evictions without new blocks.
+
+A policy evicts blocks only for new blocks. To evict without, the manager gives it these keys, which the
+policy forgets at once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from kvoffload.structures.index import words_with_hash
+from kvoffload.structures.keys import Keys, words_per_key
+
+MOST_UNSEEN = 512
+
+
+@lru_cache(maxsize=4)
+def unseen_keys(key_bytes: int) -> Keys:
+    """Return `MOST_UNSEEN` keys of this length.
+
+    Keys of 8 and more bytes have the same hashes at any length, so that a replay of recorded hashes decides
+    equally. Shorter keys may be in the cache; the manager leaves those out.
+    """
+    hashes = np.random.default_rng(0x6B766F).integers(0, 1 << 64, MOST_UNSEEN, np.uint64)
+    words = words_with_hash(hashes, words_per_key(key_bytes))
+    if key_bytes < 8:
+        words &= np.uint64((1 << (8 * key_bytes)) - 1)
+    return Keys(words, key_bytes)
