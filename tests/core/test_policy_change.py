@@ -14,6 +14,7 @@ from kvoffload.core.hints import NO_HINTS
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES
+from kvoffload.core.policy_change import Handover
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies.lru import LRU, State
 from kvoffload.structures.lists import Lists
@@ -127,6 +128,35 @@ def test_blocks_keep_their_order(old: Any, new: Any) -> None:
     assert num_calls >= len(order or []) // 3
     assert manager.policy.order() == order
     assert len(order or []) > 10
+
+
+@pytest.mark.parametrize("old", ["lru", "fifo", "sieve", "arc", "2q", "lfu", "gdsf", SmallHazard])
+@given(scripts(max_steps=80), st.integers(2, 9), st.integers(1, 3), st.sampled_from(STORES))
+@settings(max_examples=settings().max_examples // 4)
+def test_unused_blocks_keep_their_order_under_traffic(
+    old: Any, script: list[Step], capacity: int, num_blocks: int, store: str
+) -> None:
+    """FIFO adopts the blocks that were not used meanwhile in the order of the old policy, then the others.
+
+    These old policies move no block that is not used.
+    """
+    manager = manager_of(old, capacity, store=store)
+    player = Player(manager, [NO_HINTS])
+    for step in random_script(7, num_steps=60, settle=True):
+        player.play(step)
+    before, used = manager.policy.order() or [], set[int]()
+    change(manager, "fifo")
+    assert isinstance(manager.policy, Handover)
+    taken = manager.policy.state.taken
+    for step in [*script, *random_script(8, num_steps=300, settle=True)]:
+        player.play(step)
+        used |= {*taken.recent.members(0)}
+        if not manager.advance_policy_change(num_blocks):
+            break
+    order = manager.policy.order()
+    assert (manager.policy.name, order is not None) == ("fifo", True)
+    unused = [slot for slot in before if slot in order and slot not in used]
+    assert order[: len(unused)] == unused
 
 
 def test_blocks_used_meanwhile_are_the_warmest() -> None:
