@@ -255,6 +255,16 @@ def test_no_way_of_reading_brings_a_distrusted_block_back() -> None:
     assert jobs(rig)[-1] == ("read", "abz"), "a reset trusts all blocks"
 
 
+def test_a_write_in_flight_brings_no_distrusted_block_to_a_disk() -> None:
+    """After a restart of the process nothing would keep the block from being read."""
+    rig = Rig(capacity=16, immediate=False)
+    rig.store("ab")
+    assert jobs(rig) == [("write", "ab")]
+    rig.manager.distrust(keys("b"))
+    rig.end_all()
+    assert rig.tier.contains(rig.manager.pack(keys("ab"))).tolist() == [True, False]
+
+
 def test_after_too_many_wrong_blocks_no_tier_is_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

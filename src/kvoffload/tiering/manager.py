@@ -216,9 +216,9 @@ class TieredManager:
     def distrust(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For blocks whose bytes are intact and wrong. A shared server keeps them for other processes, and a
-        write in flight may bring one back to a disk, so no key is forgotten before a reset. After more than
-        `MOST_DISTRUSTED` keys nothing is loaded from tiers until the reset.
+        For blocks whose bytes are intact and wrong. A shared server keeps them for other processes, so no key
+        is forgotten before a reset. After more than `MOST_DISTRUSTED` keys nothing is loaded from tiers until
+        the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:
@@ -358,6 +358,8 @@ class TieredManager:
                     plan = lane.jobs.pop(result.job).plan
                     if isinstance(plan, LoadPlan):
                         self._cascade.end_write(lane, plan, result)
+                        if not (trusted := self.promotion.trusted(plan.keys)).all():
+                            lane.tier.delete(plan.keys.take(~trusted))  # distrusted during the write
                     elif isinstance(plan, StorePlan):
                         self.promotion.end_read(lane, plan, result)
                     else:

@@ -78,7 +78,7 @@ class Promotion:
         keys = self._stack.ram.pack([key])
         for lane in self._stack.lanes:
             lane.tier.missed(keys)
-        if not self._trusted(keys).all():
+        if not self.trusted(keys).all():
             return LookupResult.MISS
         is_below = self._stack.below(keys, wait)[1].any()
         if not is_below and not self._awaits_probe_of(keys, wait):
@@ -107,7 +107,7 @@ class Promotion:
     def end_read(self, lane: TierLane, plan: StorePlan, result: JobResult) -> None:
         """End a read: make sound blocks ready in RAM, and release the slots of the other blocks."""
         # A block may have become distrusted since the read began.
-        stack, ok = self._stack, result.ok & self._trusted(plan.keys)
+        stack, ok = self._stack, result.ok & self.trusted(plan.keys)
         self._num_reading -= len(plan.keys)
         lane.end_read(result, stack.clock())
         for key in plan.keys:
@@ -141,7 +141,7 @@ class Promotion:
         self._distrusted.clear()
         self.trusts_no_tier = False
 
-    def _trusted(self, keys: Sequence[bytes]) -> Mask:
+    def trusted(self, keys: Sequence[bytes]) -> Mask:
         """Return a mask of the blocks that may be read."""
         if self.trusts_no_tier:
             return np.zeros(len(keys), np.bool_)
@@ -158,7 +158,7 @@ class Promotion:
         in_tiers, below = stack.below(keys, wait)
         reachable = in_ram | below
         num_trusted = len(keys)
-        if not (trusted := in_ram | self._trusted(keys)).all():
+        if not (trusted := in_ram | self.trusted(keys)).all():
             num_trusted = int(np.argmin(trusted))
             reachable[num_trusted:] = False
         if num_trusted:
