@@ -92,11 +92,10 @@ def test_the_same_modules_without_a_change_are_accepted(rope: type[torch.nn.Modu
     assert kv_layout(model_with(rope, 10**9)) == kv_layout(model_of("llama"))
 
 
-@pytest.mark.parametrize("limit", [LONGEST - 10, LONGEST, 10**9])
-def test_rope_of_a_length_is_probed_too(limit: int) -> None:
-    """A module that takes the length of the sequence as a number."""
+def model_by_length(limit: int) -> Any:
+    """A model with a module that takes the length of the sequence as a number."""
     model = copy.deepcopy(model_of("llama"))
-    inner, by_length = model.model.rotary_emb, ByLength(limit)
+    by_length = ByLength(limit)
 
     class Both(torch.nn.Module):
         def __init__(self) -> None:
@@ -107,13 +106,30 @@ def test_rope_of_a_length_is_probed_too(limit: int) -> None:
             cosine, sine = self.by_length(x, seq_len=int(position_ids.max()) + 1)
             return cosine[position_ids].to(x.dtype), sine[position_ids].to(x.dtype)
 
-    del inner
     model.model.rotary_emb = Both()
-    if limit < 10**9:
-        with pytest.raises(ConfigError, match="its ByLength changes for all tokens"):
-            kv_layout(model)
-    else:
-        kv_layout(model)
+    return model
+
+
+@pytest.mark.parametrize("limit", [LONGEST - 10, LONGEST])
+def test_rope_of_a_length_is_probed_too(limit: int) -> None:
+    with pytest.raises(ConfigError, match="its ByLength changes for all tokens"):
+        kv_layout(model_by_length(limit))
+    kv_layout(model_by_length(10**9))
+
+
+def test_a_probe_makes_no_huge_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+
+    def recorded(self: ByLength, x: torch.Tensor, seq_len: int) -> Any:
+        nonlocal longest
+        longest = max(longest, seq_len)
+        return forward(self, x, seq_len)
+
+    forward = ByLength.forward
+    monkeypatch.setattr(ByLength, "forward", recorded)
+    monkeypatch.setattr("kvoffload.integrations.transformers.rope._LONGEST_TABLE", 4 * LONGEST)
+    kv_layout(model_by_length(10**9))
+    assert longest == 4 * LONGEST
 
 
 @pytest.mark.parametrize(

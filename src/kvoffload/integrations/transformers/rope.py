@@ -19,6 +19,8 @@ from kvoffload.errors import ConfigError
 _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
 """Probed positions beyond ``max_position_embeddings``, as its multiples."""
+_LONGEST_TABLE = 1 << 19
+"""Limit of probed lengths for modules that compute a table of the whole sequence: 256 MiB of float32."""
 _TOLERANCE = 0.02
 """Differences that are rounding, as a share of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
@@ -65,6 +67,8 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
     for call in calls:
         name = type(call.module).__name__
         for length in (longest, *(factor * longest for factor in _FACTORS)):
+            if call.makes_table and length > _LONGEST_TABLE:
+                break
             outcome = call.in_sequence(length)
             if outcome is Outcome.CHANGES:
                 _refuse(model, f"its {name} changes for all tokens in sequences of {length} tokens")
@@ -103,6 +107,14 @@ class _Call(NamedTuple):
     options: dict[str, Any]
     lengths: Set[int]
 
+    @property
+    def makes_table(self) -> bool:
+        """True if the module takes the length of the sequence."""
+        return any(self._is_length(value) for value in (*self.args, *self.options.values()))
+
+    def _is_length(self, value: Any) -> bool:
+        return type(value) is int and value in self.lengths
+
     def in_sequence(self, length: int) -> Outcome:
         """Compare the results for the leading tokens with those in a sequence of this length."""
 
@@ -110,7 +122,7 @@ class _Call(NamedTuple):
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:
                 value = value.clone()
                 value.reshape(-1)[-1] = length - 1
-            return length if type(value) is int and value in self.lengths else value
+            return length if self._is_length(value) else value
 
         try:
             module = copy.deepcopy(self.module).cpu()
