@@ -923,3 +923,19 @@ def test_a_recorded_trace_stays_the_same(tmp_path: Path, recorded_trace_path: Ca
     trace = read_trace(tmp_path / "out.jsonl")
     assert np.array_equal(trace.refs, original.refs)
     assert np.array_equal(trace.offsets, original.offsets)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO 11-26 03:00:09 [loggers.py:111] Engine 000: Avg prompt throughput: 1,204",
+        "(APIServer pid=7) INFO 11-26 03:00:00 [x.py:1] Starting",
+    ],
+)
+def test_a_log_of_vllm_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "vllm.log"
+    path.write_text(line + "\n")
+    with pytest.raises(
+        ConfigError, match=r"vllm\.log: it is a server's text log, which lacks the prompts. Record"
+    ):
+        converted(path)

@@ -134,6 +134,10 @@ class Source(ABC):
 SOURCES: Registry[Source] = Registry("from", Source, "kvoffload.traces.conversion.sources")
 
 
+_LEVELS = ("debug ", "info ", "warning ", "error ", "(apiserver", "(enginecore")
+"""Beginnings of the lines of vLLM's log, in small letters."""
+
+
 def kind_of(path: Path) -> type[Source]:
     """Detect the kind of a recording by its first record. Raises `ConfigError`, `TraceError`."""
     allowed = f"allowed: {', '.join(SOURCES.names())}"
@@ -144,6 +148,10 @@ def kind_of(path: Path) -> type[Source]:
         kind = SOURCES.find(name)
         if kind.recognises(fields):
             return kind
+    if any(field.startswith(_LEVELS) for field in fields):
+        why = "it is a server's text log, which lacks the prompts. Record an engine with kvoffload's option"
+        why += " `record` (docs/vllm.md), or convert a log of requests with their messages or token ids"
+        raise ConfigError("from", None, f"{path.name}: {why}")
     listed = f"the first record has {', '.join(sorted(fields)[:12]) or 'no fields'}"
     raise ConfigError("from", None, f"the format of {path.name} is not recognised: {listed}; {allowed}")
 
