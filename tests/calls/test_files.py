@@ -330,7 +330,7 @@ def test_another_version_of_the_package_is_a_warning(sound: Path, tmp_path: Path
         (lambda content: b"{}\n", "not a recording of calls"),
         (
             lambda content: content[:8] + b"\x07" + content[9:],
-            "format version 7; this kvoffload reads version 2",
+            "format version 7; this kvoffload reads version 3",
         ),
         (lambda content: content[:60], "the header is incomplete or damaged"),
         (
