@@ -82,12 +82,14 @@ def main() -> None:
         look_at_citation(wheel)
         if arguments.upload:
             ready_to_upload(wheel)
-        for version in arguments.pythons:
+        for version in sorted({*arguments.pythons, *arguments.torch, *arguments.lowest}):
             python = interpreter(version)
             if python is None:
                 say(f"Python {version} is not here: not tried")
                 continue
-            best = with_kernels(python, version, wheel, folder, arguments.numbas)
+            best = wheel
+            if version in arguments.pythons:
+                best = with_kernels(python, version, wheel, folder, arguments.numbas)
             if best != wheel:
                 look_into_platform_wheel(best, wheel)
                 first_replay(python, version, best, folder, arguments.numbas)
@@ -103,14 +105,14 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for name, default, told in (
-        ("--pythons", ",".join(SUPPORTED), "which are tried"),
+        ("--pythons", ",".join(SUPPORTED), "for which kernels are compiled, and which are tried"),
         (
             "--numbas",
             VLLM_PINS_NUMBA,
             "versions of numba for which kernels are compiled, besides the newest; half a minute each",
         ),
-        ("--torch", "", "of those: where it is tried with torch, too"),
-        ("--lowest", "", "of those: where it is tried with the lowest version of each dependency, too"),
+        ("--torch", "", "that are tried with torch"),
+        ("--lowest", "", "that are tried with the lowest version of each dependency"),
     ):
         parser.add_argument(name, default=default, type=lambda text: [one for one in text.split(",") if one],
                             help=f"{told}  [default: {default or 'none'}]")  # fmt: skip
@@ -325,7 +327,7 @@ def smoke(
 ) -> Path:
     """Install the wheel into an empty environment; run what a newcomer runs first. Returns the environment.
 
-    With the lowest versions kernels are compiled, because none are shipped for the lowest numba.
+    With the lowest versions a replay compiles kernels, because none are shipped for the lowest numba.
     """
     started = time.monotonic()
     home = folder / f"env-{version}{'-torch' if torch else ''}{'-lowest' if lowest else ''}"
@@ -349,7 +351,7 @@ def smoke(
     names = run(str(home / "bin/python"), "-I", "-c", EVERY_NAME, cwd=folder).strip()
     if torch:
         names += ", " + run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
-    if lowest or keep:
+    if lowest:
         (folder / "trace.jsonl").write_text(TRACE)
         replayed(home, folder)
         if not list(home.rglob("*.nbi")):
