@@ -189,24 +189,29 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
 
 def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
     """Check that links and sizes agree; return the members of each list."""
-    previous, following, owner = (lists.links[:, column].tolist() for column in (PREV, NEXT, LIST))
-    all_members: list[list[int]] = []
-    num_positions = lists.num_positions
-    for number, sentinel in enumerate(range(num_positions, len(owner))):
-        members: list[int] = []
-        row = following[sentinel]
-        while row != sentinel:
-            assert len(members) < num_positions, f"list {number} of {what} does not end"
-            assert owner[row] == sentinel, f"{row} is in list {number} of {what}, but records another list"
-            assert previous[following[row]] == row, f"links of {what} disagree at {row}"
-            members.append(row)
-            row = following[row]
-        size = owner[sentinel]
-        assert size == len(members), f"list {number} of {what} has {len(members)} members, but size {size}"
-        all_members.append(members)
-    num_listed = sum(map(len, all_members))
-    claims = num_positions - owner[:num_positions].count(UNLISTED)
-    assert num_listed == claims, f"{claims} positions of {what} record a list, but {num_listed} are listed"
+    first, end = lists.num_positions, len(lists.links)
+    previous, following, owner = (lists.links[:, column] for column in (PREV, NEXT, LIST))
+    rows = np.append(np.flatnonzero(owner[:first] != UNLISTED), np.arange(first, end))
+    list_of = np.where(np.arange(end) < first, owner, np.arange(end))
+    behind = following[rows]
+    for name, rightly in (
+        ("links leave the array", (behind >= 0) & (behind < end)),
+        ("an unknown list is recorded", (list_of[rows] >= first) & (list_of[rows] < end)),
+    ):
+        assert rightly.all(), f"{name} of {what} at {rows[~rightly]}"
+    for name, rightly in (
+        ("links disagree", previous[behind] == rows),
+        ("a link leads to another list", list_of[behind] == list_of[rows]),
+    ):
+        assert rightly.all(), f"{name} in {what} at {rows[~rightly]}"
+    claims = np.bincount(list_of[rows] - first, minlength=end - first) - 1
+    assert (owner[first:] == claims).all(), f"lists of {what} have sizes {owner[first:]}, members {claims}"
+    all_members = [lists.members(number) for number in range(end - first)]
+    for number, members in enumerate(all_members):
+        # The links are rings, so the walk of a list ends; another ring may have members of the same list.
+        last = members[-1] if members else first + number
+        whole = following[last] == first + number and (not members or max(members) < first)
+        assert whole, f"list {number} of {what} is in more than one ring"
     return all_members
 
 
