@@ -62,7 +62,3 @@ def test_damage_of_links(members: list[int | None], damage: list[tuple[int, int,
     for row, column, value in damage:
         lists.links[row, column] = value
     assert sound(lists) == walked(lists)
-
-
-def test_members() -> None:
-    assert _audit_lists("the lists", made([0, 1, 0, None, 1, 0])) == [[5, 2, 0], [4, 1]]

@@ -68,7 +68,8 @@ class LFU(CompiledPolicy):
 
     def order(self) -> list[int]:
         lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
+        used = (number for number in numbers if lists.size(number))
+        return [slot for number in used for slot in reversed(lists.members(number))]
 
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.by_count, range(self.max_count)

@@ -123,12 +123,13 @@ class Registry(Generic[T]):
         """Return the class, and for a known name the text after its colon."""
         known, colon, text = name.partition(":")
         value = text if colon else None
-        for point in self._entry_points():
-            if point.name == known and known not in self._built_in():
-                return self._check(known, point.load()), value
-        if known in self._built_in():
-            module = self._import(known, self._built_in()[known])
+        # Built-in classes first: entry points are read from the files of every installed package.
+        if home := self._built_in().get(known):
+            module = self._import(known, home)
             return next(cls for cls in self._own(module) if cls.name == known), value  # type: ignore[attr-defined]
+        for point in self._entry_points():
+            if point.name == known:
+                return self._check(known, point.load()), value
         home, _, attribute = name.rpartition(":")
         if not (home and attribute):
             raise ConfigError(self.field, name, f"allowed: {self.allowed}{nearest(name, self.names())}")

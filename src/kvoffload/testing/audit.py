@@ -25,6 +25,7 @@ from kvoffload.core.slots import FREE, WRITING
 from kvoffload.policies.hazard.path_runs import LENGTH, RUN_OF, SPARE, TAIL, PathRuns
 from kvoffload.policies.hazard.policy import Hazard
 from kvoffload.structures.index import ABSENT, Index
+from kvoffload.structures.jit import I32Matrix, kernel
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.structures.structs import Struct
@@ -187,38 +188,52 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
         assert actual == position, f"{what} finds {key.hex()} at {actual}, not at {position}"
 
 
-def _audit_lists(what: str, lists: Lists) -> list[list[int]]:
-    """Check that links and sizes agree; return the members of each list."""
-    first, end = lists.num_positions, len(lists.links)
-    previous, following, owner = (lists.links[:, column] for column in (PREV, NEXT, LIST))
-    rows = np.append(np.flatnonzero(owner[:first] != UNLISTED), np.arange(first, end))
-    list_of = np.where(np.arange(end) < first, owner, np.arange(end))
-    behind = following[rows]
-    for name, rightly in (
-        ("links leave the array", (behind >= 0) & (behind < end)),
-        ("an unknown list is recorded", (list_of[rows] >= first) & (list_of[rows] < end)),
-    ):
-        assert rightly.all(), f"{name} of {what} at {rows[~rightly]}"
-    for name, rightly in (
-        ("links disagree", previous[behind] == rows),
-        ("a link leads to another list", list_of[behind] == list_of[rows]),
-    ):
-        assert rightly.all(), f"{name} in {what} at {rows[~rightly]}"
-    claims = np.bincount(list_of[rows] - first, minlength=end - first) - 1
-    assert (owner[first:] == claims).all(), f"lists of {what} have sizes {owner[first:]}, members {claims}"
-    all_members = [lists.members(number) for number in range(end - first)]
-    for number, members in enumerate(all_members):
-        # The links are rings, so the walk of a list ends; another ring may have members of the same list.
-        last = members[-1] if members else first + number
-        whole = following[last] == first + number and (not members or max(members) < first)
-        assert whole, f"list {number} of {what} is in more than one ring"
-    return all_members
+@kernel
+def _first_fault(links: I32Matrix, num_positions: int) -> int:
+    """Walk every list; return a row with wrong links or size, `len(links)` for a lost row, or -1."""
+    num_listed = 0
+    for sentinel in range(num_positions, links.shape[0]):
+        row, size = sentinel, 0
+        while True:
+            following = links[row, NEXT]
+            if following != sentinel and (
+                following < 0
+                or following >= num_positions
+                or links[following, LIST] != sentinel
+                or size == num_positions
+            ):
+                return row
+            if links[following, PREV] != row:
+                return row
+            if following == sentinel:
+                break
+            row, size = following, size + 1
+        if links[sentinel, LIST] != size:
+            return sentinel
+        num_listed += size
+    for row in range(num_positions):
+        num_listed -= links[row, LIST] != UNLISTED
+    return -1 if num_listed == 0 else links.shape[0]
+
+
+def _audit_lists(what: str, lists: Lists) -> None:
+    """Check that links and sizes agree."""
+    row = _first_fault(lists.links, lists.num_positions)
+    if row >= 0:
+        end = len(lists.links)
+        where = "a row records a list, but is in none" if row == end else f"wrong links or sizes at row {row}"
+        raise AssertionError(
+            f"{what}: {where} of {lists.num_positions} positions and {lists.num_lists} lists"
+        )
 
 
 def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
-    *used, spare = _audit_lists(what, key_lists.lists)
-    positions = [position for members in used for position in members]
-    assert len(positions) + len(spare) == key_lists.lists.num_positions, f"{what} has lost positions"
+    lists = key_lists.lists
+    _audit_lists(what, lists)
+    *others, spare = range(lists.num_lists)
+    used = (number for number in others if lists.size(number))
+    positions = [position for number in used for position in lists.members(number)]
+    assert len(positions) + lists.size(spare) == lists.num_positions, f"{what} has lost positions"
     _audit_index(f"the index of {what}", key_lists.index, set(positions))
 
 
