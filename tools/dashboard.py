@@ -271,6 +271,21 @@ def what_if() -> Iterator[Panel]:
     )  # fmt: skip
 
 
+def tenants() -> Iterator[Panel]:
+    yield Panel(
+        "Blocks of tenants",
+        "With quotas: blocks that each tenant holds, readable or being stored. In a shared pool with shares: "
+        "`own` blocks of the engine, of `others`, and of engines that have `ended`.",
+        ((f"sum by (tenant, instance) ({ours('tenant_held_blocks')})", "{{tenant}} {{instance}}"),),
+    )
+    yield Panel(
+        "Loaded and evicted by tenant",
+        "Blocks per second. A tenant that loses many blocks and holds only its minimum needs a higher one.",
+        ((total(ours("tenant_loaded_blocks_total"), "tenant"), "{{tenant}} loaded"),
+         (total(ours("tenant_evicted_blocks_total"), "tenant"), "{{tenant}} evicted")),
+    )  # fmt: skip
+
+
 def tiers() -> Iterator[Panel]:
     yield Panel(
         "Use of tiers",
@@ -365,6 +380,7 @@ SECTIONS = {
     "Misses": misses,
     "Bytes and latency": transfers,
     "RAM and policy": ram,
+    "Tenants": tenants,
     "What if": what_if,
     "Tiers": tiers,
     "Damage, canary, audit": soundness,

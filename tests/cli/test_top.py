@@ -73,6 +73,26 @@ def test_rates_are_increases_per_second() -> None:
     assert tier.write_budget_bytes is None
 
 
+def tenants(step: float) -> str:
+    values = {"a": (700, 4 * step, step), "b c": (40, 0, 2 * step)}
+    return "".join(
+        f'vllm:kvoffload_tenant_{name}{{engine="0",model_name="m",tenant="{tenant}"}} {value}\n'
+        for tenant, row in values.items()
+        for name, value in zip(
+            ("held_blocks", "loaded_blocks_total", "evicted_blocks_total"), row, strict=True
+        )
+    )
+
+
+def test_tenants_have_rates() -> None:
+    (engine,) = between(metrics(10) + tenants(10), metrics(20) + tenants(20))
+    assert [(row.tenant, row.held, row.loaded, row.evicted) for row in engine.tenants] == [
+        ("a", 700, 20, 5),
+        ("b c", 40, 0, 10),
+    ]
+    assert engine.stored == 20
+
+
 def test_engines_of_a_server_are_told_apart() -> None:
     first, second = between(metrics(1) + metrics(1, "1"), metrics(2) + metrics(4, "1"), 1.0)
     assert (first.engine, first.lookups, second.engine, second.lookups) == ("m 0", 10, "m 1", 30)
@@ -201,6 +221,15 @@ def test_one_table_fits_80_columns(serve: Callable[..., str]) -> None:
     assert "a-model-wit~ 1: since the start: valkey:cache: 7 damaged" in done.stdout
     assert "m 0: no faults since the start" in done.stdout
     assert "not stored: admission" in done.stdout
+
+
+def test_tenants_have_a_line(serve: Callable[..., str]) -> None:
+    done = kvoffload("top", serve(metrics(1) + tenants(1), metrics(1) + tenants(1)), *ONCE, columns=160)
+    assert "tenants: a 700 held, 0 loaded/s, 0 evicted/s; b c 40 held, 0 loaded/s" in done.stdout
+    many = "".join(f'vllm:kvoffload_tenant_held_blocks{{engine="0",tenant="{n}"}} {n}\n' for n in range(12))
+    done = kvoffload("top", serve(metrics(1) + many.replace("engine=", 'model_name="m",engine=')), *ONCE)
+    assert "4 more" in done.stdout
+    assert "tenants" not in kvoffload("top", serve(metrics(1)), *ONCE).stdout
 
 
 def test_a_long_name_of_a_tier_takes_no_digits(serve: Callable[..., str]) -> None:

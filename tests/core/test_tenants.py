@@ -16,7 +16,17 @@ from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
 from kvoffload.core.request import RequestContext
-from kvoffload.core.tenants import MAX_TENANTS, UNLIMITED, UNSURE, Quota, Tenants, room_of_store
+from kvoffload.core.tenants import (
+    LEARNT_ALWAYS,
+    LEARNT_PART,
+    MAX_TENANTS,
+    UNLIMITED,
+    UNSURE,
+    Quota,
+    Tenants,
+    may_learn,
+    room_of_store,
+)
 from kvoffload.errors import ConfigError, PolicyError
 from kvoffload.structures.jit import kernel
 from kvoffload.testing.audit import audit, snapshot
@@ -24,7 +34,7 @@ from support.letters import HIT, MISS, keys, make, states, store, text
 from support.naive.lru import NaiveLRU
 from support.naive.tenants import Blocks
 from support.naive.tenants import room_of_store as naive_room
-from support.small_hazard import SmallHazard
+from support.small_hazard import HazardOfFewKeys, SmallHazard
 
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
 AB = {"a": Quota(4), "b": Quota(2, 6)}
@@ -253,8 +263,11 @@ limits = st.tuples(st.integers(0, 40), st.none() | st.integers(1, 60))
     st.integers(0, 40),
     st.integers(0, 10),
     st.integers(0, 4),
+    st.sets(st.integers(0, 4), max_size=2),
 )
-def test_the_room_equals_the_naive_twins(rows: list[Any], wanted: int, num_free: int, storing: int) -> None:
+def test_the_room_equals_the_naive_twins(
+    rows: list[Any], wanted: int, num_free: int, storing: int, ended: set[int]
+) -> None:
     tenants, blocks, quotas = Tenants(0), {}, {}
     names = [str(number) for number in range(len(rows))]
     for number, (numbers, (low, high)) in enumerate(rows):
@@ -265,8 +278,11 @@ def test_the_room_equals_the_naive_twins(rows: list[Any], wanted: int, num_free:
         tenants.on_path[number] = evictable - free_to_go
         tenants.min[number], tenants.max[number] = low, UNLIMITED if high is None else high
     tenants.num_tenants, owner = len(rows), storing % len(rows)
+    ended = {number for number in ended if number < len(rows) and number != owner}
+    tenants.orphans = sum(1 << number for number in ended)
     room = _room(tenants.memory, owner, wanted, num_free, 0)
-    expected = naive_room(blocks, quotas, names[owner], wanted, num_free)
+    orphans = {names[number] for number in ended}
+    expected = naive_room(blocks, quotas, names[owner], wanted, num_free, orphans)
     assert (room, tenants.usable_free) == (expected.room, expected.usable_free)
     if room > tenants.usable_free:
         givers = {name for number, name in enumerate(names) if tenants.givers >> number & 1}
@@ -277,6 +293,57 @@ def test_the_room_equals_the_naive_twins(rows: list[Any], wanted: int, num_free:
     if margin and (sure := _room(tenants.memory, owner, wanted, num_free, margin)) != UNSURE:
         assert sure == room, "an answer without the path differs from the answer with it"
         assert room <= tenants.usable_free or tenants.givers == givers
+
+
+# ---- what policies learn
+
+
+@kernel
+def _may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, capacity: int) -> bool:
+    return may_learn(tenants, owner, num_missing, num_stored, capacity)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 64)), max_size=200), st.integers(0, 400))
+def test_a_policy_learns_in_proportion_from_a_tenant_beyond_its_minimum(
+    stores: list[tuple[bool, int]], held: int
+) -> None:
+    capacity, offered, learnt = 1000, 0, 0
+    tenants = Tenants(0)
+    tenants.num_tenants, tenants.held[1], tenants.min[1] = 2, held, held // 2
+    for is_own, count in stores:
+        offered += count
+        may = _may_learn(tenants.memory, int(is_own), count, count, capacity)
+        learnt += count if is_own and may else 0
+        part = LEARNT_ALWAYS + LEARNT_PART * held / capacity
+        assert learnt <= part * offered + 1e-6
+    last = sum(count for is_own, count in stores if is_own)
+    if stores and last * capacity <= held * offered and all(is_own for is_own, _ in stores):
+        assert learnt == last, "a tenant with the whole cache"
+
+
+def test_a_policy_learns_from_stores_that_evict_nothing_or_are_within_the_minimum() -> None:
+    tenants = Tenants(0)
+    tenants.num_tenants, tenants.held[1], tenants.min[1] = 2, 10, 30
+    for _ in range(9):
+        assert _may_learn(tenants.memory, 1, 20, 20, 1000)
+    assert not _may_learn(tenants.memory, 1, 21, 21, 1000)
+    tenants.usable_free = 21
+    assert _may_learn(tenants.memory, 1, 21, 21, 1000)
+
+
+def test_a_scan_leaves_few_ghosts_and_few_samples() -> None:
+    learnt = []
+    for policy, number in (("arc", "b1_keys"), (HazardOfFewKeys, "references")):
+        quotas = {"other": Quota(990), "scan": Quota(0, 10)}
+        manager = OffloadingManager(1000, key_bytes=8, policy=policy, tenants=quotas)
+        serve_numbers(manager, "", range(990))
+        before = manager.stats().policy[number]
+        for first in range(10_000, 20_000, 10):
+            serve_numbers(manager, "scan", range(first, first + 10))
+        learnt.append(manager.stats().policy[number] - before)
+        audit(manager)
+    part = LEARNT_ALWAYS + LEARNT_PART * 10 / 1000
+    assert all(0 < number <= part * 11_000 + 10 for number in learnt), learnt
 
 
 # ---- searches

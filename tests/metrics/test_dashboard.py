@@ -45,7 +45,7 @@ def test_every_panel_has_an_explanation_and_a_number_of_its_own() -> None:
     shown = panels()
     assert all(panel["description"].endswith(".") for panel in shown)
     titles = [panel["title"] for panel in shown]
-    assert len({panel["id"] for panel in shown}) == len(shown) == 35
+    assert len({panel["id"] for panel in shown}) == len(shown) == 37
     assert len(set(titles)) >= len(titles) - 1, "only the hit ratio is shown twice"
 
 
@@ -88,9 +88,6 @@ def test_every_family_is_on_the_dashboard_or_has_a_reason() -> None:
         "tier_outage_s_total": "open circuit breakers say it",
         "tier_puts_total": "their cost is shown",
         "tier_gets_total": "their cost is shown",
-        "tenant_loaded_blocks_total": "only with quotas; docs/operations.md has the queries",
-        "tenant_evicted_blocks_total": "only with quotas; docs/operations.md has the queries",
-        "tenant_held_blocks": "only with quotas; docs/operations.md has the queries",
     }
     assert set(SERIES) - shown == set(left_out)
 

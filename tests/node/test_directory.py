@@ -208,15 +208,16 @@ def test_a_pool_of_another_version_is_left_alone_while_it_is_used(
     old = Engine(root, "old")
     old.store(0)
     with monkeypatch.context() as patch:
-        patch.setattr(directories, "FORMAT", 4)
-        patch.setattr("kvoffload.node.state.FORMAT", 4)
+        later = directories.FORMAT + 1
+        patch.setattr(directories, "FORMAT", later)
+        patch.setattr("kvoffload.node.state.FORMAT", later)
         new = Engine(root, "new")
         assert new.directory.path != old.directory.path
         assert not new.has(0)
         assert len(pools(root)) == 2
         [other] = [pool for pool in pools(root) if pool.path == old.directory.path]
         assert other.is_used
-        assert "needed: format 4" in other.problem
+        assert f"needed: format {later}" in other.problem
         old.close()
         Engine(root, "newer").close()
         assert [pool.path for pool in pools(root)] == [new.directory.path], (

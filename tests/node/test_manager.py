@@ -10,108 +10,27 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, initialize, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
-from kvoffload.core.hints import NO_HINTS, Hints
-from kvoffload.core.plans import LoadPlan
-from kvoffload.core.request import RequestContext
 from kvoffload.errors import ConfigError, GoneError, UnavailableError
 from kvoffload.node.directory import PoolDirectory
 from kvoffload.node.manager import NodeManager
 from kvoffload.node.state import StateFile
 from kvoffload.testing.audit import audit
-from kvoffload.testing.machine import NUM_KEYS, Job, ManagerMachine, Request, batches
-from kvoffload.testing.scripts import known_of_requests
+from kvoffload.testing.machine import NUM_KEYS, Job, Request
+from support.node_machine import MembersMachine
 from support.node_members import Members
+from support.share_machine import ShareMachine
 from support.small_hazard import SmallHazard
 
 KEYS = [bytes([number]) * 32 for number in (1, 2, 3)]
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
 """Without shrinking, which takes minutes: each example creates files."""
-
-
-class MembersMachine(ManagerMachine):
-    """Several members of a pool, compared with the model of one manager."""
-
-    manager: Members
-    requests: Bundle[Request] = Bundle("requests")
-
-    @initialize()
-    def start(self) -> None:
-        super().start()
-        self.all_requests: list[Request] = []
-        self.full: set[object] = set()
-
-    @rule(target=requests, numbers=batches, hints=known_of_requests)
-    def begin(self, numbers: list[int], hints: Hints = NO_HINTS) -> Request:
-        request: Any = super().begin(numbers, hints)
-        self.all_requests.append(request)
-        return request  # type: ignore[no-any-return]
-
-    @rule(request=Bundle("requests"))
-    def expect(self, request: Request) -> None:
-        if request.ctx is not None:
-            self.manager.expect(request.ctx)
-            self.waiting.setdefault(request.ctx, [])
-            if not self._expect_all(request.ctx):
-                self.full.add(request.ctx.owner)
-
-    def _expect_all(self, ctx: RequestContext) -> bool:
-        """Expect the keys of a request, head first, within the share of its member."""
-        room = self.manager.capacity_blocks * 7 // 8
-        share = room // len(self.manager.managers)
-        others = [other for other in self.waiting if other.owner is ctx.owner and other is not ctx]
-        most = share - sum(len(self.waiting[other]) for other in others)
-        own = self.waiting[ctx]
-        for key in list(ctx.keys())[len(own) :]:
-            expected = {key for keys in self.waiting.values() for key in keys}
-            if len(own) >= most or len(expected | {key}) > room:
-                return False
-            own.append(key)
-        return True
-
-    def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request; its room goes to the waiting requests of the same member."""
-        if self.waiting.pop(ctx, None) is not None and ctx.owner in self.full:
-            own = [other for other in self.waiting if other.owner is ctx.owner]
-            if all(map(self._expect_all, own)):
-                self.full.discard(ctx.owner)
-
-    @rule(number=st.integers(0, 3))
-    def kill(self, number: int) -> None:
-        """Kill a member between two calls: its blocks in flight are lost, its pins are released."""
-        members = self.manager.managers
-        dead = self.manager.kill(number % len(members))
-        for job in [job for job in self.jobs if job.plan.owner is dead and not job.void]:
-            slots = job.plan.slots.tolist()
-            if isinstance(job.plan, LoadPlan):
-                self.pins.subtract(slots)
-                self.condemned -= {slot for slot in slots if not self.pins[slot]}
-            elif job.stale:
-                self.condemned.difference_update(slots)
-            else:
-                for key in job.plan.keys:
-                    del self.state[key], self.slot_of[key]
-            job.stale, job.void = False, True
-        for request in self.all_requests:
-            if request.ctx is not None and request.ctx.owner is dead:
-                self._end_wait(request.ctx)
-                request.ctx, request.path, request.accessed = None, {}, set()
-        # Each member expects the keys of its requests anew, in its own order.
-        for ctx in [*self.waiting]:
-            self.manager.withdraw(ctx)
-        self.waiting.clear()
-        self.full.clear()
-
-    def teardown(self) -> None:
-        if hasattr(self, "manager"):
-            self.manager.close()
 
 
 @pytest.fixture(autouse=True)
@@ -122,11 +41,14 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)
 
 
-def machine_of(num_members: int, policy: Any, **manager: Any) -> type[MembersMachine]:
+def machine_of(
+    num_members: int, policy: Any, shares: Sequence[int] | None = None, **manager: Any
+) -> type[MembersMachine]:
     def make() -> Members:
-        return Members(num_members, 5, policy=policy, enable_events=True, **manager)
+        return Members(num_members, 5, policy=policy, enable_events=True, shares=shares, **manager)
 
-    return type("Machine", (MembersMachine,), {"make": staticmethod(make)})
+    base = ShareMachine if shares else MembersMachine
+    return type("Machine", (base,), {"make": staticmethod(make)})
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc", SmallHazard])
@@ -134,6 +56,15 @@ def machine_of(num_members: int, policy: Any, **manager: Any) -> type[MembersMac
 def test_members_equal_one_manager(policy: Any, num_members: int) -> None:
     run_state_machine_as_test(
         machine_of(num_members, policy),
+        settings=settings(max_examples=25, stateful_step_count=30, deadline=None, phases=QUICK),
+    )
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", SmallHazard])
+@pytest.mark.parametrize("shares", [(5,), (2, 1, 0), (2, 3)], ids=str)
+def test_members_with_shares_equal_the_model(policy: Any, shares: tuple[int, ...]) -> None:
+    run_state_machine_as_test(
+        machine_of(len(shares), policy, shares),
         settings=settings(max_examples=25, stateful_step_count=30, deadline=None, phases=QUICK),
     )
 
@@ -154,7 +85,10 @@ class Seeded:
     def __init__(self, seed: int) -> None:
         self._random = rng = random.Random(seed)
         policy = rng.choice(["lru", "arc", "s3fifo", "lirs", "wtinylfu", SmallHazard])
-        self.machine = machine_of(rng.randrange(1, 5), policy)()
+        num_members = rng.randrange(1, 5)
+        shares = [rng.randrange(1 + 5 // num_members) for _ in range(num_members)]
+        has_shares = any(shares) and rng.random() < 0.5
+        self.machine = machine_of(num_members, policy, shares if has_shares else None)()
         self.machine.start()
         self.requests: list[Request] = []
         self.stores: list[Job] = []
@@ -173,6 +107,8 @@ class Seeded:
             "sound_inside", "equals_the_model", "events_give_the_readable_blocks", "statistics_agree"
         ):  # fmt: skip
             getattr(self.machine, check)()
+        if isinstance(self.machine, ShareMachine):
+            self.machine.shares_agree()
 
     def _call(self, name: str) -> None:
         """Call a rule with a request, numbers of keys, or neither; skip it without a request."""

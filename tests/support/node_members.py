@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class _Hidden:
     names: Iterator[int] = field(default_factory=itertools.count)
     managers: list[NodeManager] = field(default_factory=list)
     directories: list[PoolDirectory] = field(default_factory=list)
+    shares: list[int] = field(default_factory=list)
     turn: int = 0
     clock_s: float = 0.0
 
@@ -36,14 +37,19 @@ class Members:
     """A manager that passes each request to one of `num_members` members of a pool, in turn.
 
     Calls without a request go to any member. Equal to one manager in all that a caller can see.
+
+    Args:
+        shares: share of each member in blocks; a new member takes the share of the dead one. None: no shares.
     """
 
-    def __init__(self, num_members: int, capacity_blocks: int, **manager: Any) -> None:
+    def __init__(
+        self, num_members: int, capacity_blocks: int, *, shares: Sequence[int] | None = None, **manager: Any
+    ) -> None:
         root = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
         hidden = _HIDDEN[id(self)] = _Hidden(root)
         self.capacity_blocks, self._arguments = capacity_blocks, manager
-        for _ in range(num_members):
-            self._join()
+        for number in range(num_members):
+            self._join(shares[number] if shares else 0)
         first = hidden.managers[0]
         self.key_bytes, self.medium, self.block_size = first.key_bytes, first.medium, first.block_size
         self.admission = first.admission
@@ -60,17 +66,34 @@ class Members:
     def managers(self) -> list[NodeManager]:
         return _HIDDEN[id(self)].managers
 
-    def _join(self) -> NodeManager:
+    def _join(self, share: int) -> NodeManager:
         hidden = _HIDDEN[id(self)]
         name = f"engine-{next(hidden.names)}"
         directory = PoolDirectory.join({"test": 1}, name, keep_s=60.0, root=hidden.root, has_keeper=False)
         manager = NodeManager(
-            self.capacity_blocks, directory=directory, clock=lambda: hidden.clock_s, **self._arguments
+            self.capacity_blocks,
+            directory=directory,
+            share_blocks=share,
+            clock=lambda: hidden.clock_s,
+            **self._arguments,
         )
+        hidden.shares.append(share)
         hidden.directories.append(directory)
         hidden.managers.append(manager)
         manager.take_events()  # The contents: the other members know them.
         return manager
+
+    def shares(self) -> dict[int, int]:
+        """Return the share of each member by its number in the pool."""
+        hidden = _HIDDEN[id(self)]
+        numbers = [directory.number for directory in hidden.directories]
+        return dict(zip(numbers, hidden.shares, strict=True))
+
+    def number_of(self, manager: NodeManager | None) -> int:
+        """Return the number of a member; None: of the member that gets the next call without a request."""
+        if manager is None:
+            manager = self.managers[(_HIDDEN[id(self)].turn + 1) % len(self.managers)]
+        return _HIDDEN[id(self)].directories[self.managers.index(manager)].number
 
     def _next(self) -> NodeManager:
         hidden = _HIDDEN[id(self)]
@@ -144,7 +167,7 @@ class Members:
         self.managers[0].take_events()
         dead = hidden.managers.pop(number)
         hidden.directories.pop(number).close()
-        newcomer = self._join()
+        newcomer = self._join(hidden.shares.pop(number))
         self._show()
         for manager in self.managers:
             if manager is not newcomer:
@@ -167,6 +190,7 @@ class Members:
         hidden = _HIDDEN[id(self)]
         hidden.managers.pop(number).close()
         hidden.directories.pop(number).close()
+        hidden.shares.pop(number)
 
     def close(self) -> None:
         hidden = _HIDDEN.pop(id(self))

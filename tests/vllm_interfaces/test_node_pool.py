@@ -64,6 +64,13 @@ def test_engines_with_equal_blocks_share(join: Join) -> None:
     assert two.number == 1
 
 
+def test_engines_with_different_shares_share(join: Join) -> None:
+    one, two = join("one", ram="1GiB,shared=node,share=512MiB"), join("two", ram="1GiB,shared=node")
+    assert one is not None
+    assert two is not None
+    assert one.path == two.path
+
+
 def test_processes_of_an_engine_have_one_number(join: Join) -> None:
     scheduler, worker = join("one"), join("one")
     assert scheduler is not None

@@ -53,6 +53,12 @@ def test_ram_that_engines_share() -> None:
         options = parse_options({"ram": value})
         assert (options.ram, options.ram_bytes, options.verification) == (shared, 2**30, "always")
     assert parse_options({"ram": "1GiB,shared=node,keep=0"}).ram.keep_s == 0.0
+    ram = parse_options({"ram": "4GiB,shared=node,share=1GiB"}).ram
+    assert (ram.share, ram.share_blocks(1023)) == (2**30, 255)
+    assert parse_options({"ram": "4GiB,shared=node"}).ram.share_blocks(1023) == 0
+    assert "ram.share: '1GiB' is invalid; allowed with shared=node" in message(ram="4GiB,share=1GiB")
+    assert "allowed: up to the size, 1GiB" in message(ram="1GiB,shared=node,share=2GiB")
+    assert "ram.share" in message(ram="1GiB,shared=node,share=much")
     assert "ram.shared: 'host' is invalid; allowed: node" in message(ram="1GiB,shared=host")
     assert "ram.keep: 'ever' is invalid; allowed: 0, or a time such as" in message(
         ram="1GiB,shared=node,keep=ever"

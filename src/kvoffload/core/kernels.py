@@ -50,8 +50,19 @@ from kvoffload.core.state import (
     evictable,
     may_give,
     note_move,
+    tenant_of,
 )
-from kvoffload.core.tenants import MAX_TENANTS, UNSURE, largest_part, num_evictable_of, room_of_store
+from kvoffload.core.tenants import (
+    MAX_TENANTS,
+    UNSURE,
+    adopt,
+    evicts_only_own,
+    forget_places,
+    largest_part,
+    may_learn,
+    num_evictable_of,
+    room_of_store,
+)
 from kvoffload.structures.batches import KeyBatch, OneKey
 from kvoffload.structures.index import (
     ABSENT,
@@ -305,6 +316,16 @@ def _log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result:
     end_call(log, place, put_slots(log, load.slots, count, place))
 
 
+@inline
+def _adopt_orphans(cache: Cache, path: Path, load: Pinned) -> None:
+    """Make the request's tenant the owner of loaded, pinned blocks whose owner no longer exists."""
+    tenants, tenant, num_adopted = cache.tenants, tenant_of(cache, path), 0
+    for row in range(load.count):
+        num_adopted += adopt(tenants, load.slots[row], tenant)
+    if num_adopted > 0:
+        forget_places(tenants)
+
+
 @kernel
 def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) -> int:
     """Pin a batch; return the number of blocks, or ``~row`` of the first block that is not ready."""
@@ -324,8 +345,8 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) 
         ref_cnt[slots[row]] += 1
         _hold(cache, slots[row], 1)
     load.count = max(0, result)
-    if has_tenants and is_load:
-        cache.tenants.loaded[path.tenant] += load.count
+    if has_tenants and is_load and cache.tenants.orphans != 0:
+        _adopt_orphans(cache, path, load)
     if cache.log.is_open and count >= 0:
         _log_load(cache.log, path, PREPARE_LOAD if is_load else PIN, count, load, result)
     return result
@@ -377,6 +398,9 @@ def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
 def _observe(cache: Cache, path: Path) -> None:
     """Report the new blocks of the path to a compiled policy that observes all traffic."""
     if cache.observe == 0 or path.observed == path.length:
+        return
+    if path.is_quiet != 0:
+        path.observed = path.length
         return
     for position in range(path.observed, path.length):
         path.found[position] = _slot_of(cache, path, position)
@@ -515,10 +539,11 @@ def _room_of_tenant(cache: Cache, path: Path, wanted: int) -> int:
     tenants, num_free = cache.tenants, cache.slots.num_free
     for owner in range(tenants.num_tenants):
         tenants.on_path[owner] = 0
-    room = room_of_store(tenants, path.tenant, wanted, num_free, path.length)
+    tenant = tenant_of(cache, path)
+    room = room_of_store(tenants, tenant, wanted, num_free, path.length)
     if room == UNSURE:
         _count_on_path(cache, path)
-        room = room_of_store(tenants, path.tenant, wanted, num_free, 0)
+        room = room_of_store(tenants, tenant, wanted, num_free, 0)
     return room
 
 
@@ -585,6 +610,11 @@ def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: b
         _note_rows(cache, path, new, 0, new.num_missing, miss_record.NO_ROOM)
         return NO_ROOM
     cache.spares = SPARES_TENANTS if cache.has_tenants else 0
+    if cache.has_tenants and new.num_missing > 0:
+        tenants, tenant = cache.tenants, tenant_of(cache, path)
+        learns = may_learn(tenants, tenant, new.num_missing, new.count, cache.slots.capacity)
+        tenants.is_quiet = not learns and evicts_only_own(tenants, tenant)
+        path.is_quiet |= not learns
     if _has_room_without_expected(cache, path, new.count):
         cache.spares |= SPARES_EXPECTED
     return new.count
@@ -673,7 +703,7 @@ def _leave_out_refused(path: Path, new: Entering) -> None:
 @inline
 def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
     """Give the slots of a plan to the request's tenant."""
-    tenants = cache.tenants
+    tenants, tenant = cache.tenants, tenant_of(cache, path)
     for i in range(new.count):
         slot = new.slots[i]
         if i >= new.num_free:
@@ -681,9 +711,9 @@ def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
             tenants.held[owner] -= 1
             tenants.evictable[owner] -= 1
             tenants.evicted[owner] += 1
-        tenants.owner[slot] = path.tenant
+        tenants.owner[slot] = tenant
         tenants.moves[slot] += np.uint32(1)
-    tenants.held[path.tenant] += new.count
+    tenants.held[tenant] += new.count
 
 
 @inline
@@ -1048,7 +1078,7 @@ def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, m
         records[position, HINT] = records[position, FLAGS] = np.uint64(0)
         path.positions[position] = position
     path.observed = path.num_expected = path.foreseen = path.used.count = 0
-    path.was_asked = 1
+    path.was_asked, path.is_quiet = 1, 0
     end = path.on_device
     while end < asked:
         _prefetch(cache.index, path, asked, end)

@@ -727,6 +727,9 @@ class OffloadingManager:
         if len(rows):
             self._note_damage(rows)
         is_load = call == "complete_load"
+        if is_load and self._state.has_tenants:
+            tenant = self._state.member or plan.request.tenant
+            self._state.tenants.loaded[tenant] += len(plan) - len(rows)
         if kernels.unpin(self._cache, plan.memory, is_load):
             self.slots.num_evictable -= self.slots.release(plan.slots)
         if len(rows):

@@ -85,7 +85,7 @@ class OnCompute:
             return
         ctx.observed = stop
         ctx.num_observations += 1
-        if self._has_observe:
+        if self._has_observe and not ctx.is_quiet:
             slots = np.empty(stop - start, np.int32)
             kernels.resolve(self.cache.memory, ctx.memory, np.arange(start, stop, dtype=np.int32), slots)
             self.policy.observe(ctx.keys(), slots, start, Path.over(ctx.memory).on_device)

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffload.core.expected import num_expected
 from kvoffload.core.request import Path
-from kvoffload.core.state import Cache, evictable
+from kvoffload.core.state import Cache, evictable, is_quiet
 from kvoffload.structures.batches import OneKey
 from kvoffload.structures.index import ABSENT, find_key
 from kvoffload.structures.jit import kernel
@@ -39,6 +39,14 @@ class Protected:
     def __contains__(self, slot: int) -> bool:
         return slot in self.entering or not _may_leave(self.cache, self.path, slot)
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if the policy should not learn from this store.
+
+        With quotas: a tenant replaces its own blocks, and too many for its part of the cache.
+        """
+        return bool(_is_quiet(self.cache))
+
     def expects(self, key: bytes) -> bool:
         """Return whether a waiting request expects this block. Do not refuse an expected block."""
         return bool(_is_expected(self.cache, key))
@@ -51,6 +59,11 @@ class Protected:
 @kernel
 def _may_leave(cache: Cache, path: Path, slot: int) -> bool:
     return evictable(cache, path, slot)
+
+
+@kernel
+def _is_quiet(cache: Cache) -> bool:
+    return is_quiet(cache)
 
 
 @kernel

@@ -60,6 +60,7 @@ class Path(Struct):
         number: number of the request in a recording of calls; 0 before its first recorded call.
         recorded: number of leading keys that the recording has.
         tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
+        is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
     """
 
     index: Index
@@ -77,6 +78,7 @@ class Path(Struct):
     number: int
     recorded: int
     tenant: int
+    is_quiet: int
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
@@ -98,6 +100,7 @@ _LENGTH = 8 * Path.fields["length"].at
 _LABEL = 8 * Path.fields["label"].at
 _NUMBER = 8 * Path.fields["number"].at
 _TENANT = 8 * Path.fields["tenant"].at
+_IS_QUIET = 8 * Path.fields["is_quiet"].at
 _INDEX, _USED = Path.fields["index"].at, Path.fields["used"].at
 
 
@@ -155,6 +158,16 @@ class RequestContext:
     def set_tenant(self, number: int) -> None:
         """Set the number of the request's tenant."""
         self.memory[_TENANT : _TENANT + 8] = number.to_bytes(8, "little")
+
+    @property
+    def tenant(self) -> int:
+        """Number of the request's tenant."""
+        return int.from_bytes(self.memory[_TENANT : _TENANT + 8], "little")
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if the policy does not observe the request."""
+        return self.memory[_IS_QUIET] != 0
 
     @property
     def length(self) -> int:
@@ -317,3 +330,4 @@ def _enlarge(path: Path, larger: Path) -> None:
     larger.on_device, larger.was_asked, larger.label = path.on_device, path.was_asked, path.label
     larger.num_expected, larger.foreseen = path.num_expected, path.foreseen
     larger.number, larger.recorded, larger.tenant = path.number, path.recorded, path.tenant
+    larger.is_quiet = path.is_quiet

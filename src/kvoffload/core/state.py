@@ -43,6 +43,8 @@ class Cache(Struct):
         misses: the reasons for which blocks are absent. Without room unless the manager explains misses.
         tenants: owners and quotas. Without room until the manager has quotas.
         has_tenants: 1 if the manager has quotas.
+        member: tenant of all requests of this process, if the tenants are the engines of a shared pool;
+            otherwise 0, and each request names its tenant.
         spares: bit mask of what the current store must not evict: `SPARES_EXPECTED` if it has enough room
             without evicting expected blocks, `SPARES_TENANTS` if quotas limit its victims.
         policy: address of the policy's state.
@@ -63,6 +65,7 @@ class Cache(Struct):
     misses: MissRecord
     tenants: Tenants
     has_tenants: int
+    member: int
     spares: int
     policy: int
     expect: int
@@ -172,9 +175,21 @@ def can_leave(cache: Cache, path: Path, slot: int) -> bool:
 
 
 @inline
+def tenant_of(cache: Cache, path: Path) -> int:
+    """Return the tenant of a request."""
+    return cache.member if cache.member != 0 else path.tenant
+
+
+@inline
 def may_give(cache: Cache, slot: int) -> bool:
     """Return whether the quotas let the store evict the block in `slot`."""
     return cache.spares & SPARES_TENANTS == 0 or gives(cache.tenants, slot)
+
+
+@inline
+def is_quiet(cache: Cache) -> bool:
+    """Return whether the policy should leave no ghosts of the current store, and not adapt to it."""
+    return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_quiet != 0
 
 
 @inline

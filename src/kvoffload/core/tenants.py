@@ -14,7 +14,7 @@ import numpy as np
 
 from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError
-from kvoffload.structures.jit import I16Array, I32Matrix, I64Array, I64Matrix, U32Array, inline
+from kvoffload.structures.jit import F64Array, I16Array, I32Matrix, I64Array, I64Matrix, U32Array, inline
 from kvoffload.structures.lists import LIST, PREV
 from kvoffload.structures.structs import Struct
 
@@ -24,6 +24,9 @@ MAX_TENANTS = 63
 """Most tenants, with `OTHER`: a set of tenants is a bit mask."""
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
+LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
+"""From a tenant beyond its minimum a policy learns this part of all offered blocks: `LEARNT_PART` times the
+tenant's part of the cache, plus `LEARNT_ALWAYS`, so that it also learns from a tenant without blocks."""
 UNSURE = -1
 """Result of `room_of_store`: the room is only known after `on_path` was counted."""
 
@@ -75,9 +78,15 @@ class Tenants(Struct):
         on_path: evictable blocks of each tenant on the path of the current store.
         marks: remembered places of searches, see `resume_search`.
         num_tenants: tenants with a number; 0 while there are no quotas.
+        orphans: bit mask of tenants that no longer exist; their blocks leave first.
         givers: bit mask of the tenants whose blocks the current store may evict.
         usable_free: number of free slots that the current store may use.
         is_owed: 1 if the tenant of the current store is below its minimum and other tenants give the blocks.
+        is_quiet: 1 if the policy should not learn from the current store (`may_learn`), whose victims are all
+            of its tenant.
+        num_offered: number of absent blocks that all stores have offered.
+        credit: number of offered blocks from which the policy may still learn, as of the time in `credited`.
+        credited: value of `num_offered` when the tenant's credit was last computed.
         stride: number of skipped blocks between two remembered places.
     """
 
@@ -92,21 +101,27 @@ class Tenants(Struct):
     on_path: I64Array
     marks: I64Matrix
     num_tenants: int
+    orphans: int
     givers: int
     usable_free: int
     is_owed: int
+    is_quiet: int
+    num_offered: int
+    credit: F64Array
+    credited: I64Array
     stride: int
 
     def __init__(self, capacity: int) -> None:
         counts = {
             name: np.full(MAX_TENANTS, 0, np.int64)
-            for name in ("held", "evictable", "min", "max", "loaded", "evicted", "on_path")
+            for name in ("held", "evictable", "min", "max", "loaded", "evicted", "on_path", "credited")
         }
         super().__init__(
             owner=np.full(capacity, 0, np.int16),
             moves=np.full(capacity, 0, np.uint32),
             marks=np.full((_ROWS if capacity else 0, _FIRST + 2 * _DEPTH), 0, np.int64),
             stride=_STRIDE,
+            credit=np.full(MAX_TENANTS, 0.0, np.float64),
             **counts,
         )
 
@@ -115,6 +130,9 @@ class Tenants(Struct):
         self.held[:] = np.bincount(self.owner[filled], minlength=MAX_TENANTS)
         self.evictable[:] = np.bincount(self.owner[evictable], minlength=MAX_TENANTS)
         self.marks.fill(0)
+        self.num_offered = 0
+        self.credit.fill(0.0)
+        self.credited.fill(0)
 
 
 class TenantNumbers:
@@ -218,6 +236,16 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
 
 
 @inline
+def _count_orphans(tenants: Tenants) -> int:
+    """Return the number of evictable blocks of tenants that no longer exist, without those on the path."""
+    count = np.int64(0)
+    for other in range(tenants.num_tenants):
+        if (tenants.orphans >> np.int64(other)) & 1 != 0:
+            count += tenants.evictable[other] - tenants.on_path[other]
+    return count
+
+
+@inline
 def largest_part(tenants: Tenants, owner: int, most: int) -> int:
     """Set `givers` for the largest part of `most` victims that tenants can give; return its size.
 
@@ -247,9 +275,10 @@ def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> in
 def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
     """Return how many of `wanted` new blocks of a tenant have room; set `givers` and `usable_free`.
 
-    Sources of victims, in this order: for a tenant below its minimum, other tenants; for a tenant that would
-    exceed its maximum, the tenant itself; otherwise the tenant itself and all tenants with a surplus. If
-    there is no room for all blocks, the largest part is stored.
+    Sources of victims, in this order: tenants that no longer exist, if they have enough; for a tenant below
+    its minimum, other tenants; for a tenant that would exceed its maximum, the tenant itself; otherwise the
+    tenant itself and all tenants with a surplus. If there is no room for all blocks, the largest part is
+    stored.
 
     Args:
         margin: upper bound of the blocks on the path, while `on_path` is 0; 0 if `on_path` is counted. With a
@@ -264,6 +293,12 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
         if needed == 0:
             tenants.givers = np.int64(ALL_TENANTS)
             return wanted
+        num_orphans = _count_orphans(tenants)
+        if num_orphans - margin >= needed:
+            tenants.givers = tenants.orphans
+            return wanted
+        if margin > 0 and num_orphans >= needed:
+            return UNSURE
         if tenants.held[owner] + wanted <= tenants.min[owner]:
             if _find_givers(tenants, owner, needed, False) - margin >= needed:
                 tenants.is_owed = 1
@@ -288,7 +323,66 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
     return _room_of_own(tenants, owner, wanted, num_free)
 
 
+@inline
+def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
+    """Make a tenant the owner of a pinned block whose owner no longer exists; return False for other blocks.
+
+    The caller then calls `forget_places`, because a search may have passed the block.
+    """
+    old = np.int64(tenants.owner[slot])
+    if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:
+        return False
+    tenants.owner[slot] = owner
+    tenants.held[old] -= 1
+    tenants.held[owner] += 1
+    return True
+
+
+# ---- what policies learn
+
+
+@inline
+def evicts_only_own(tenants: Tenants, owner: int) -> bool:
+    """Return whether the current store of a tenant can evict no block of another tenant."""
+    for other in range(tenants.num_tenants):
+        if other != owner and (tenants.givers >> other) & 1 != 0 and tenants.evictable[other] > 0:
+            return False
+    return True
+
+
+@inline
+def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, capacity: int) -> bool:
+    """Count a store; return whether the policy may learn from the store.
+
+    The state that a policy learns, such as ghosts and reuse statistics, is common to all tenants. From a
+    tenant beyond its minimum the policy learns in proportion to the tenant's part of the cache
+    (`LEARNT_PART`, `LEARNT_ALWAYS`), so that a scan does not displace what was learnt from other tenants.
+
+    Args:
+        num_missing: absent blocks that the store offers. num_stored: blocks among them that have room.
+        capacity: slots of the cache.
+    """
+    tenants.num_offered += num_missing
+    held = tenants.held[owner]
+    if num_stored <= tenants.usable_free or held + num_stored <= tenants.min[owner]:
+        return True
+    part = LEARNT_ALWAYS + LEARNT_PART * held / capacity
+    earned = part * (tenants.num_offered - tenants.credited[owner])
+    credit = min(tenants.credit[owner] + earned, np.float64(held + num_missing))
+    may = credit >= num_missing
+    tenants.credited[owner] = tenants.num_offered
+    tenants.credit[owner] = credit - num_missing if may else credit
+    return may
+
+
 # ---- searches that skip many blocks
+
+
+@inline
+def forget_places(tenants: Tenants) -> None:
+    """Forget all remembered places, because blocks have changed their owners where they are."""
+    for row in range(tenants.marks.shape[0]):
+        tenants.marks[row, _COUNT] = 0
 
 
 @inline

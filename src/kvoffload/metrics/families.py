@@ -64,11 +64,14 @@ AUDIT_RESULTS = {
 }
 POLICY = "policy_state"
 TENANT_COUNTERS = {
-    "tenant_loaded_blocks": "With tenants: blocks loaded by requests of the tenant.",
+    "tenant_loaded_blocks": "With tenants: undamaged blocks loaded by requests of the tenant.",
     "tenant_evicted_blocks": "With tenants: blocks of the tenant that were evicted.",
 }
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
-"""Metrics of each tenant that has a quota, and of all others as ``other``, with the label ``tenant``."""
+"""Metrics of each tenant that has a quota, and of all others as ``other``, with the label ``tenant``.
+
+In a shared pool whose engines have shares the tenants are ``own`` (this engine), ``others`` and ``ended``.
+"""
 WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"
 WHAT_IF = {
     WHAT_IF_RATIO: "With what_if: estimated share of the looked-up blocks that RAM would serve, by setting.",

@@ -16,6 +16,8 @@ from kvoffload.metrics.families import (
     MISSES,
     NOT_PROMOTED,
     REFUSED,
+    TENANT_COUNTERS,
+    TENANT_GAUGES,
     TIER,
     VLLM_PREFIX,
     WHAT_IF,
@@ -33,7 +35,7 @@ _VLLMS = {
 }
 """vLLM's own counters, and their names here."""
 _LABELS_OF_ENGINES = ("model_name", "engine", "manager")
-_OWN_LABELS = ("tier", "reason", "name", "setting")
+_OWN_LABELS = ("tier", "reason", "name", "setting", "tenant")
 _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
 _FAULTS = ("verification_failures", "failed_load_blocks", "failed_store_blocks", "internal_errors")
 
@@ -126,6 +128,16 @@ class WhatIfShown:
 
 
 @dataclass(frozen=True)
+class TenantShown:
+    """The blocks that a tenant holds, and its loaded and evicted blocks per second."""
+
+    tenant: str
+    held: float | None
+    loaded: float | None
+    evicted: float | None
+
+
+@dataclass(frozen=True)
 class EngineRates:
     """An engine in an interval. Rates are blocks per second unless named; `faults` count since its start.
 
@@ -135,6 +147,7 @@ class EngineRates:
         hit_ratio: of the looked-up blocks of the interval; None if there were none.
         ram_hits: hits that came from RAM.
         what_if: the current setting of RAM, then the settings to try; empty without them.
+        tenants: tenants with quotas, or the engines of a shared pool with shares, most blocks first.
         is_restarted: True if a counter fell: it counts from 0 again.
     """
 
@@ -162,6 +175,7 @@ class EngineRates:
     faults: Mapping[str, float]
     tiers: tuple[TierRates, ...]
     what_if: tuple[WhatIfShown, ...] = ()
+    tenants: tuple[TenantShown, ...] = ()
 
 
 def rates(before: Reading, after: Reading) -> list[EngineRates]:
@@ -210,6 +224,7 @@ class _Engine:
             faults={name: value for name in _FAULTS if (value := self._value(name)) is not None},
             tiers=tiers,
             what_if=self._what_if(),
+            tenants=self._tenants(),
         )
 
     def _tier(self, name: str) -> TierRates:
@@ -234,6 +249,16 @@ class _Engine:
         return tuple(
             WhatIfShown(setting, *(self._value(name, setting) for name in WHAT_IF)) for setting in settings
         )
+
+    def _tenants(self) -> tuple[TenantShown, ...]:
+        [held] = TENANT_GAUGES
+        shown = [
+            TenantShown(
+                name, self._value(held, name), *(self._rate(count, name) for count in TENANT_COUNTERS)
+            )
+            for name in sorted(self._labels(held))
+        ]
+        return tuple(sorted(shown, key=lambda tenant: -(tenant.held or 0.0)))
 
     def _labels(self, metric: str) -> list[str]:
         return [label for name, label in self._after if name == metric]

@@ -39,7 +39,7 @@ from kvoffload.text import size
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "kvoffload-node-"
-FORMAT = 3
+FORMAT = 4
 """Version of the files of a pool; increment it with every change of their layout."""
 STATE, SLOTS, FACTS = "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465

@@ -30,12 +30,13 @@ from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import FREE, WRITING, SlotArray
 from kvoffload.core.state import blank_load, entering
-from kvoffload.core.tenants import Quota
+from kvoffload.core.tenants import Quota, Tenants
 from kvoffload.errors import ConfigError, GoneError, MisuseError, UnavailableError
 from kvoffload.node import mutex
 from kvoffload.node.directory import STATE, PoolDirectory, locked
 from kvoffload.node.keeper import MAX_MEMBERS
 from kvoffload.node.mutex import ACQUIRED, BUSY, NEWS, OWNER_DIED
+from kvoffload.node.shares import owner_of, shares_of, take_share, update_owners
 from kvoffload.node.state import COUNTERS, DEPARTED, StateFile
 from kvoffload.structures.index import ABSENT
 from kvoffload.structures.keys import Keys
@@ -75,9 +76,14 @@ class NodeManager(OffloadingManager):
     - `reset` empties the pool for all engines. The events and `stats` are of all engines, the `counters` of
       this engine.
     - The admission rule of each engine counts only that engine's requests.
+    - Engines can have shares of the pool, which limit evictions as the minimums of tenants do
+      (`OffloadingManager.set_tenants`); an engine is the tenant of all its requests. Blocks of engines that
+      have ended leave first, unless another engine loads them and so becomes their owner.
 
     Args:
         directory: the membership in the pool. `close` does not close it.
+        share_blocks: number of blocks of this engine that other engines cannot evict while this engine runs.
+            Memory that the engine does not use is lent to the others.
         capacity_blocks, policy, key_bytes, block_size: equal in all members.
         admission, enable_events, medium: as for `OffloadingManager`.
         clock: monotonic seconds.
@@ -88,7 +94,8 @@ class NodeManager(OffloadingManager):
     Thread: one in each process. Cost: about 0.5 us a call more than an `OffloadingManager`.
 
     Raises:
-        ConfigError: for policies that are not compiled, and for a victim tier, which follows one device.
+        ConfigError: for policies that are not compiled, for a victim tier, which follows one device, and if
+            the shares of the running engines add up to more than the pool.
         UnavailableError: without room in ``/dev/shm``, for a pool of another version, and while a process is
             stopped inside a call.
     """
@@ -98,6 +105,7 @@ class NodeManager(OffloadingManager):
         capacity_blocks: int,
         *,
         directory: PoolDirectory,
+        share_blocks: int = 0,
         store: str = ON_COMPUTE,
         enable_events: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -119,11 +127,15 @@ class NodeManager(OffloadingManager):
         self._is_reported = False
         self._deferred: list[Callable[[], Any]] = []
         self._deferred_resets: set[bool] = set()
-        expected = Expected(most_expected(capacity_blocks), self.key_bytes)
+        expected, tenants = Expected(most_expected(capacity_blocks), self.key_bytes), Tenants(capacity_blocks)
         self._state.exchange("expected", expected)
+        self._state.exchange("tenants", tenants)
         self.queue = self.new_queue(self._expected_share)
         state = self._state
-        parts = [self.index, self.slots, state.duplicates, state.known, expected, state.misses, policy.state]
+        parts = [
+            self.index, self.slots, state.duplicates, state.known, expected, tenants, state.misses,
+            policy.state,
+        ]  # fmt: skip
         num_words, path = self.index.keys.shape[1], directory.path / STATE
         with locked(directory.path.parent):
             directory.begin_manager()
@@ -136,7 +148,7 @@ class NodeManager(OffloadingManager):
         self._mutex, self._numbers = self._file.mutex, self._file.numbers
         self._door, self._news, self._generation = self._mutex.door, -1, self._numbers.generation
         try:
-            self._join(enable_events)
+            self._join(enable_events, share_blocks)
         except BaseException as error:
             self._file.close()
             directory.end_manager()
@@ -146,8 +158,9 @@ class NodeManager(OffloadingManager):
 
     _not_ready = GoneError
 
-    def _join(self, enable_events: bool) -> None:
+    def _join(self, enable_events: bool, share_blocks: int) -> None:
         with self._locked(RESET_PATIENCE_S):
+            self._take_share(share_blocks)
             self._holds = self._file.adopt(self._state, self._directory.number)
             self._cache = self._state.memory
             self.store_mode.bind()
@@ -157,6 +170,22 @@ class NodeManager(OffloadingManager):
             self._event_at = self._numbers.num_events if is_empty else _UNKNOWN
             self._next_check = 0.0
             self._announce()
+
+    def _take_share(self, share_blocks: int) -> None:
+        """Give this engine its share. Raises `ConfigError`; then nothing has changed."""
+        number, tenants = self._directory.number, self._state.tenants
+        living = [other for other in range(MAX_MEMBERS) if self._directory.is_alive(other)]
+        take_share(tenants, number, share_blocks, living, self.capacity_blocks)
+        self._state.member = owner_of(number)
+        if share_blocks and not self._numbers.has_shares:
+            tenants.recount(self.slots.filled(), self.slots.idle())
+            self._numbers.has_shares = 1
+        self._update_owners()
+
+    def _update_owners(self) -> None:
+        """Note which engines exist, after an engine has joined or left."""
+        numbers = [number for number in range(MAX_MEMBERS) if self._directory.is_member(number)]
+        update_owners(self._state.tenants, numbers)
 
     @staticmethod
     def _is_compiled(policy: CompiledPolicy) -> bool:
@@ -257,6 +286,7 @@ class NodeManager(OffloadingManager):
             self._news = self._numbers.news
             self._mutex.heard()
             self._epoch = self._numbers.epoch
+            self._state.has_tenants = self._numbers.has_shares
             self.num_members = max(1, self._directory.num_members)
             self._events = [] if self._file.listening.any() else None
             if self._generation != self._numbers.generation:
@@ -305,6 +335,9 @@ class NodeManager(OffloadingManager):
         slots.ref_cnt[pinned] -= holds[pinned]
         idle = pinned[(slots.ref_cnt[pinned] == 0) & ~slots.condemned[pinned]]
         slots.num_evictable += len(idle)
+        tenants = self._state.tenants
+        if self._state.has_tenants:
+            tenants.evictable[:] += np.bincount(tenants.owner[idle], minlength=len(tenants.evictable))
         slots.release(np.concatenate([pinned, writing]))
         self._file.counters[DEPARTED] += self._file.counters[number]
         self._file.counters[number] = 0
@@ -313,6 +346,7 @@ class NodeManager(OffloadingManager):
         self._forget_expected()
         self._numbers.num_buried += 1
         self._directory.bury(number)
+        self._update_owners()
         logger.warning(
             "kvoffload: engine %d of the pool %s has ended without leaving: %d pinned and %d unfinished "
             "slots are released", number, self._directory.path.name, len(pinned), len(writing)
@@ -337,7 +371,9 @@ class NodeManager(OffloadingManager):
         """
         logger.error("kvoffload: %s of the pool %s: the pool is emptied", reason, self._directory.path.name)
         self._epoch, self._events = self._numbers.epoch, None
+        self._state.has_tenants = self._numbers.has_shares
         self._empty()
+        self._update_owners()
         self._numbers.num_events += len(self._file.events) + 1
         self._forget_expected()
         self._balance_counters()
@@ -416,7 +452,7 @@ class NodeManager(OffloadingManager):
         self._announce()
 
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
-        """Raise `ConfigError`: engines number their tenants independently, so owners cannot be shared."""
+        """Raise `ConfigError`: the owners of a shared pool's blocks are its engines (`share_blocks`)."""
         raise ConfigError(
             "tenants", ", ".join(quotas), "allowed only without a shared pool: each engine's own RAM"
         )
@@ -424,8 +460,13 @@ class NodeManager(OffloadingManager):
     # ---- reports
 
     def stats(self) -> ManagerStats:
-        """Return the counters of all engines, use of the slots, and statistics of the policy, as a copy."""
+        """Return the counters of all engines, use of the slots, and statistics of the policy, as a copy.
+
+        `tenants` is of the engines, if one has a share: ``own`` (this engine), ``others`` and ``ended``.
+        """
         stats = super().stats()
+        if self._state.has_tenants:
+            stats.tenants = shares_of(self._state.tenants, self._state.member)
         for name, value in zip(COUNTERS, self._file.counters.sum(axis=0).tolist(), strict=True):
             setattr(stats, name, value)
         return stats
@@ -463,6 +504,7 @@ class NodeManager(OffloadingManager):
             self._file.counters[DEPARTED] += self._file.counters[self._directory.number]
             self._file.counters[self._directory.number] = 0
             self._directory.bury(self._directory.number)
+            self._update_owners()
 
     def _emit(self, keys: Keys, *, removed: bool) -> None:
         ring, numbers = self._file.events, self._numbers

@@ -42,6 +42,7 @@ class Numbers(Struct):
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: events that were ever written to the ring.
+        has_shares: 1 from the time when the first engine with a share joined: blocks have owners.
         num_buried: engines that ended without leaving. num_died_inside: engines that died inside a call.
     """
 
@@ -49,6 +50,7 @@ class Numbers(Struct):
     epoch: int
     generation: int
     num_events: int
+    has_shares: int
     num_buried: int
     num_died_inside: int
 

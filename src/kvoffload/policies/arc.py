@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvoffload.core.ghosts import leave_ghost, prefetch_exchange
 from kvoffload.core.policy import CompiledPolicy
 from kvoffload.core.request import Path, Used
-from kvoffload.core.state import Cache, Entering, victim_of_either
+from kvoffload.core.state import Cache, Entering, is_quiet, victim_of_either
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
 from kvoffload.structures.jit import inline
 from kvoffload.structures.keylists import KeyLists, forget, forget_coldest
@@ -61,6 +61,8 @@ class ARC(CompiledPolicy):
       and becomes a ghost of that other list.
     - While slots are free (at the start, after failures), no victim is needed: REPLACE is skipped, and the
       rest of the case runs, so that the target is adapted and the bounds hold.
+    - With quotas, a tenant that replaces only its own blocks leaves ghosts only in proportion to its part of
+      the cache (`tenants.may_learn`); the other blocks leave T1 or T2 without a ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
       slot of a damaged block is pinned, the lists are shorter than the cache; at most `c` ghosts are kept
       (the coldest of B2 is dropped, then the coldest of B1).
@@ -172,16 +174,38 @@ def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
     take(own.lists, victim)
 
 
+@inline
+def _replace_quietly(own: State, cache: Cache, path: Path) -> int:
+    """Evict a block for a new block of T1 without a ghost; return the victim or ABSENT."""
+    links, sizes, c = own.lists.links, own.ghosts.lists.links, own.lists.num_positions
+    size_t1 = links[c + T1, LIST] + own.new_t1
+    from_t1 = size_t1 >= 1 and size_t1 > own.target
+    victim = victim_of_either(cache, path, own.lists, T1 if from_t1 else T2)
+    if victim != ABSENT:
+        if links[victim, LIST] == c + T2 and size_t1 + sizes[c + B1, LIST] == c:
+            forget_coldest(own.ghosts, c + B1)
+        take(own.lists, victim)
+    return victim
+
+
 @ARC.compiled
 def replace(own: State, new: Entering, cache: Cache, path: Path) -> None:
     links, ghosts, slots, c = own.lists.links, own.ghosts, new.slots, own.lists.num_positions
     own.new_t1 = own.new_t2 = 0
+    is_quiet_store = is_quiet(cache)
     _prefetch(own, new, cache)
     rewind(own.lists)
     for i in range(new.count):
         ghost = find(ghosts.index, new.keys, i, hash_row(new.keys, i))
         in_b2 = ghost != ABSENT and ghosts.lists.links[ghost, LIST] == c + B2
         size_t1 = links[c + T1, LIST] + own.new_t1
+        if is_quiet_store and ghost == ABSENT and i >= new.num_given:
+            victim = _replace_quietly(own, cache, path)
+            if victim == ABSENT:
+                return
+            slots[i] = victim
+            own.new_t1 += 1
+            continue
         keeps_ghost = _learn(own, ghost)
         if i >= new.num_given:  # REPLACE
             from_t1 = size_t1 >= 1 and (size_t1 > own.target or (in_b2 and size_t1 == own.target))

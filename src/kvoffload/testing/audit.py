@@ -156,7 +156,7 @@ def _audit_counters(manager: OffloadingManager) -> None:
 def _audit_tenants(manager: OffloadingManager) -> None:
     tenants, slots = manager.store_mode.cache.tenants, manager.slots
     if not manager.store_mode.cache.has_tenants:
-        assert not len(tenants.owner), "owners without quotas"
+        assert not tenants.held.any(), "blocks have owners without quotas"
         return
     for name, counted, blocks in (
         ("held", tenants.held, slots.filled()),

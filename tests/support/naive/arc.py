@@ -50,6 +50,8 @@ class NaiveARC(BlockwisePolicy):
         (self.t2 if self._enters_t2 else self.t1)[slot] = key
 
     def victim(self, key: bytes, protected: Protected) -> int:
+        if protected.is_quiet and key not in self.b1 and key not in self.b2:
+            return self._replace_quietly(key, protected)
         in_b2 = key in self.b2
         keeps_ghost = self._learn(key)
         self._case_done = True
@@ -64,6 +66,19 @@ class NaiveARC(BlockwisePolicy):
                     if len(self.b1) + len(self.b2) == self.capacity_blocks:
                         del (self.b2 or self.b1)[0]
                     ghosts.append(gone)
+                return slot
+        raise PolicyError(f"no block may leave for {key.hex()}")
+
+    def _replace_quietly(self, key: bytes, protected: Protected) -> int:
+        """REPLACE for a block of T1, without a ghost."""
+        self._case_done, self._enters_t2 = True, False
+        homes = [self.t1, self.t2]
+        for home in homes if len(self.t1) > self.p else reversed(homes):
+            slot = first_unprotected(home, protected)
+            if slot is not None:
+                if home is self.t2 and len(self.t1) + len(self.b1) == self.capacity_blocks:
+                    del self.b1[0]
+                del home[slot]
                 return slot
         raise PolicyError(f"no block may leave for {key.hex()}")
 

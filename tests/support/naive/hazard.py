@@ -10,6 +10,7 @@ from itertools import takewhile
 from kvoffload.core.hints import Hints, Labels
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.protection import Protected
+from kvoffload.core.request import Path
 from kvoffload.core.slots import SlotArray
 from kvoffload.core.state import REFUSED
 from kvoffload.errors import PolicyError
@@ -352,8 +353,9 @@ class NaiveHazard(EvictionPolicy):
         rows = range(num_free, len(arriving))
         for row in rows if protected.one_prefix or protected.admitted else reversed(rows):
             slot = self._coldest(self.lru, protected)
-            self.oldest_victim *= 1.0 - 1.0 / self.capacity_blocks
-            self.oldest_victim = max(self.oldest_victim, self.now - self.blocks[slot].last)
+            if not Path.over(protected.path).is_quiet:
+                self.oldest_victim *= 1.0 - 1.0 / self.capacity_blocks
+                self.oldest_victim = max(self.oldest_victim, self.now - self.blocks[slot].last)
             self._drop(slot)
             slots[row] = slot
         return self._first_rows(len(arriving))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
 from kvoffload.core.tenants import Quota
@@ -25,14 +25,24 @@ class Room(NamedTuple):
 
 
 def room_of_store(
-    tenants: Mapping[str, Blocks], quotas: Mapping[str, Quota], tenant: str, wanted: int, num_free: int
+    tenants: Mapping[str, Blocks],
+    quotas: Mapping[str, Quota],
+    tenant: str,
+    wanted: int,
+    num_free: int,
+    orphans: Set[str] = frozenset(),
 ) -> Room:
-    """Return the room of `wanted` blocks of a tenant. `tenants` has all tenants, `quotas` some of them."""
+    """Return the room of `wanted` blocks of a tenant. `tenants` has all tenants, `quotas` some of them.
+
+    `orphans`: the tenants that no longer exist.
+    """
     quota = quotas.get(tenant, Quota())
     held = tenants[tenant].held
     most = held + wanted if quota.max_blocks is None else quota.max_blocks
     growth = max(0, most - held)
     part = min(wanted, growth)
+    if num_free < wanted <= growth and can_give(tenants, orphans) >= wanted - num_free:
+        return Room(wanted, frozenset(orphans), num_free)
     if held + wanted <= quota.min_blocks and wanted > num_free:
         lenders = givers_for(tenants, quotas, wanted - num_free) - {tenant}
         if can_give(tenants, lenders) >= wanted - num_free:
@@ -66,5 +76,5 @@ def givers_for(tenants: Mapping[str, Blocks], quotas: Mapping[str, Quota], neede
     )
 
 
-def can_give(tenants: Mapping[str, Blocks], givers: frozenset[str]) -> int:
+def can_give(tenants: Mapping[str, Blocks], givers: Set[str]) -> int:
     return sum(tenants[name].free_to_go for name in givers)

@@ -507,8 +507,9 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
             return
         slot, oldest = oldest, order[oldest, PREV]
         # The maximum decays within a few turnovers of the cache, so that LRU does not stay for ever.
-        own.oldest_victim *= 1.0 - 1.0 / own.last.shape[0]
-        own.oldest_victim = max(own.oldest_victim, np.float64(own.now - own.last[slot]))
+        if path.is_quiet == 0:
+            own.oldest_victim *= 1.0 - 1.0 / own.last.shape[0]
+            own.oldest_victim = max(own.oldest_victim, np.float64(own.now - own.last[slot]))
         unlink(own.lists.links, slot)
         leave(own.runs, slot)
         block_class, last = classify(own.history, new.keys, i, own.now)

@@ -186,7 +186,8 @@ class KVOffloadManager(OffloadingManager):
         if self._node_pool is not None:
             if key_bytes != USUAL_KEY_BYTES:
                 raise ConfigError("ram", "shared", f"keys have {key_bytes} bytes; needed: {USUAL_KEY_BYTES}")
-            make_ram_manager = partial(NodeManager, directory=self._node_pool)
+            share = options.ram.share_blocks(pool.num_slots)
+            make_ram_manager = partial(NodeManager, directory=self._node_pool, share_blocks=share)
         if self._call_recorder is not None:
             make_ram_manager = partial(RecordedManager, recorder=self._call_recorder)
         if self._tiered is not None:
@@ -704,7 +705,8 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.show(taken, counters, self.core.policy)
         self.metrics.show_reach(taken, self._reach.seconds(self.core.miss_record, time.monotonic()))
         self._add_audits(taken)
-        if self._options.tenants is not None or self._live is not None:
+        has_tenants = self._options.tenants is not None or self._live is not None
+        if has_tenants or self._node_pool is not None:
             self.metrics.add_tenants(taken, self.core.stats().tenants)
         if self._what_if is not None:
             self.metrics.show_what_if(taken, self._what_if.due(time.monotonic()))

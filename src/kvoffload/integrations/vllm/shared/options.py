@@ -106,11 +106,18 @@ class RamOptions:
         shared: ``node``: all engines of this user on this machine with equal blocks share one pool of this
             size. Empty: the engine has its own pool.
         keep_s: seconds for which a shared pool survives its last engine; 0 removes it at once.
+        share: bytes of a shared pool that belong to this engine while it runs; unused bytes are lent to the
+            other engines. None: no share.
     """
 
     size: Size
     shared: Annotated[str, OneOf((NODE,))] | None = None
     keep_s: NotNegative = field(default=600.0, metadata={"option": "keep"})
+    share: Size | None = None
+
+    def share_blocks(self, num_blocks: int) -> int:
+        """Return the share in blocks of a pool, rounded down."""
+        return (self.share or 0) * num_blocks // self.size
 
 
 class _RamParser:
@@ -132,7 +139,12 @@ class _RamParser:
                 raise ConfigError(
                     f"{field}.keep", keep, "allowed: 0, or a time such as 60, 10min, 1h"
                 ) from None
-        return within(field, RamOptions, given)
+        options = within(field, RamOptions, given)
+        if options.share is not None and not options.shared:
+            raise ConfigError(f"{field}.share", given["share"], "allowed with shared=node")
+        if options.share is not None and options.share > options.size:
+            raise ConfigError(f"{field}.share", given["share"], f"allowed: up to the size, {given['size']}")
+        return options
 
 
 @dataclass(frozen=True)
@@ -317,7 +329,7 @@ def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
     if options.tenants is None:
         return
     if options.ram.shared:
-        why = "with shared RAM there are no quotas: engines number tenants independently"
+        why = "with shared RAM there are no quotas, because blocks belong to engines; see ram: share"
         yield ConfigError("tenants", str(options.tenants), why)
     if options.store == ON_DEVICE_EVICTION:
         yield ConfigError("tenants", str(options.tenants), ONE_OWNER)

@@ -1,0 +1,79 @@
+"""Shares of a pool's engines: the engines are the tenants of the pool's blocks.
+
+Owns the number of each engine's tenant. The tenant 0 stands for engines that can have no share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from kvoffload.core.tenants import MAX_TENANTS, UNLIMITED, Tenants, TenantStats
+from kvoffload.errors import ConfigError
+
+MAX_OWNERS = MAX_TENANTS - 1
+"""Engines that own blocks: those with smaller numbers."""
+
+KINDS = ("own", "others", "ended")
+"""Names in `shares_of`."""
+
+
+def owner_of(number: int) -> int:
+    """Return the tenant of an engine. Blocks of engines that cannot own blocks belong to the tenant 0."""
+    return number + 1 if number < MAX_OWNERS else 0
+
+
+def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
+    """Set the share of an engine that joins, in blocks; the engine begins with the blocks of its tenant.
+
+    A restarted engine usually gets its old number, and so its old blocks.
+
+    Args:
+        running: numbers of the engines that run.
+
+    Raises: `ConfigError` if the shares of the running engines exceed the capacity; then nothing has changed.
+    """
+    taken = sum(int(tenants.min[owner_of(other)]) for other in running if other != number)
+    left = max(0, capacity - taken) if number < MAX_OWNERS else 0
+    if not 0 <= share <= left:
+        why = (
+            f"the pool has {capacity:,} blocks, and the shares of its other engines are {taken:,}; "
+            f"allowed: 0 to {left:,} blocks"
+        )
+        raise ConfigError("share", f"{share:,} blocks", why)
+    owner = owner_of(number)
+    if owner:
+        tenants.min[owner] = share
+        tenants.loaded[owner] = tenants.evicted[owner] = 0
+
+
+def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
+    """Record which engines exist; the blocks of all others leave first. Cost: O(engines)."""
+    owners = np.zeros(MAX_TENANTS, np.bool_)
+    owners[[owner_of(number) for number in numbers]] = True
+    owners[0] = False
+    tenants.min[~owners] = 0
+    tenants.max.fill(UNLIMITED)
+    tenants.orphans = sum(1 << int(owner) for owner in np.flatnonzero(~owners))
+    tenants.num_tenants = max(tenants.num_tenants, 1 + int(np.flatnonzero(owners).max(initial=0)))
+
+
+def shares_of(tenants: Tenants, own: int) -> dict[str, TenantStats]:
+    """Return the counts of an engine (``own``), of the other engines, and of engines that have ended.
+
+    `loaded` and `evicted` only of the engine itself: a sum over engines would fall when one of them ends.
+    """
+    kinds = np.full(MAX_TENANTS, 1)
+    kinds[[bool(tenants.orphans >> owner & 1) for owner in range(MAX_TENANTS)]] = 2
+    kinds[own] = 0 if own else 2
+    low, held = (
+        np.bincount(kinds, count, minlength=3).astype(np.int64).tolist()
+        for count in (tenants.min, tenants.held)
+    )
+    stats = {KINDS[kind]: TenantStats(low[kind], None, held[kind], 0, 0) for kind in range(3)}
+    if own:
+        loaded, evicted = int(tenants.loaded[own]), int(tenants.evicted[own])
+        stats["own"] = replace(stats["own"], loaded=loaded, evicted=evicted)
+    return stats
