@@ -337,13 +337,16 @@ def test_a_scan_leaves_few_ghosts_and_few_samples() -> None:
         quotas = {"other": Quota(990), "scan": Quota(0, 10)}
         manager = OffloadingManager(1000, key_bytes=8, policy=policy, tenants=quotas)
         serve_numbers(manager, "", range(990))
+        serve_numbers(
+            manager, "", range(500)
+        )  # into ARC's T2, because a T1 that fills the cache has no ghosts
         before = manager.stats().policy[number]
-        for first in range(10_000, 20_000, 10):
+        for first in range(10_000, 15_000, 10):
             serve_numbers(manager, "scan", range(first, first + 10))
         learnt.append(manager.stats().policy[number] - before)
         audit(manager)
     part = LEARNT_ALWAYS + LEARNT_PART * 10 / 1000
-    assert all(0 < number <= part * 11_000 + 10 for number in learnt), learnt
+    assert all(0 < number <= part * 6_000 + 10 for number in learnt), learnt
 
 
 # ---- searches

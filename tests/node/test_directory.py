@@ -393,10 +393,10 @@ def test_a_process_that_is_stopped_while_it_changes_pools(
 
 @pytest.fixture
 def small(root: Path) -> Iterator[Path]:
-    """A file system of 64 pages."""
+    """A file system of 128 pages."""
     path = root / "small"
     path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=0700", "tmpfs", str(path)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k,mode=0700", "tmpfs", str(path)]
     if os.geteuid() or subprocess.run(command, check=False).returncode:
         pytest.skip("this machine does not allow to mount a file system")
     yield path
