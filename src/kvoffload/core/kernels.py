@@ -323,7 +323,7 @@ def _adopt_orphans(cache: Cache, path: Path, load: Pinned) -> None:
     for row in range(load.count):
         num_adopted += adopt(tenants, load.slots[row], tenant)
     if num_adopted > 0:
-        forget_places(tenants)
+        forget_places(tenants, tenant)
 
 
 @kernel

@@ -379,10 +379,15 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 
 
 @inline
-def forget_places(tenants: Tenants) -> None:
-    """Forget all remembered places, because blocks have changed their owners where they are."""
+def forget_places(tenants: Tenants, owner: int) -> None:
+    """Forget places that may be wrong after a tenant has adopted blocks: those with the tenant as a giver.
+
+    Places with all orphans as givers stay valid, because no search has passed the blocks of orphans.
+    """
     for row in range(tenants.marks.shape[0]):
-        tenants.marks[row, _COUNT] = 0
+        givers = tenants.marks[row, _MASK]
+        if (givers >> np.int64(owner)) & 1 != 0 and givers & tenants.orphans != tenants.orphans:
+            tenants.marks[row, _COUNT] = 0
 
 
 @inline
