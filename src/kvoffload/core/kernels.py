@@ -880,7 +880,7 @@ def _offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> i
         tenants = cache.tenants
         for owner in range(tenants.num_tenants):
             tenants.on_path[owner] = 0
-        tenants.usable_free = tenants.is_owed = 0
+        tenants.usable_free = tenants.is_owed = tenants.is_quiet = 0
         new.count = largest_part(tenants, MAX_TENANTS, new.count)
         cache.spares = SPARES_TENANTS
     if _has_room_without_expected(cache, path, new.count):
