@@ -47,7 +47,8 @@ class Members:
     ) -> None:
         root = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
         hidden = _HIDDEN[id(self)] = _Hidden(root)
-        self.capacity_blocks, self._arguments = capacity_blocks, manager
+        self.capacity_blocks = self.usable_blocks = capacity_blocks
+        self._arguments = manager
         for number in range(num_members):
             self._join(shares[number] if shares else 0)
         first = hidden.managers[0]
