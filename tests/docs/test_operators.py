@@ -246,8 +246,13 @@ def test_the_readme_has_the_numbers_of_its_sources() -> None:
     (sentence,) = re.findall(r"It prints `(Buy [^`]*)`", readme)
     # The page prints that sentence with the sources of the saving behind it; a slow test runs it.
     assert sentence.rstrip(")") in " ".join(planner.split())
-    (ours_short, ours_long, short, long) = re.findall(
-        r"\*\*([\d.]+) µs, ([\d.]+) µs\*\*.*LRU manager: ([\d.]+) and ([\d.]+) times", readme
-    )[0]
-    assert f"| 1 | {ours_short} ({short}x) |" in performance
-    assert re.search(rf"^\| 1,024 \| {ours_long}\.\d \({long}x\) \|", performance, re.M)
+    (row,) = re.findall(r"^\| CPU time of the control plane .*", readme, re.M)
+    ours = re.findall(r"(LRU|ARC) ([\d.]+) and ([\d.]+) µs", row)
+    ratios = re.findall(r"(LRU|ARC) ([\d.]+) (?:times )?and ([\d.]+) times", row.replace(" as much", ""))
+    assert [policy for policy, *_ in ours] == [policy for policy, *_ in ratios] == ["LRU", "ARC"]
+    for blocks, number in (("1", 1), ("1,024", 2)):
+        cells = re.findall(rf"^\| {blocks} \| (.*) \|$", performance, re.M)[0]
+        for (_, *times), (_, *factors), cell in zip(ours, ratios, cells.split(" | "), strict=False):
+            measured, factor = re.fullmatch(r"([\d.]+) \(([\d.]+)x\)", cell).groups()  # type: ignore[union-attr]
+            assert factor == factors[number - 1]
+            assert f"{float(measured):.3g}" == f"{float(times[number - 1]):.3g}"
