@@ -183,7 +183,7 @@ def test_all_addresses_share_one_deadline(silent: SocketAddress, monkeypatch: py
     tried = []
     begin = room._begin
     monkeypatch.setattr(room, "_begin", lambda address, *more: (tried.append(address), begin(address, *more)))
-    deadline = time.monotonic() + 0.4
+    deadline = time.monotonic() + 1.0
     with pytest.raises(TimeoutError):
         race(8 * [silent], deadline)
     assert time.monotonic() >= deadline

@@ -168,7 +168,7 @@ def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.so
                 raise TimeoutError("no address of the host has answered in time")
             if waiting and (now >= next_at or not selector.get_map()):
                 candidate = waiting.pop(0)
-                next_at = now + head_start_s
+                next_at = min(next_at, now) + head_start_s  # a late start delays no later one
                 try:
                     _begin(candidate, selector, stack)
                 except OSError as problem:
