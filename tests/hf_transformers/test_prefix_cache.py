@@ -530,3 +530,10 @@ def test_prompts_on_another_device_are_refused() -> None:
 def test_a_model_in_training_mode_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"model.training: True .*call model.eval\(\)"):
         kv_layout(copy.deepcopy(model_of("llama")).train(), T)
+    model = copy.deepcopy(model_of("llama"))
+    with opened(model) as cache:
+        prefix = PrefixCache(model, cache)
+        model.train()
+        for call in (prefix.begin, prefix.generate):
+            with pytest.raises(ConfigError, match=r"model.training: True .*call model.eval\(\)"):
+                call(tokens(1, 9))

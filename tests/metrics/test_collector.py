@@ -210,6 +210,17 @@ def test_a_failed_copy_of_a_cache_is_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert values_of(collector)["kvoffload_failed_load_blocks_total", "kvoffload"] == 2
 
 
+def test_a_collector_that_raises_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = layout_of()
+    cache = kvoffload.open(model="m", layout=layout, ram="1MiB")
+    collector = Collector(cache)
+    monkeypatch.setattr(collector, "update", _fails)
+    cache.close()
+    assert "the metrics are no longer updated" in caplog.text
+
+
 def _fails(*_: Any) -> Any:
     raise OSError("out of order")
 

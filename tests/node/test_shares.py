@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.node.directory import PoolDirectory
 from kvoffload.node.keeper import MAX_MEMBERS
 from kvoffload.node.manager import NodeManager
 from kvoffload.node.shares import MAX_OWNERS
+from kvoffload.node.state import StateFile
 from kvoffload.testing.audit import audit
 
 CAPACITY = 8
@@ -204,3 +205,21 @@ def test_more_engines_than_owners(root: Path) -> None:
         Member(root, "one-more", 1)
     for member in members:
         member.close()
+
+
+def test_a_join_without_memory_changes_no_counts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: after it no engine stored, because the counts of evictable blocks were incomplete."""
+    first = Member(root, "first")
+
+    def no_room(self: StateFile, start: int, num_bytes: int) -> None:
+        raise UnavailableError("ram", "shared", "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StateFile, "_allocate", no_room)
+        with pytest.raises(UnavailableError):
+            Member(root, "second", 2)
+    first.store(*range(CAPACITY))
+    third = Member(root, "third", 2)
+    third.store(20)
+    first.store(21)
+    assert third.held() == (1, 1, CAPACITY - 2), "blocks before the first share belong to no engine"

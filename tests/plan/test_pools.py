@@ -13,6 +13,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.plan.clock import Clock
 from kvoffload.plan.evidence import gather
 from kvoffload.plan.fleet import Fleet, Purchase
 from kvoffload.plan.plan import Plan, Setups
@@ -176,6 +177,22 @@ def test_pools_may_stand_in_front_of_servers(chat: str) -> None:
     answer = planned(chat, of, BOTH)
     assert any(row.servers and row.shared_ram for row in answer.rows)
     assert not any(row.ssd_drives and row.shared_ram for row in answer.rows)
+
+
+def test_a_pool_has_the_whole_link_of_its_host(chat: str) -> None:
+    """Regression: all engines of a pool shared the link of one engine."""
+    of = fleet(
+        prices(server=server()), 200 * MIB, gpus=4, replicas=4, routing="random", shared_ram=True,
+        machine=machine(prefill_s_per_token=1e-4),
+    )  # fmt: skip
+    evidence = gather(TraceSource(chat, None, False), of, is_shared=True)
+    rates = []
+    for shared in (True, False):
+        setup = Setup("on-compute", "lru", "all", server_admission="all", shared_ram=shared)
+        row = row_of(evidence, of, Purchase(1, 0, 1), setup).row
+        rate = Clock(of.machine, of, evidence)._timing(row).machine.disk_read_bytes_per_s
+        rates.append(rate.value)
+    assert rates[0] == 4 * rates[1]
 
 
 def test_a_sample_is_searched_and_compared_on_all_sessions(twice: str) -> None:  # noqa: F811

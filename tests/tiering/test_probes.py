@@ -284,6 +284,10 @@ def test_after_too_many_wrong_blocks_no_tier_is_read(
         assert rig.manager.lookup_key(b"a", ctx) is MISS
     rig.manager.distrust(keys("d"))
     assert caplog.text.count("nothing is loaded") == 1
+    rig.store("ghx")
+    rig.end_all()
+    written = rig.tier.contains(rig.manager.pack(keys("ghx")))
+    assert written.tolist() == [True, True, False], "sound blocks stay on the disk"
     rig.manager.reset()
     rig.below("ab")
     assert rig.ask("ab", rig.begin("ab")) == (0, RETRY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,8 @@ from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.contract import Mask, TierStats
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.transfer.parts import Parts
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BlockIds = npt.NDArray[np.int64]
@@ -251,8 +254,13 @@ class Jobs:
             self._observer.count(metric, number)
 
     def _update(self) -> None:
-        if self._observer is not None:
+        if self._observer is None:
+            return
+        try:
             self._observer.update()
+        except Exception:
+            _log.exception("the metrics are no longer updated")
+            self._observer = None
 
     def _copy_out(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> Mask:
         """Verify blocks and copy the sound blocks to the engine. Thread: any."""

@@ -160,8 +160,9 @@ class NodeManager(OffloadingManager):
 
     def _join(self, enable_events: bool, share_blocks: int) -> None:
         with self._locked(RESET_PATIENCE_S):
-            self._take_share(share_blocks)
+            # First, because it fails if no memory is left, and then nothing may have changed for the others.
             self._holds = self._file.adopt(self._state, self._directory.number)
+            self._take_share(share_blocks)
             self._cache = self._state.memory
             self.store_mode.bind()
             self._labels = Labels(self._file.labels)
@@ -172,7 +173,7 @@ class NodeManager(OffloadingManager):
             self._announce()
 
     def _take_share(self, share_blocks: int) -> None:
-        """Give this engine its share. Raises `ConfigError`; then nothing has changed."""
+        """Give this engine its share. Raises `ConfigError`; then nothing has changed for the others."""
         number, tenants = self._directory.number, self._state.tenants
         living = [other for other in range(MAX_MEMBERS) if self._directory.is_alive(other)]
         take_share(tenants, number, share_blocks, living, self.capacity_blocks)

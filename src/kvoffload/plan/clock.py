@@ -29,7 +29,7 @@ from kvoffload.sweep.task import code_digests, load
 from kvoffload.text import duration
 from kvoffload.traces.trace import Trace
 
-_FORMAT = 1
+_FORMAT = 2
 """Format of a timed replay in the journal."""
 _SERVER_LATENCY_S = 0.001
 """Assumed time of a read or write besides its bytes: a round trip and the server's work."""
@@ -209,17 +209,20 @@ class Clock:
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def _timing(self, row: PlanRow) -> Timing:
-        machine = self._with_servers(row.servers) if row.servers else self._with_drives(row.ssd_drives)
+        machine = self._with_servers(row) if row.servers else self._with_drives(row.ssd_drives)
         return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
 
-    def _with_servers(self, servers: int) -> Machine:
-        """Return the machine with an engine's connection to the servers in place of its disk."""
+    def _with_servers(self, row: PlanRow) -> Machine:
+        """Return the machine with a connection to the servers in place of its disk.
+
+        Each engine has its share of all links. The engines of a shared pool use one connection.
+        """
         fleet, server = self._fleet, self._fleet.prices.server
-        of_host = server.host_link_bytes_per_s * fleet.hosts / fleet.replicas
-        of_servers = server.link_bytes_per_s * servers / fleet.replicas
-        rate = Quantity.assumed(
-            min(of_host, of_servers), "servers: an engine's share of the links of hosts and servers"
-        )
+        links, user = (fleet.hosts, "a pool") if row.shared_ram else (fleet.replicas, "an engine")
+        of_host = server.host_link_bytes_per_s * fleet.hosts / links
+        of_servers = server.link_bytes_per_s * row.servers / links
+        source = f"servers: {user}'s share of the links of hosts and servers"
+        rate = Quantity.assumed(min(of_host, of_servers), source)
         latency = Quantity.assumed(_SERVER_LATENCY_S, "servers: a round trip and the server's work")
         return msgspec.structs.replace(
             self._machine,

@@ -358,8 +358,8 @@ class TieredManager:
                     plan = lane.jobs.pop(result.job).plan
                     if isinstance(plan, LoadPlan):
                         self._cascade.end_write(lane, plan, result)
-                        if not (trusted := self.promotion.trusted(plan.keys)).all():
-                            lane.tier.delete(plan.keys.take(~trusted))  # distrusted during the write
+                        if (wrong := self.promotion.is_distrusted(plan.keys)).any():
+                            lane.tier.delete(plan.keys.take(wrong))  # since the write began
                     elif isinstance(plan, StorePlan):
                         self.promotion.end_read(lane, plan, result)
                     else:

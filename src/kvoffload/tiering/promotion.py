@@ -145,9 +145,13 @@ class Promotion:
         """Return a mask of the blocks that may be read."""
         if self.trusts_no_tier:
             return np.zeros(len(keys), np.bool_)
+        return ~self.is_distrusted(keys)
+
+    def is_distrusted(self, keys: Sequence[bytes]) -> Mask:
+        """Return a mask of the wrong blocks themselves."""
         if not self._distrusted:
-            return np.ones(len(keys), np.bool_)
-        return np.array([key not in self._distrusted for key in keys], np.bool_)
+            return np.zeros(len(keys), np.bool_)
+        return np.array([key in self._distrusted for key in keys], np.bool_)
 
     # ---- the steps of a promotion
 

@@ -65,7 +65,7 @@ class PrefixCache:
 
         Raises: `ConfigError` for padding.
         """
-        self._check_device(input_ids)
+        self._check_model(input_ids)
         for row, start in enumerate(first_columns(input_ids, attention_mask)):
             if start:
                 raise ConfigError(
@@ -88,7 +88,7 @@ class PrefixCache:
         ids = options.pop("input_ids", None) if inputs is None else inputs
         if not isinstance(ids, torch.Tensor):
             raise ConfigError("input_ids", None if ids is None else type(ids).__name__, "give token ids")
-        self._check_device(ids)
+        self._check_model(ids)
         options = self._named(arguments, options)
         config = options.get("generation_config")
         self._check(ids, config, options)
@@ -124,8 +124,10 @@ class PrefixCache:
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
 
-    def _check_device(self, ids: torch.Tensor) -> None:
-        """Raise `ConfigError` if loaded KV would be on another device than the model's."""
+    def _check_model(self, ids: torch.Tensor) -> None:
+        """Raise `ConfigError` if loaded KV would be on another device than the model's, or has dropout."""
+        if self._model.training:
+            raise ConfigError("model.training", True, "allowed: False, without dropout; call model.eval()")
         if ids.device != self._model.device:
             raise ConfigError(
                 "input_ids.device", str(ids.device), f"allowed: {self._model.device}, the model's"
