@@ -173,3 +173,36 @@ def test_a_probe_leaves_the_model_as_it_was() -> None:
     kv_layout(model)
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
     assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Wrapper(torch.nn.Module):
+    """A model that passes on all arguments, without their names."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner, self.config, self.device = inner, inner.config, inner.device
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        return self.inner(input_ids, **options)
+
+
+def test_a_wrapped_model_is_probed() -> None:
+    kv_layout(Wrapper(copy.deepcopy(model_of("llama"))).eval())
+    with pytest.raises(ConfigError, match="Stretched changes for all tokens"):
+        kv_layout(Wrapper(model_with(Stretched, LONGEST - 1)).eval())
+
+
+def test_a_long_model_with_tables_is_probed_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model itself keeps the table that it makes."""
+    monkeypatch.setattr("kvoffload.integrations.transformers.rope._LONGEST_TABLE", LONGEST // 2)
+    model = model_by_length(10**9)
+    lengths: list[int] = []
+    forward = ByLength.forward
+
+    def recorded(self: ByLength, x: torch.Tensor, seq_len: int) -> Any:
+        lengths.append(seq_len)
+        return forward(self, x, seq_len)
+
+    monkeypatch.setattr(ByLength, "forward", recorded)
+    kv_layout(model)
+    assert max(lengths) == LONGEST // 2

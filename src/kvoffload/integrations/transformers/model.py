@@ -69,7 +69,9 @@ def configuration_digest(model: Any) -> str:
 
 def _probe(model: Any) -> None:
     """Refuse a model whose KV depends on the length of the sequence."""
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    is_wrapper = any(part.kind is part.VAR_KEYWORD for part in parameters.values())
+    if "position_ids" not in parameters and not is_wrapper:
         return  # its positions are those of the columns
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
 
@@ -80,4 +82,9 @@ def _probe(model: Any) -> None:
             cache = model(ids, position_ids=places, use_cache=True).past_key_values
         return [tensor[:, :, :-1] for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
+    if "position_ids" not in parameters:
+        try:
+            kv_of([0, 1])
+        except (TypeError, ValueError):
+            return  # nor does the wrapped model take positions
     probe_rope(model, longest, kv_of)

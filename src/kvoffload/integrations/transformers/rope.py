@@ -20,7 +20,7 @@ _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
 """Probed positions beyond ``max_position_embeddings``, as its multiples."""
 _LONGEST_TABLE = 1 << 19
-"""Limit of probed lengths for modules that compute a table of the whole sequence: 256 MiB of float32."""
+"""Limit of probed lengths: a module may compute a table of the whole sequence, here 256 MiB of float32."""
 _TOLERANCE = 0.02
 """Differences that are rounding, as a share of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
@@ -64,10 +64,12 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
     near = [*positions, positions[-1] + 2]
     with _recorded_calls(model, {len(near), near[-1] + 1}) as calls:
         before = kv_of(near)
+    if any(call.makes_table for call in calls):
+        longest = min(longest, _LONGEST_TABLE)
     for call in calls:
         name = type(call.module).__name__
         for length in (longest, *(factor * longest for factor in _FACTORS)):
-            if call.makes_table and length > _LONGEST_TABLE:
+            if length > max(longest, _LONGEST_TABLE):
                 break
             outcome = call.in_sequence(length)
             if outcome is Outcome.CHANGES:
