@@ -169,6 +169,18 @@ def test_minimums_of_tenants_are_kept() -> None:
         manager.set_tenants({"a": Quota(4)})
 
 
+@pytest.mark.parametrize("capacity", [8, 64])
+def test_a_tenant_with_all_usable_slots_is_always_observed(capacity: int) -> None:
+    manager = manager_of(capacity=capacity, tenants={"a": Quota(0)})
+    resize(manager, 8)
+    for number in range(50):
+        keys = [key_of(4 * number + i, 8) for i in range(4)]
+        ctx = manager.begin_request("", keys)
+        manager.complete_store(manager.prepare_store(keys, ctx))
+        assert not ctx.is_quiet, f"request {number}"
+        manager.finish_request(ctx)
+
+
 @pytest.mark.parametrize("num_blocks", [0, -1, 9])
 def test_a_size_beyond_the_pool_is_refused(num_blocks: int) -> None:
     manager = full()

@@ -612,7 +612,8 @@ def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: b
     cache.spares = SPARES_TENANTS if cache.has_tenants else 0
     if cache.has_tenants and new.num_missing > 0:
         tenants, tenant = cache.tenants, tenant_of(cache, path)
-        learns = may_learn(tenants, tenant, new.num_missing, new.count, cache.slots.capacity)
+        usable = cache.slots.capacity - cache.slots.num_unused
+        learns = may_learn(tenants, tenant, new.num_missing, new.count, usable)
         tenants.is_quiet = not learns and evicts_only_own(tenants, tenant)
         path.is_quiet |= not learns
     if _has_room_without_expected(cache, path, new.count):
