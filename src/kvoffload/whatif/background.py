@@ -37,15 +37,16 @@ class Background:
         if self._thread is None:
             # Not a method: the thread must not keep this object, so that its end closes the thread.
             arguments = (self._tasks, self._idle, self._errors)
-            self._thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
+            thread.start()  # may raise: then `close` has no thread to join
+            self._thread = thread
             # At exit, too: a kernel must not run while Python frees the memory.
-            weakref.finalize(self, _close, self._tasks, self._thread)
+            weakref.finalize(self, _close, self._tasks, thread)
         self._idle.clear()
         self._tasks.put(task)
 
     def check(self) -> None:
-        """Raise the exception of the last task, once."""
+        """Raise the exception of the last task, once; an exit (`SystemExit`) as `RuntimeError`."""
         if self._errors:
             raise self._errors.pop()
 
@@ -63,10 +64,11 @@ def _serve(tasks: queue.SimpleQueue[Task | None], idle: threading.Event, errors:
     while (task := tasks.get()) is not None:
         try:
             task()
-        except Exception as error:
-            errors.append(error)
-        del task  # it may keep large memory alive while the thread is idle
-        idle.set()
+        except BaseException as error:  # also an exit, which a policy of the user may raise
+            errors.append(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+        finally:
+            del task  # it may keep large memory alive while the thread is idle
+            idle.set()
 
 
 def _close(tasks: queue.SimpleQueue[Task | None], thread: threading.Thread) -> None:
