@@ -463,11 +463,13 @@ def test_a_wait_is_one_target_and_more_than_nothing() -> None:
 def test_what_was_timed_is_kept(turns: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[ReplayConfig | None] = []
 
-    def counted(trace: Any, timing: Timing, blocks: int, config: ReplayConfig | None, told: Any) -> Any:
+    def counted(
+        trace: Any, timing: Timing, blocks: int, config: ReplayConfig | None, told: Any, **engines: Any
+    ) -> Any:
         runs.append(config)
         if len(runs) == 2:
             raise KeyboardInterrupt
-        return run_in_time(trace, timing, blocks, config, told)
+        return run_in_time(trace, timing, blocks, config, told, **engines)
 
     monkeypatch.setattr(clock, "run_in_time", counted)
     told: list[Progress] = []
