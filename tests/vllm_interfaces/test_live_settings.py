@@ -138,6 +138,21 @@ def test_size_and_quotas_change_together(rig: Rig, caplog: pytest.LogCaptureFixt
     assert caplog.text.count("nothing is changed") == 3
 
 
+def test_quotas_that_are_refused_after_a_growth_report_no_change(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.write('{"ram": "512KiB", "tenants": {"a": {"min": "256KiB"}}}')
+    rig.step()
+    caplog.set_level(logging.INFO)
+    many = ", ".join(f'"{number}": {{"min": "0"}}' for number in range(62))
+    rig.write(f'{{"ram": "1MiB", "tenants": {{{many}}}}}')
+    rig.now += INTERVAL_S
+    assert [rig.live.step() for _ in range(3)] == [False, False, False]
+    assert rig.manager.usable_blocks == 5
+    assert "nothing is changed" in caplog.text
+    assert "blocks are in use" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "text",
     [

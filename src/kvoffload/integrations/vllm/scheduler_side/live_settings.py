@@ -116,7 +116,7 @@ class LiveSettings:
             num_blocks = self._blocks_of(options.ram, manager.capacity_blocks)
         if quotas is not None and num_blocks is not None:
             check_quotas(quotas, num_blocks)
-        before = self._num_blocks
+        before, was_resizing = self._num_blocks, self._is_resizing
         if num_blocks is not None and num_blocks > before:
             self._resize(manager, num_blocks)  # first, because the quotas may need the larger size
         try:
@@ -125,6 +125,7 @@ class LiveSettings:
                 logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
         except ConfigError:
             self._resize(manager, before)
+            self._is_resizing = was_resizing
             raise
         if num_blocks is not None:
             self._resize(manager, num_blocks)
