@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.policy_change import Handover
+from kvoffload.core.resident_order import NEW
 from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies.lru import LRU, State
 from kvoffload.structures.lists import Lists
@@ -188,6 +190,104 @@ def test_a_change_ends_whatever_the_traffic() -> None:
         num_calls += 1
         assert num_calls < 200
     assert manager.policy.name == "arc"
+
+
+def test_the_order_stays_when_taken_blocks_return_to_the_head() -> None:
+    """S3-FIFO spares the coldest blocks of M, which are taken, with the block at the reader's cursor."""
+    num_blocks, size = 1000, 25
+    manager = manager_of("s3fifo", num_blocks)
+    keys = [number.to_bytes(8, "little") for number in range(2 * num_blocks + 10)]
+    for first in range(0, num_blocks, size):
+        manager.complete_store(manager.prepare_store(keys[first : first + size]))
+    leaving = keys[:num_blocks]
+    random.Random(1).shuffle(leaving)
+    manager.discard(leaving)  # so that the free slots are in no order
+    for first in range(num_blocks, 2 * num_blocks, size):
+        manager.complete_store(manager.prepare_store(keys[first : first + size]))
+    queues = manager.policy.state.queues
+    small, main = queues.members(0)[::-1], queues.members(1)[::-1]
+    for _ in range(3):
+        manager.touch([manager.index.key_at(slot) for slot in small])
+    manager.touch([manager.index.key_at(slot) for slot in main[:300]])
+    change(manager, "lru")
+    handover = manager.policy
+    assert isinstance(handover, Handover)
+    taken = handover.state.taken
+    while not 20 <= sum(taken.where[slot] == NEW for slot in main) <= 280:
+        assert manager.advance_policy_change(size)
+    manager.complete_store(manager.prepare_store(keys[-10:]))
+    assert queues.members(1)[0] == main[299], "spared"
+    while manager.advance_policy_change(size):
+        pass
+    unused = main[310:]
+    assert len(unused) > 500
+    assert [slot for slot in manager.policy.order() if slot in {*unused}] == unused
+
+
+MANY = 4000
+FEW = 8
+MOST_VISITS = 16 * FEW + 64
+"""Blocks that a call for `FEW` blocks may pass."""
+
+
+def with_rare_unused_blocks(old: str) -> tuple[OffloadingManager, Any]:
+    """A change to LRU in which 1 of 50 blocks has not been used since it began; its first reader."""
+    manager = manager_of(old, MANY)
+    keys = [number.to_bytes(8, "little") for number in range(MANY)]
+    for first in range(0, MANY, 1000):
+        manager.complete_store(manager.prepare_store(keys[first : first + 1000]))
+    changing = manager.prepare_policy_change("lru")
+    manager.begin_policy_change(changing)
+    reader = changing._readers[0]
+    while old == "gdsf" and reader._copied < MANY:
+        manager.advance_policy_change(512)
+    manager.touch([key for number, key in enumerate(keys) if number % 50])
+    return manager, reader
+
+
+def test_a_call_passes_few_blocks_of_a_list() -> None:
+    manager, reader = with_rare_unused_blocks("fifo")
+    rank = {slot: number for number, slot in enumerate(manager.policy.order())}
+    at, num_calls, taken = -1, 0, manager.policy.state.taken
+    while reader._at == 0 and at < MANY - 1:
+        manager.advance_policy_change(FEW)
+        before, at, num_calls = at, rank.get(taken.cursor, MANY - 1), num_calls + 1
+        assert at - before <= MOST_VISITS
+        assert num_calls < 2 * MANY // MOST_VISITS + 2
+
+
+def test_a_call_passes_few_blocks_of_a_heap() -> None:
+    manager, reader = with_rare_unused_blocks("gdsf")
+    assert reader._heap.size > MANY // 2
+    num_calls = 0
+    while size := reader._heap.size:
+        manager.advance_policy_change(64)
+        num_calls += 1
+        assert size - reader._heap.size <= 64 + 4
+        assert num_calls <= MANY // 64 + 1
+
+
+@pytest.mark.parametrize("num_blocks", [0, 60])
+def test_a_call_passes_few_lists(num_blocks: int) -> None:
+    """LFU with 5000 lists, of which some have one block each."""
+    manager = manager_of("lfu,max_count=5000", 100)
+    keys = [bytes([n]) * 8 for n in range(num_blocks)]
+    if keys:
+        manager.complete_store(manager.prepare_store(keys))
+    for number in range(num_blocks):
+        manager.touch(keys[number:])
+    changing = manager.prepare_policy_change("lru")
+    manager.begin_policy_change(changing)
+    reader, order, num_calls = changing._readers[0], manager.policy.order(), 0
+    while not reader.is_done:
+        at = reader._at
+        manager.advance_policy_change(FEW)
+        num_calls += 1
+        assert reader._at - at <= MOST_VISITS // 16
+        assert num_calls <= 5000 // FEW + num_blocks
+    while manager.advance_policy_change(FEW):
+        pass
+    assert manager.policy.order() == order
 
 
 @pytest.mark.parametrize("store", STORES)

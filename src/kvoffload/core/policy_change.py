@@ -32,6 +32,8 @@ from kvoffload.structures.structs import Struct, call_2, call_4
 
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
+_CALL_BLOCKS = 16
+"""Blocks that cost as much as a call of the new policy."""
 
 
 class State(Struct):
@@ -309,14 +311,14 @@ class PolicyChange:
 
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
         """Give the new policy blocks that were not used since the begin; return how many more it may get."""
-        while num_blocks > 0 and self._readers:
+        taken.allow(num_blocks)
+        while num_blocks > 0 and taken.visits_left > 0 and self._readers:
             slots = self._readers[0].take(taken, cache, min(num_blocks, _CHUNK))
-            self._adopt(cache, slots)
-            num_blocks -= len(slots)
+            if len(slots):
+                self._adopt(cache, slots)
+                num_blocks -= max(len(slots), _CALL_BLOCKS)
             if self._readers[0].is_done:
                 del self._readers[0]
-            elif not len(slots):
-                num_blocks = 0  # the reader has passed as many blocks as it may
         return num_blocks
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
@@ -340,7 +342,7 @@ class PolicyChange:
         slots, reused = slots[_CHUNK - count :], reused[_CHUNK - count :]
         self._adopt(cache, np.ascontiguousarray(slots[::-1]))
         self.new.access(slots, reused)
-        return max(count, 16)
+        return max(count, _CALL_BLOCKS)
 
 
 def _has_only_kernels(policy: EvictionPolicy) -> bool:

@@ -25,7 +25,10 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`."""
 _VISITS = 16
-"""Blocks that a reader passes for each block that it should return."""
+"""Blocks that a reader may pass for each block that it should return. A block taken from a heap, and a list,
+count as many."""
+_COPY_VISITS = _VISITS // 2
+"""Visits that the copy of a rank counts for."""
 _NO_CURSOR = -1
 
 
@@ -39,7 +42,7 @@ class Taken(Struct):
         cursor: the last block that the reader has passed, or `_NO_CURSOR`.
         cursor_stamp: the stamp of that block, if it was recent.
         at_end: 1 if a list has no further block.
-        visits_left: number of blocks that a reader may still pass.
+        visits_left: number of blocks that the readers may still pass. A reader can exceed it by `_VISITS`.
     """
 
     where: I32Array
@@ -58,6 +61,10 @@ class Taken(Struct):
             cursor=_NO_CURSOR,
         )
 
+    def allow(self, num_blocks: int) -> None:
+        """Let the readers pass as many blocks as `num_blocks` further blocks are worth."""
+        self.visits_left = _VISITS * num_blocks + 64
+
     def clear(self) -> None:
         """Forget all blocks."""
         self.where.fill(LEFT)
@@ -71,31 +78,39 @@ class Reader(Protocol):
     is_done: bool
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
-        """Return up to `most` of the next blocks. Fewer, or none, does not mean that the reader is done."""
+        """Return up to `most` of the next blocks, within `Taken.visits_left`.
+
+        Fewer blocks, or none, does not mean that the reader is done.
+        """
 
 
 class ListsReader:
     """Reads a policy that orders blocks by lists, each from its tail.
 
     If the block at the cursor has moved, the reader begins again at the tail of the list, and passes the
-    taken blocks.
+    taken blocks. It cannot always see that: a policy may move taken blocks to the head, with the block at the
+    cursor. So a list is done when a pass from its tail has found no block.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy, self._at = policy, 0
+        self._has_found = False  # in this pass over the list
         self.is_done = False
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
         order = self._policy.ordered_lists()  # each time, because a reset may replace them
         assert order is not None
         lists, numbers = order
-        slots, count, taken.visits_left = np.empty(most, np.int32), 0, _VISITS * most + 64
-        while count == 0 and taken.visits_left and not self.is_done:
+        slots, count = np.empty(most, np.int32), 0
+        while count == 0 and taken.visits_left > 0 and not self.is_done:
             taken.at_end = 0
-            count = _walk(taken.memory, lists.memory, lists.sentinel(numbers[self._at]), slots)
+            count = _walk(taken.memory, cache.memory, lists.memory, lists.sentinel(numbers[self._at]), slots)
+            self._has_found = self._has_found or count > 0
             if taken.at_end:
                 taken.cursor = _NO_CURSOR
-                self._at += 1
+                taken.visits_left -= _VISITS
+                self._at += not self._has_found
+                self._has_found = False
                 self.is_done = self._at == len(numbers)
         return slots[:count]
 
@@ -115,7 +130,9 @@ class HeapReader:
         slots, heap = np.empty(most, np.int32), self._policy.ordered_heap()
         assert heap is not None
         if self._copied < self._policy.capacity_blocks:
-            stop = min(self._copied + 4 * most, self._policy.capacity_blocks)
+            most_copied = max(taken.visits_left // _COPY_VISITS, 1)
+            stop = min(self._copied + most_copied, self._policy.capacity_blocks)
+            taken.visits_left -= _COPY_VISITS * (stop - self._copied)
             _copy_ranks(taken.memory, cache.memory, heap.memory, self._heap.memory, self._copied, stop)
             self._copied = stop
             return slots[:0]
@@ -147,9 +164,10 @@ class SlotSweep:
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
         slots = np.empty(most, np.int32)
-        stop = min(self._at + _VISITS * most + 64, self._capacity)
-        found = _sweep(taken.memory, cache.memory, self._at, stop, slots)
+        start, stop = self._at, min(self._at + taken.visits_left, self._capacity)
+        found = _sweep(taken.memory, cache.memory, start, stop, slots)
         self._at, count = divmod(found, 1 << 32)
+        taken.visits_left -= self._at - start
         self.is_done = self._at == self._capacity
         return slots[:count]
 
@@ -207,7 +225,7 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 
 @kernel
-def _walk(taken: Taken, lists: Lists, sentinel: int, slots: I32Array) -> int:
+def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
     """Write the next blocks of a list that are left; return their number. Sets `at_end` at the list's end."""
     links, count, slot = lists.links, 0, taken.cursor
     if not _has_stayed(taken, lists, sentinel, slot):
@@ -219,7 +237,7 @@ def _walk(taken: Taken, lists: Lists, sentinel: int, slots: I32Array) -> int:
             taken.at_end = 1
             return count
         taken.cursor, taken.cursor_stamp = slot, _stamp_of(taken, slot)
-        if is_left(taken, slot):
+        if is_left(taken, slot) and is_ordered(cache, slot):
             slots[count] = slot
             count += 1
     return count
@@ -238,9 +256,8 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
     """Take blocks from a heap, least first; write those that are left, and return their number."""
     count = 0
-    for _ in range(slots.shape[0]):
-        if heap.size == 0:
-            break
+    while heap.size > 0 and count < slots.shape[0] and taken.visits_left > 0:
+        taken.visits_left -= _VISITS
         slot = heap.firsts[0]
         take_out(heap, slot)
         if is_left(taken, slot) and is_ordered(cache, slot):
