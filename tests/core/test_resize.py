@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from kvoffload.core.policy import POLICIES
 from kvoffload.core.tenants import Quota
 from kvoffload.core.unseen import unseen_keys
 from kvoffload.errors import ConfigError
+from kvoffload.policies.hazard.lifetimes import ENTERING
 from kvoffload.structures.index import words_with_hash
 from kvoffload.testing.audit import audit
 from kvoffload.testing.machine import manager_machine
@@ -179,6 +181,49 @@ def test_a_tenant_with_all_usable_slots_is_always_observed(capacity: int) -> Non
         manager.complete_store(manager.prepare_store(keys, ctx))
         assert not ctx.is_quiet, f"request {number}"
         manager.finish_request(ctx)
+
+
+def test_hazard_compares_itself_with_an_lru_of_the_size_in_use() -> None:
+    def sizes(*policies: Any) -> list[tuple[int, float]]:
+        return [(each.history.shadow.capacity_blocks, each.lifetimes.entering) for each in policies]
+
+    def size(blocks: int) -> tuple[int, float]:
+        return blocks, ENTERING * blocks
+
+    manager = manager_of(SmallHazard)
+    old, change = manager.policy, manager.prepare_policy_change(SmallHazard)
+    resize(manager, 3)
+    manager.reset()
+    assert sizes(old, change.new) == [size(3), size(8)]
+    manager.complete_store(manager.prepare_store(KEYS[:3]))
+    manager.begin_policy_change(change)
+    assert sizes(old, change.new) == [size(3), size(3)]
+    resize(manager, 6)
+    assert sizes(old, change.new) == [size(6), size(6)]
+    while manager.advance_policy_change():
+        pass
+    resize(manager, 2)
+    assert sizes(old, manager.policy) == [size(6), size(2)]
+
+
+def test_hazard_does_not_become_lru_in_a_smaller_pool() -> None:
+    """An LRU of the whole pool would hold all sessions, and no policy in the used part could keep up."""
+    random, num_late, hits = Random(3), 0, 0
+    manager = manager_of("hazard", 512)
+    resize(manager, 64)
+    for number in range(1500):
+        session = random.randrange(25) if number % 4 else 1000 + number
+        keys = [key_of(8 * session + i, 8) for i in range(8)]
+        ctx = manager.begin_request("", keys)
+        if number >= 750:
+            hits += manager.lookup(keys, ctx).num_ready
+            num_late += manager.policy.is_lru
+        plan = manager.prepare_store(keys, ctx)
+        if plan is not None:
+            manager.complete_store(plan)
+        manager.finish_request(ctx)
+    print("hit", hits / 6000, "lru", num_late / 750)
+    assert num_late == 0
 
 
 @pytest.mark.parametrize("num_blocks", [0, -1, 9])

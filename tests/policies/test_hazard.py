@@ -726,6 +726,33 @@ def test_decides_as_its_naive_twin(
         assert seen == expected
 
 
+@pytest.mark.parametrize("store", STORES)
+@given(
+    scripts(num_keys=16, max_steps=60),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 30)), max_size=3),
+    sizes,
+    st.sampled_from([0.0, 2.0]),
+)
+def test_decides_as_its_naive_twin_with_resizes(
+    store: str,
+    script: list[Step],
+    resizes: list[tuple[int, int]],
+    attributes: dict[str, Any],
+    lead: float,
+) -> None:
+    logs = []
+    for manager in led_by(lead, both(attributes, 6, store=store)):
+        steps, size_at = itertools.count(), {step: size for size, step in resizes}
+
+        def look(manager: OffloadingManager, steps: Any = steps, size_at: Any = size_at) -> Any:
+            manager.begin_resize(size_at.get(next(steps), manager._wanted_blocks))
+            manager.advance_resize(2)
+            return state(manager)
+
+        logs.append(play(manager, script, look))
+    assert logs[0] == logs[1]
+
+
 class _OfTenants:
     """A manager whose requests belong to three tenants in turn, without hints."""
 

@@ -564,6 +564,7 @@ class OffloadingManager:
         """
         if self._change is not None or change.old is not self.policy:
             raise MisuseError(f"policy {change.new.name}: the policy is changing, or has changed since")
+        change.new.resized(self.usable_blocks)
         if change.is_gradual:
             change.begin()
             self._change = change
@@ -608,7 +609,7 @@ class OffloadingManager:
         For slots that must go, the manager takes free slots first. Then it evicts the blocks that the policy
         would evict for new blocks, but no pinned block, no block in flight, and only the surplus of a tenant
         over its minimum; it waits until enough blocks can go. Policies keep the shares of their lists and
-        ghosts for the whole pool.
+        ghosts for the whole pool. `hazard` compares itself with an LRU cache of the new size.
 
         Raises:
             ConfigError: `num_blocks` is not 1 to `capacity_blocks`, or less than the minimums of the tenants.
@@ -630,14 +631,19 @@ class OffloadingManager:
 
         Raises: `PolicyError`, as `prepare_store`.
         """
-        excess, most_free = self.usable_blocks - self._wanted_blocks, 32 * num_blocks
+        before = self.usable_blocks
+        excess, most_free = before - self._wanted_blocks, 32 * num_blocks
         if excess < 0:
             self.slots.readmit(min(-excess, most_free))
         elif excess > 0:
             excess -= self.slots.retire(min(excess, most_free))
             if excess and not self.slots.num_free:
                 self._shrink(min(excess, num_blocks, MOST_UNSEEN))
-        return self.usable_blocks != self._wanted_blocks
+        usable, change = self.usable_blocks, self._change
+        if usable != before:
+            for policy in (self.policy,) if change is None else (change.old, change.new):
+                policy.resized(usable)
+        return usable != self._wanted_blocks
 
     def _shrink(self, num_blocks: int) -> None:
         """Evict up to `num_blocks` blocks and stop to use their slots."""

@@ -149,6 +149,13 @@ class EvictionPolicy(ABC):
             hints: labels from the engine, which may be wrong.
         """
 
+    def resized(self, usable_blocks: int) -> None:  # noqa: B027  (most ignore it)
+        """Record that the manager uses this number of slots now, at most `capacity_blocks`.
+
+        For policies that compare the cache with other caches of the same size. Called on each step of a
+        resize, and on a new policy that replaces another one.
+        """
+
     @classmethod
     def observes(cls) -> bool:
         """Return whether the policy observes all traffic, including blocks outside its order."""

@@ -91,6 +91,7 @@ class NaiveHazard(EvictionPolicy):
         while self.sample_capacity * self.sampled_one_in < 3 * self.capacity_blocks:
             self.sampled_one_in *= 2
         self.labels = Labels()
+        self.usable_blocks = self.capacity_blocks
         self.reset()
 
     def reset(self) -> None:
@@ -103,13 +104,17 @@ class NaiveHazard(EvictionPolicy):
         # Of classes without evidence there is no row.
         self.reused: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
         self.exposed: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
-        self.shadow = NaiveShadow(self.capacity_blocks)
+        self.shadow = NaiveShadow(self.usable_blocks)
         self.oldest_victim = 0.0
         self.now = self.references = self.num_runs = 0
         self.is_victim_tier = False
         self.lru_decides = self.has_labels = False
         self.evaluated = 0
         self._evaluate()
+
+    def resized(self, usable_blocks: int) -> None:
+        self.usable_blocks = self.shadow.capacity = usable_blocks
+        self.shadow.store([])
 
     # ---- what a request teaches
 
@@ -263,6 +268,7 @@ class NaiveHazard(EvictionPolicy):
         self.chances: dict[tuple[int, int], float] = {}
         self.worths: dict[tuple[int, int], float] = {}
         self.had_labels = self.has_labels
+        self.entering = lifetimes.ENTERING * self.usable_blocks
         self.evaluated = self.now
         self.next_evaluation = self.now + min(max(self.now // 8, 64), 16384)
 
@@ -299,7 +305,7 @@ class NaiveHazard(EvictionPolicy):
         times.
         """
         if (block_class, age) not in self.worths:
-            alive, hits, slot_time = 1.0, 0.0, lifetimes.ENTERING * self.capacity_blocks
+            alive, hits, slot_time = 1.0, 0.0, self.entering
             best_hits, best_time = 0.0, 1.0
             for until in range(age, NUM_AGES):
                 reuse = self.chance(block_class, until)

@@ -36,7 +36,15 @@ from kvoffload.policies.hazard.history import (
     is_used_at,
     use_key,
 )
-from kvoffload.policies.hazard.lifetimes import Lifetimes, evaluate, let_age, live_after, live_on, stop
+from kvoffload.policies.hazard.lifetimes import (
+    ENTERING,
+    Lifetimes,
+    evaluate,
+    let_age,
+    live_after,
+    live_on,
+    stop,
+)
 from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
 from kvoffload.policies.hazard.shadow import compare, end_path, enter_shadow, shrink_to_capacity
 from kvoffload.structures.index import ABSENT, Index, find, hash_row
@@ -225,6 +233,11 @@ class Hazard(CompiledPolicy):
         state.num_active = 0
         self._start()
 
+    def resized(self, usable_blocks: int) -> None:
+        self.lifetimes.entering = ENTERING * usable_blocks
+        self.history.shadow.capacity_blocks = usable_blocks
+        _shrink_shadow(self.state.memory)
+
     @property
     def is_lru(self) -> bool:
         """True while LRU decides."""
@@ -364,6 +377,11 @@ def _is_lru(own: State) -> bool:
 @kernel
 def _read_is_lru(own: State) -> bool:
     return _is_lru(own)
+
+
+@kernel
+def _shrink_shadow(own: State) -> None:
+    shrink_to_capacity(own.history.shadow)
 
 
 # ---- uses
