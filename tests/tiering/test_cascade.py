@@ -106,6 +106,19 @@ def test_pinned_blocks_are_bounded() -> None:
     assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
 
 
+def test_the_bound_of_pinned_blocks_follows_a_resize() -> None:
+    """Writes may never pin all slots in use."""
+    rig = Rig(capacity=16, immediate=False, max_in_flight=0.25)
+    rig.manager.begin_resize(8)
+    assert not rig.manager.advance_resize()
+    rig.store("abcdefgh")
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab"]
+    rig.manager.begin_resize(16)
+    assert not rig.manager.advance_resize()
+    rig.manager.poll()
+    assert [text(job.keys) for job in rig.tier.jobs] == ["ab", "cd"]
+
+
 def test_all_tiers_share_one_budget_of_pinned_blocks() -> None:
     """A tier that hangs keeps only its own share pinned."""
     rig = Rig(capacity=16, tiers=2, immediate=False, max_in_flight=0.25)

@@ -68,6 +68,15 @@ def test_a_prefix_larger_than_ram_is_cut_to_fit() -> None:
     rig.load("abcd", ctx)
 
 
+def test_a_read_that_runs_alone_takes_half_of_the_slots_in_use() -> None:
+    rig = Rig(capacity=16, immediate=False, max_in_flight=0.5)
+    rig.manager.begin_resize(8)
+    assert not rig.manager.advance_resize()
+    rig.below("abcdefgh")
+    rig.ask("abcdefgh", rig.begin())
+    assert [text(job.keys) for job in rig.tier.jobs] == ["abcd"]
+
+
 def test_blocks_without_room_are_given_up() -> None:
     """A retry in each step would evict the blocks that found room."""
     rig = Rig(capacity=8, immediate=False, max_in_flight=0.25)

@@ -518,6 +518,22 @@ def test_closing_a_verifier_waits_for_the_running_check() -> None:
     assert not closing.is_alive()
 
 
+def test_checks_pin_half_of_the_slots_in_use() -> None:
+    class Sound:
+        def verify(self, slots: Any, digests: Any) -> Any:
+            return np.array([True])
+
+    manager = make("lru", 8)
+    manager.begin_resize(4)
+    assert not manager.advance_resize()
+    store(manager, "abcd")
+    pool: Any = Sound()
+    verifier, checks, ctx = Verifier(manager, pool, lambda key: None), Checks(), manager.begin_request("r")
+    answers = [verifier.lookup(key, checks, ctx) for key in keys("abcd")]
+    verifier.close()
+    assert answers == [LookupResult.RETRY] * 2 + [LookupResult.MISS] * 2
+
+
 def test_a_file_of_another_user_reserves_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "kvoffload-dead-1"
     with path.open("wb") as file:

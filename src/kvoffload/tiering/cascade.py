@@ -137,7 +137,7 @@ class Cascade:
             return 0
         room = lane.tier.queue_room
         # With all of RAM allowed, as in a replay, no decision may depend on the speed of a disk.
-        if stack.max_in_flight != stack.ram.capacity_blocks:
+        if stack.in_flight_share != 1.0:
             room = min(write_room(stack.lanes, lane.row, stack.max_in_flight), room)
         group = lane.tier.group_blocks
         if group > 1 and room < group:

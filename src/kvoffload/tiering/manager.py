@@ -25,7 +25,7 @@ from kvoffload.tiering.cascade import Cascade
 from kvoffload.tiering.lane import TieringCounts, TierLane
 from kvoffload.tiering.misses import change_of
 from kvoffload.tiering.promotion import MOST_DISTRUSTED, Promotion
-from kvoffload.tiering.stack import TierStack, check_stack, share_of
+from kvoffload.tiering.stack import TierStack, check_stack
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import break_even
 from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
@@ -65,9 +65,9 @@ class TieredManager:
         tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
         deadline_s: longest time that a request waits for tiers.
         recompute_s_per_block: seconds to compute a block; None while unknown. May be set at any time.
-        max_in_flight: share of RAM's slots that the writes of all tiers together may pin; 1.0 for no limit.
-            Slow tiers get smaller parts of the share. Reads may reserve as many slots, and a read that runs
-            alone twice as many, up to half of RAM.
+        max_in_flight: share of RAM's slots in use (`usable_blocks`) that the writes of all tiers together may
+            pin; 1.0 for no limit. Slow tiers get smaller parts of the share. Reads may reserve as many slots,
+            and a read that runs alone twice as many, up to half of the slots in use.
         clock: monotonic seconds.
         make_ram_manager: creates the manager of RAM; `NodeManager` for RAM that processes share.
 
@@ -105,7 +105,7 @@ class TieredManager:
             ram=self.ram_manager,
             memory=ram,
             lanes=[TierLane(tier, row, clock) for row, tier in enumerate(tiers)],
-            max_in_flight=share_of(max_in_flight, self.ram_manager.capacity_blocks),
+            in_flight_share=max_in_flight,
             deadline_s=deadline_s,
             compute_s=recompute_s_per_block,
             clock=clock,

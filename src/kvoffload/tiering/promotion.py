@@ -196,7 +196,7 @@ class Promotion:
         room = stack.max_in_flight - self._num_reading
         if self._num_reading == 0:
             # No other request waits for a read, and a whole prefix is worth most. Half of RAM stays free.
-            room = max_blocks or max(room, min(2 * room, stack.ram.capacity_blocks // 2))
+            room = max_blocks or max(room, min(2 * room, stack.ram.usable_blocks // 2))
         plan = stack.ram.prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_reserved = 0 if plan is None else len(plan.keys)
         if num_reserved < len(missing):

@@ -24,18 +24,24 @@ class TierStack:
     Attributes:
         ram: the manager of RAM's slots.
         memory: the memory of RAM's slots.
-        max_in_flight: blocks of RAM that may be pinned for writes; as many may be reserved for reads.
+        in_flight_share: share of RAM's usable slots that may be pinned for writes; as many may be reserved
+            for reads.
         compute_s: seconds to compute a block; None while unknown.
     """
 
     ram: OffloadingManager
     memory: Memory
     lanes: list[TierLane]
-    max_in_flight: int
+    in_flight_share: float
     deadline_s: float
     compute_s: float | None
     clock: Callable[[], float]
     counts: TieringCounts
+
+    @property
+    def max_in_flight(self) -> int:
+        """`in_flight_share` in blocks. Follows a resize of RAM."""
+        return share_of(self.in_flight_share, self.ram.usable_blocks)
 
     def follow(self, ctx: RequestContext, wait: TierWait) -> None:
         """Report a request's path, as far as known, to the tiers that keep blocks in groups."""

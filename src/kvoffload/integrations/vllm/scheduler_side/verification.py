@@ -39,7 +39,7 @@ class Checks:
 class Verifier:
     """Returns RETRY until a thread has verified a block, then HIT; a damaged block is MISS and is forgotten.
 
-    Checks of all engines of the pool pin at most half of its slots; further blocks are MISS. Otherwise
+    Checks of all engines of the pool pin at most half of its usable slots; further blocks are MISS. Otherwise
     requests could wait forever for each other's blocks, or for more blocks than the pool has.
 
     Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
@@ -48,7 +48,7 @@ class Verifier:
     def __init__(self, manager: AnyManager, pool: SharedPool, on_damage: Callable[[bytes], None]) -> None:
         self._manager, self._pool, self._on_damage = manager, pool, on_damage
         self._ram = manager.ram_manager if isinstance(manager, TieredManager) else manager
-        self._limit, self._held = max(1, manager.capacity_blocks // 2), 0
+        self._held = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
@@ -59,7 +59,7 @@ class Verifier:
             self._release(checks, key, damaged=False)
             check = None
         if check is None:
-            if self._held >= self._limit // self._ram.num_members:
+            if self._held >= max(1, self._ram.usable_blocks // 2) // self._ram.num_members:
                 return LookupResult.MISS
             try:
                 plan = self._manager.prepare_load([key], ctx)
