@@ -85,7 +85,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
 
 class Outcome(enum.Enum):
-    """The outcome of a call of a rotary module with a longer sequence."""
+    """Outcome of calling a rotary module with a longer sequence."""
 
     SAME = "the results for the leading tokens are the same"
     CHANGES = "they differ"
@@ -118,7 +118,7 @@ class _Call(NamedTuple):
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Compare the results for the leading tokens with those in a sequence of this length."""
+        """Compare the results for the leading tokens with their results in a sequence of this length."""
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:
