@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any
 
@@ -48,6 +49,13 @@ class Client(SharingClient):
             assert not self.tier.finished()
             assert time.monotonic() < until
             time.sleep(0.0005)
+
+    def use_long_deadlines(self) -> None:
+        """Set the deadlines to `PATIENCE_S`, after the part of a test that waits for short ones."""
+        for tier in {self.tier, *self.parts}:
+            tier.options = dataclasses.replace(
+                tier.options, timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S, write_timeout_s=PATIENCE_S
+            )
 
     @property
     def parts(self) -> list[Any]:

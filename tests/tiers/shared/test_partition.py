@@ -136,7 +136,7 @@ def test_partition_during_a_read(island: Island, make: Callable[..., Client]) ->
     wait_until_breaker_closes(client, island)
     assert writer.read(*NUMBERS) == NUMBERS, "the link is up"
     assert (client.pool == CANARY).all()
-    client.tier.options = writer.tier.options
+    client.use_long_deadlines()
     client.forget()
     assert client.read(*NUMBERS) == NUMBERS
 
@@ -162,6 +162,7 @@ def test_partition_during_a_write(island: Island, make: Callable[..., Client], s
     assert other.read(*there) == there, "every block has its own bytes"
     assert other.tier.stats().mismatches == 0
     assert (client.pool == CANARY).all()
+    client.use_long_deadlines()
     client.forget()
     absent = [number for number in NUMBERS if number not in there][:5]
     assert client.write(*absent) == absent, "no block counts as in flight any more"

@@ -25,7 +25,7 @@ from support.valkey_client import Client
 from support.valkey_server import PART_BY_PART, PATIENCE_S, Cluster, clustered
 
 NUMBERS, NEW = [*range(1, 41)], [*range(101, 141)]
-TIMEOUT_S, PROBE_S = 0.5, 0.2
+TIMEOUT_S, PROBE_S = 2.0, 1.0
 OPTIONS = (*PART_BY_PART, "--protected-mode", "no")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -333,7 +332,7 @@ def test_replies_in_the_wrong_order_or_number(
         assert client.read(1, 2, 3) != [1, 2, 3]
     proxy.set()
     proxy.drop_connections()
-    client.tier.options = dataclasses.replace(client.tier.options, timeout_s=PATIENCE_S)
+    client.use_long_deadlines()
     client.reconnect()
     client.forget()
     client.write(1, 2, 3)
@@ -375,7 +374,7 @@ def test_server_that_stops_during_a_read(
             server.start()
         client.reconnect()
         client.forget()
-        client.tier.options = writer.tier.options
+        client.use_long_deadlines()
         assert client.read(1, 2) == ([1, 2] if number is signal.SIGSTOP else [])
 
 
