@@ -3,6 +3,7 @@
 Four measurements, both sides in turns in one process, so that the ratios hold on a busy machine:
 
 - `calls`: each call of `NodeManager` against `OffloadingManager`, for 1 to 1,024 blocks, without contention.
+  ``--share 10000`` gives the engine a share of the 20,000 blocks.
 - `processes`: four processes that only call the manager, requests of 64 blocks. Share of time in the lock and
   waits come from instrumented runs, throughput from runs without instruments.
 - `loads`: copies of 2 MiB blocks out of shared memory, verified and not, in one thread.
@@ -58,9 +59,9 @@ def pool() -> Iterator[Path]:
         shutil.rmtree(root)
 
 
-def join(root: Path, name: str, policy: str) -> NodeManager:
+def join(root: Path, name: str, policy: str, share_blocks: int = 0) -> NodeManager:
     directory = PoolDirectory.join({"bench": 1}, name, keep_s=60.0, root=root, has_keeper=False)
-    return NodeManager(CAPACITY, directory=directory, policy=policy)
+    return NodeManager(CAPACITY, directory=directory, policy=policy, share_blocks=share_blocks)
 
 
 # ---- the cost of a call
@@ -109,9 +110,10 @@ class Side:
             self.times[op, count].append(ns / calls)
 
 
-def calls(policy: str, rounds: int) -> None:
+def calls(policy: str, rounds: int, share_blocks: int) -> None:
     with pool() as root:
-        sides = [Side(OffloadingManager(CAPACITY, policy=policy)), Side(join(root, "a", policy))]
+        pooled = join(root, "a", policy, share_blocks)
+        sides = [Side(OffloadingManager(CAPACITY, policy=policy)), Side(pooled)]
         for number in range(rounds + 2):
             for count in SIZES:
                 for side in sides if number % 2 else sides[::-1]:
@@ -120,7 +122,8 @@ def calls(policy: str, rounds: int) -> None:
                 for side in sides:
                     for times in side.times.values():
                         times.clear()
-        print(f"\nA call, us: private, shared, difference (policy {policy}; medians of {rounds} rounds)")
+        print(f"\nA call, us: private, shared, difference (policy {policy}, share {share_blocks:,}; "
+              f"medians of {rounds} rounds)")  # fmt: skip
         print(f"{'blocks':>16}" + "".join(f"{count:>24,}" for count in SIZES))
         for op in OPERATIONS:
             cells = []
@@ -353,10 +356,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, a minute instead of three")
     parser.add_argument("--policy", default="lru")
+    parser.add_argument("--share", type=int, default=0, help="blocks of the engine's share in `calls`")
     arguments = parser.parse_args()
     print(f"{processor()}, {os.cpu_count()} cores, Python {platform.python_version()}")
     gc.disable()
-    calls(arguments.policy, 11 if arguments.quick else ROUNDS)
+    calls(arguments.policy, 11 if arguments.quick else ROUNDS, arguments.share)
     processes(arguments.policy, 1.0 if arguments.quick else SECONDS)
     loads(7 if arguments.quick else COPY_ROUNDS)
 

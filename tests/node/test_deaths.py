@@ -17,16 +17,24 @@ from support.node_ptrace import Traced, owner_of
 pytestmark = pytest.mark.usefixtures("fast_burials")
 
 
+SURVIVORS_SHARE, VICTIMS_SHARE = 24, 16
+"""Blocks, of `CAPACITY`."""
+
+
 class Deaths:
     """A survivor, which other processes die beside.
+
+    Args:
+        has_shares: the survivor and each victim have a share of the pool.
 
     Attributes:
         inside: deaths while the process held the lock.
     """
 
-    def __init__(self, root: Path, policy: str, rng: random.Random) -> None:
-        self._root, self._policy, self._random = root, policy, rng
-        self.survivor = Process(root, "survivor", rng.randrange(1 << 30), policy=policy)
+    def __init__(self, root: Path, policy: str, rng: random.Random, has_shares: bool) -> None:
+        self._root, self._policy, self._random, self._has_shares = root, policy, rng, has_shares
+        share = SURVIVORS_SHARE if has_shares else 0
+        self.survivor = Process(root, "survivor", rng.randrange(1 << 30), policy=policy, share_blocks=share)
         self.inside = self.count = 0
 
     def one(self) -> None:
@@ -34,7 +42,8 @@ class Deaths:
         manager, rng, seed = self.survivor.manager, self._random, self._random.randrange(1 << 30)
         name = f"victim-{self.count}"
         self.count += 1
-        victim = Traced(lambda ready: _work(self._root, name, seed, self._policy, ready))
+        share = VICTIMS_SHARE if self._has_shares else 0
+        victim = Traced(lambda ready: _work(self._root, name, seed, self._policy, share, ready))
         held, store = self._begin_transfers()
         try:
             self._run_to_a_random_instruction(victim)
@@ -92,18 +101,22 @@ class Deaths:
             victim.step()
 
 
-def _work(root: Path, name: str, seed: int, policy: str, ready: Callable[[], None]) -> None:
-    process = Process(root, name, seed, policy=policy)
+def _work(
+    root: Path, name: str, seed: int, policy: str, share_blocks: int, ready: Callable[[], None]
+) -> None:
+    process = Process(root, name, seed, policy=policy, share_blocks=share_blocks)
     ready()
     while True:
         process.step()
 
 
-def run(root: Path, num_deaths: int, policy: str, num_children: int = 0) -> Deaths:
+def run(
+    root: Path, num_deaths: int, policy: str, *, num_children: int = 0, has_shares: bool = False
+) -> Deaths:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     rng = random.Random(seed)
-    deaths = Deaths(root, policy, rng)
+    deaths = Deaths(root, policy, rng, has_shares)
     children = [Child(root, f"p{n}", rng.randrange(1 << 30), 3600, policy) for n in range(num_children)]
     try:
         for _ in range(num_deaths):
@@ -122,6 +135,16 @@ def run(root: Path, num_deaths: int, policy: str, num_children: int = 0) -> Deat
 def test_deaths_at_random_instructions(root: Path) -> None:
     deaths = run(root, 12, "arc")
     assert deaths.survivor.loaded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lru", "hazard"])
+def test_deaths_of_engines_with_shares(root: Path, policy: str) -> None:
+    """The share of a dead engine returns to the pool: the next victim gets as much."""
+    deaths = run(root, 60, policy, num_children=1, has_shares=True)
+    tenants = deaths.survivor.manager.stats().tenants
+    assert tenants["own"].min == SURVIVORS_SHARE
+    assert tenants["others"].min == 0, "all victims are dead, and the child has no share"
 
 
 @pytest.mark.slow

@@ -31,9 +31,13 @@ KEYS = Keys.pack([number.to_bytes(4, "little") * 8 for number in range(1, NUM_KE
 class Process:
     """A member with its slots; `step` makes one random request."""
 
-    def __init__(self, root: Path, name: str, seed: int, *, policy: str = "arc") -> None:
+    def __init__(
+        self, root: Path, name: str, seed: int, *, policy: str = "arc", share_blocks: int = 0
+    ) -> None:
         self.directory = PoolDirectory.join(FACTS, name, keep_s=60.0, root=root, has_keeper=False)
-        self.manager = NodeManager(CAPACITY, directory=self.directory, policy=policy)
+        self.manager = NodeManager(
+            CAPACITY, directory=self.directory, policy=policy, share_blocks=share_blocks
+        )
         fd = open_own(self.directory.path / "slots", os.O_RDWR | os.O_CREAT)
         os.ftruncate(fd, CAPACITY * SLOT_BYTES)
         self.slots = np.frombuffer(mmap.mmap(fd, 0), np.uint8).reshape(CAPACITY, SLOT_BYTES)
