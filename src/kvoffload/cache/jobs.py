@@ -226,9 +226,9 @@ class Jobs:
         pause_s = _SHORTEST_PAUSE_S
         while True:
             self._manager.poll()
-            found = self._manager.lookup(keys, ctx)
-            if found.stopped_by not in _WAITS or not limit.left_s():
-                return found.num_ready
+            result = self._manager.lookup(keys, ctx)
+            if result.stopped_by not in _WAITS or not limit.left_s():
+                return result.num_ready
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 

@@ -121,12 +121,12 @@ def command(options: ExplainOptions) -> None:
         write_output("output", options.output, b"")  # Fails before the work begins.
     total = trace.requests + (0 if options.no_capacities else num_replayed(trace))
     with tiers_silenced(), progress_bar("explain", total, options.quiet) as progress:
-        report, found = find_misses(trace, config, tokens=tokens, progress=progress)
-        if not options.no_capacities and EVICTED in found.counts():
+        report, misses = find_misses(trace, config, tokens=tokens, progress=progress)
+        if not options.no_capacities and EVICTED in misses.counts():
             larger = larger_hits(trace, config, lambda done: progress(trace.requests + done))
-            found = replace(found, larger_hits=larger)
+            misses = replace(misses, larger_hits=larger)
     explained = explain(
-        report, found, config,
+        report, misses, config,
         has_token_ids=tokens is not None, top=options.top, request=options.request,
     )  # fmt: skip
     if options.report is not None:

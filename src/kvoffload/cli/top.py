@@ -97,10 +97,10 @@ def top(options: TopOptions) -> None:
 
 def _scrape(url: str) -> Reading:
     """Read the server's metrics. Raises `UnavailableError` if there are none of kvoffload."""
-    found = samples(fetch(url, _TIMEOUT_S))
-    if not found:
+    scraped = samples(fetch(url, _TIMEOUT_S))
+    if not scraped:
         raise UnavailableError("url", url, "the answer is not in the Prometheus text format")
-    reading = read(found, time.monotonic())
+    reading = read(scraped, time.monotonic())
     if not reading.engines:
         why = (
             "the server has no metrics of kvoffload; start vLLM with the flag that `kvoffload vllm-config` "

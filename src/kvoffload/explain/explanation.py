@@ -191,7 +191,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 def explain(
     report: ReplayReport,
-    found: Misses,
+    misses: Misses,
     config: ReplayConfig,
     *,
     has_token_ids: bool = False,
@@ -201,19 +201,19 @@ def explain(
     """Summarize the misses of a replay.
 
     Args:
-        found: the misses, with `Misses.larger_hits` if larger capacities were tried.
+        misses: the misses, with `Misses.larger_hits` if larger capacities were tried.
         top: number of runs and of differing places.
         request: explain all runs of this request instead of the longest runs.
     """
-    trace, counts = found.trace, found.counts()
-    facts = _Facts(found, [tier.name for tier in report.tiers[1:]])
-    starts, ends = _runs(found)
+    trace, counts = misses.trace, misses.counts()
+    facts = _Facts(misses, [tier.name for tier in report.tiers[1:]])
+    starts, ends = _runs(misses)
     # First uses that no cache can serve come last.
-    is_hopeless = np.isin(found.reasons[starts], [NUMBERS[reason] for reason in HOPELESS])
+    is_hopeless = np.isin(misses.reasons[starts], [NUMBERS[reason] for reason in HOPELESS])
     chosen = np.lexsort((starts - ends, is_hopeless))[:top]
     if request is not None:
         chosen = np.flatnonzero(facts.request_of[starts] == request)
-    differing = _differing(found)
+    differing = _differing(misses)
     return Explanation(
         trace=trace.name,
         policy=report.policy,
@@ -226,7 +226,7 @@ def explain(
         block_tokens=trace.block_tokens,
         requests=trace.requests,
         block_refs=trace.block_refs,
-        hits=int(found.hits.sum()),
+        hits=int(misses.hits.sum()),
         misses=sum(counts.values()),
         reasons=counts,
         meanings={name: MEANINGS[name] for name in counts},
@@ -238,19 +238,19 @@ def explain(
         differing=differing[:top],
         num_differing=len(differing),
         equal_tokens=sum(place.equal_tokens or 0 for place in differing) if has_token_ids else None,
-        served=_served(found),
+        served=_served(misses),
         num_runs=len(starts),
         runs=[facts.run(int(starts[number]), int(ends[number])) for number in chosen],
         decisions_sha256=report.decisions_sha256,
     )
 
 
-def _runs(found: Misses) -> tuple[_Int64s, _Int64s]:
+def _runs(misses: Misses) -> tuple[_Int64s, _Int64s]:
     """Return the first reference of each run of missing blocks with one reason, and the end of each run."""
-    reasons = found.reasons
+    reasons = misses.reasons
     is_new = np.ones(len(reasons), np.bool_)
     is_new[1:] = reasons[1:] != reasons[:-1]
-    is_new[found.trace.offsets[:-1][np.diff(found.trace.offsets) > 0]] = True
+    is_new[misses.trace.offsets[:-1][np.diff(misses.trace.offsets) > 0]] = True
     starts = np.flatnonzero(is_new)
     ends = np.append(starts[1:], len(reasons))
     is_missing = reasons[starts] > 0
@@ -260,9 +260,9 @@ def _runs(found: Misses) -> tuple[_Int64s, _Int64s]:
 class _Facts:
     """Numbers of missing blocks."""
 
-    def __init__(self, found: Misses, tiers: list[str]) -> None:
-        trace = found.trace
-        self._found, self._trace = found, trace
+    def __init__(self, misses: Misses, tiers: list[str]) -> None:
+        trace = misses.trace
+        self._misses, self._trace = misses, trace
         # Names may be equal: several simulated tiers.
         self.tiers = [
             name if tiers.count(name) == 1 else f"{name} {number}" for number, name in enumerate(tiers, 1)
@@ -274,12 +274,12 @@ class _Facts:
 
     def evicted(self) -> Evicted | None:
         """Summarize the evicted blocks; None for none."""
-        found = self._found
-        refs = np.flatnonzero(found.reasons == NUMBERS[EVICTED])
+        misses = self._misses
+        refs = np.flatnonzero(misses.reasons == NUMBERS[EVICTED])
         if len(refs) == 0:
             return None
-        stored, decided, now = found.stored_at[refs], found.caused_by[refs], self.request_of[refs]
-        by_place = np.bincount(found.was_in_tier[refs], minlength=1 + len(self.tiers)).tolist()
+        stored, decided, now = misses.stored_at[refs], misses.caused_by[refs], self.request_of[refs]
+        by_place = np.bincount(misses.was_in_tier[refs], minlength=1 + len(self.tiers)).tolist()
         names = ["ram", *self.tiers]
         return Evicted(
             slowest={name: count for name, count in zip(names, by_place, strict=True) if count},
@@ -291,10 +291,10 @@ class _Facts:
 
     def capacities(self) -> list[LargerCapacity] | None:
         """Count the hits at each larger capacity; None if none was tried."""
-        found = self._found
-        if found.larger_hits is None:
+        misses = self._misses
+        if misses.larger_hits is None:
             return None
-        refs = np.flatnonzero(found.reasons == NUMBERS[EVICTED])
+        refs = np.flatnonzero(misses.reasons == NUMBERS[EVICTED])
         request = self.request_of[refs]
         depth = refs - self._trace.offsets[request]
         return [
@@ -303,20 +303,20 @@ class _Facts:
                 evicted_hits=int(np.count_nonzero(depth < hits[request])),
                 hits=int(hits.sum()),
             )
-            for factor, hits in zip(FACTORS, found.larger_hits, strict=True)
+            for factor, hits in zip(FACTORS, misses.larger_hits, strict=True)
         ]
 
     def seen_before(self) -> dict[str, int]:
         """Count the blocks that were not admitted, by the number of their earlier requests."""
-        refs = np.flatnonzero(self._found.reasons == NUMBERS[NOT_ADMITTED])
+        refs = np.flatnonzero(self._misses.reasons == NUMBERS[NOT_ADMITTED])
         counts = np.bincount(self._rank[refs]).tolist()
         return {str(uses): count for uses, count in enumerate(counts) if count}
 
     def run(self, start: int, end: int) -> Run:
         """Describe the run of missing references from `start` to `end`."""
-        found, trace, request = self._found, self._trace, int(self.request_of[start])
-        reason, compared = found.name_at(start), found.beginnings
-        decided, stored = int(found.caused_by[start]), int(found.stored_at[start])
+        misses, trace, request = self._misses, self._trace, int(self.request_of[start])
+        reason, compared = misses.name_at(start), misses.beginnings
+        decided, stored = int(misses.caused_by[start]), int(misses.stored_at[start])
         differs = reason in (PREFIX_DIFFERS, AFTER_SHARED_PROMPT)
         is_evicted = reason == EVICTED
         first_block, known = start - int(trace.offsets[request]), decided != NO_REQUEST
@@ -332,7 +332,7 @@ class _Facts:
             decided_at=decided if known else None,
             kept_s=self._seconds(stored, decided) if is_evicted else None,
             since_s=self._seconds(decided, request) if known else None,
-            slowest=["ram", *self.tiers][found.was_in_tier[start]] if is_evicted else None,
+            slowest=["ram", *self.tiers][misses.was_in_tier[start]] if is_evicted else None,
             kept_with=self._kept_with(request, first_block),
             nearest_request=int(compared.nearest[request]) if differs else None,
             difference=compared.differences.get(request) if differs else None,
@@ -340,9 +340,9 @@ class _Facts:
 
     def _kept_with(self, request: int, block: int) -> float | None:
         """Return the smallest tried multiple of the capacity at which a block is a hit."""
-        if self._found.larger_hits is None:
+        if self._misses.larger_hits is None:
             return None
-        of_request = zip(FACTORS, self._found.larger_hits[:, request].tolist(), strict=True)
+        of_request = zip(FACTORS, self._misses.larger_hits[:, request].tolist(), strict=True)
         return next((factor for factor, hits in of_request if block < hits), None)
 
     def _seconds(self, earlier: int, later: int) -> float | None:
@@ -363,14 +363,14 @@ def _ranks(trace: Trace) -> _Int64s:
     return ranks
 
 
-def _differing(found: Misses) -> list[Differing]:
+def _differing(misses: Misses) -> list[Differing]:
     """Group the requests that differ from an earlier prompt by reason and place of the difference."""
-    trace, compared = found.trace, found.beginnings
+    trace, compared = misses.trace, misses.beginnings
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.offsets))
     groups: dict[tuple[str, int, int | None], list[int]] = {}
     blocks = np.zeros(trace.requests, np.int64)
     for reason in (PREFIX_DIFFERS, AFTER_SHARED_PROMPT):
-        first_uses = np.bincount(request_of[found.reasons == NUMBERS[reason]], minlength=trace.requests)
+        first_uses = np.bincount(request_of[misses.reasons == NUMBERS[reason]], minlength=trace.requests)
         blocks += first_uses
         for request in np.flatnonzero(first_uses).tolist():
             known, difference = int(compared.known[request]), compared.differences.get(request)
@@ -381,13 +381,13 @@ def _differing(found: Misses) -> list[Differing]:
             groups.setdefault((reason, parent, token), []).append(request)
     previous = turns(trace).previous_turn
     of_groups = [
-        _group(found, reason, requests, blocks, previous) for (reason, _, _), requests in groups.items()
+        _group(misses, reason, requests, blocks, previous) for (reason, _, _), requests in groups.items()
     ]
     return sorted(of_groups, key=lambda group: (-(group.equal_tokens or 0), -group.blocks, group.request))
 
 
-def _group(found: Misses, reason: str, requests: list[int], blocks: _Int64s, previous: _Int64s) -> Differing:
-    compared, lengths = found.beginnings, np.diff(found.trace.offsets)
+def _group(misses: Misses, reason: str, requests: list[int], blocks: _Int64s, previous: _Int64s) -> Differing:
+    compared, lengths = misses.beginnings, np.diff(misses.trace.offsets)
     largest = max(requests, key=lambda request: (blocks[request], -request))
     known, difference = int(compared.known[largest]), compared.differences.get(largest)
     if reason == AFTER_SHARED_PROMPT:
@@ -396,7 +396,7 @@ def _group(found: Misses, reason: str, requests: list[int], blocks: _Int64s, pre
     before = previous[requests]
     return Differing(
         reason=reason,
-        block=known if difference is None else difference.start // found.trace.block_tokens,
+        block=known if difference is None else difference.start // misses.trace.block_tokens,
         token=None if difference is None else difference.start,
         requests=len(requests),
         blocks=int(blocks[requests].sum()),
@@ -408,12 +408,12 @@ def _group(found: Misses, reason: str, requests: list[int], blocks: _Int64s, pre
     )
 
 
-def _served(found: Misses) -> Served | None:
-    trace = found.trace
+def _served(misses: Misses) -> Served | None:
+    trace = misses.trace
     if trace.served_tokens is None:
         return None
     served = np.zeros(trace.requests, np.int64) + sum(trace.served_tokens.values())
-    replayed = found.hits.astype(np.int64) * trace.block_tokens
+    replayed = misses.hits.astype(np.int64) * trace.block_tokens
     less = replayed - served
     is_less, is_more = less >= trace.block_tokens, less <= -trace.block_tokens
     return Served(

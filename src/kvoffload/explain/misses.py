@@ -112,9 +112,9 @@ def find_misses(
     else:
         run = SharedReplay(trace, config, observe=observe)
     report = run.run(progress)
-    found = _joined(trace, histories, beginnings(trace, tokens))
-    found.counts()
-    return report, found
+    misses = _joined(trace, histories, beginnings(trace, tokens))
+    misses.counts()
+    return report, misses
 
 
 def _joined(

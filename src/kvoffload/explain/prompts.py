@@ -96,14 +96,14 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
     Cost: about 10 us per request; with `tokens` about 1 ms for each request that differs.
     """
-    lengths, found = np.diff(trace.offsets), turns(trace)
-    known = lengths - found.new_blocks
+    lengths, history = np.diff(trace.offsets), turns(trace)
+    known = lengths - history.new_blocks
     nearest = _nearest(trace, known)
-    previous = found.previous_turn
+    previous = history.previous_turn
     is_next_turn = (previous != NO_REQUEST) & (lengths[previous] <= known)
     continues = (known > 0) & (is_next_turn | (nearest == NO_REQUEST))
     shares, has_known = np.zeros(trace.requests, np.bool_), np.flatnonzero(known)
-    shares[has_known] = found.is_shared_prompt[
+    shares[has_known] = history.is_shared_prompt[
         trace.refs[trace.offsets[:-1][has_known] + known[has_known] - 1]
     ]
     differences: dict[int, Difference] = {}
@@ -206,18 +206,18 @@ def _best(
     # Ties: the latest.
     order = np.lexsort((np.arange(len(children)), common))[::-1][:_COMPARED_CANDIDATES].tolist()
     best, most_equal = siblings[order[0]][1], -1
-    best_found: Difference | None = None
+    best_difference: Difference | None = None
     for number in order:
         request = siblings[number][1]
         others = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
         same = _equal_blocks(tokens.prefixes, codes, others, count)
-        found, num_equal = None, same * trace.block_tokens
+        difference, num_equal = None, same * trace.block_tokens
         if same < min(len(codes), len(others)):
-            found = _difference(tokens.ids, codes, others, same)
-            num_equal = found.start + found.equal_after
+            difference = _difference(tokens.ids, codes, others, same)
+            num_equal = difference.start + difference.equal_after
         if num_equal > most_equal:
-            best, best_found, most_equal = request, found, num_equal
-    return (best, best_found) if count > 0 or most_equal >= trace.block_tokens else None
+            best, best_difference, most_equal = request, difference, num_equal
+    return (best, best_difference) if count > 0 or most_equal >= trace.block_tokens else None
 
 
 def _equal_blocks(

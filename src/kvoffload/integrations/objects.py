@@ -201,23 +201,23 @@ class ObjectStore:
         """
         blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         parts = self.parts_of(object_bytes)
-        found = np.zeros(len(blocks), np.bool_)
+        is_present = np.zeros(len(blocks), np.bool_)
         if self._closed or not len(blocks):
-            return _whole(found, parts)
+            return _whole(is_present, parts)
         probes = list[_Job]()
         until = self._clock()
         with self._lock:
             for lane, tier in enumerate(self.tiers):
                 tier.missed(blocks)
-                unknown = tier.unknown(blocks) if tier.shared else found
+                unknown = tier.unknown(blocks) if tier.shared else is_present
                 if unknown.any() and (number := tier.submit_probe(blocks.take(unknown))) != NO_JOB:
                     probes.append(self._begin(lane, number, np.flatnonzero(unknown)))
                     until = max(until, self._clock() + tier.probe_timeout_s)
         self._wait(lambda: all(job.result is not None for job in probes), until)
         with self._lock:
             for tier in self.tiers:
-                found |= tier.contains(blocks)
-        return _whole(found, parts)
+                is_present |= tier.contains(blocks)
+        return _whole(is_present, parts)
 
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
         """Read objects into `memory`; returns a mask of the objects that are there, sound and whole.
@@ -357,9 +357,9 @@ class ObjectStore:
         while True:
             with self._lock:
                 self._poll()
-                found = self._staging.take(len(batch.keys))
-            if found is not None:
-                batch.buffer = _Buffer(found, found)
+                rows = self._staging.take(len(batch.keys))
+            if rows is not None:
+                batch.buffer = _Buffer(rows, rows)
                 return True
             if running:
                 end(running.popleft(), memory, until, ok)

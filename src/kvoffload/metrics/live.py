@@ -61,7 +61,7 @@ def read(samples: list[Sample], time_s: float) -> Reading:
 
     Engines without metrics of kvoffload are left out, and values that are not finite.
     """
-    found: dict[str, dict[Key, float]] = defaultdict(lambda: defaultdict(float))
+    values: dict[str, dict[Key, float]] = defaultdict(lambda: defaultdict(float))
     ours = set[str]()
     for sample in samples:
         name, is_ours = _plain_name(sample.name)
@@ -69,12 +69,12 @@ def read(samples: list[Sample], time_s: float) -> Reading:
             continue
         engine = " ".join(sample.labels[label] for label in _LABELS_OF_ENGINES if label in sample.labels)
         own = [sample.labels[label] for label in _OWN_LABELS if label in sample.labels]
-        found[engine][name, own[0] if is_ours and own else ""] += sample.value
+        values[engine][name, own[0] if is_ours and own else ""] += sample.value
         if is_ours:
             ours.add(engine)
     finite = {
-        engine: {key: value for key, value in values.items() if math.isfinite(value)}
-        for engine, values in found.items()
+        engine: {key: value for key, value in own_values.items() if math.isfinite(value)}
+        for engine, own_values in values.items()
         if engine in ours
     }
     return Reading(time_s, finite)

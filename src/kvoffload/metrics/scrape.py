@@ -41,7 +41,7 @@ def _unescape(match: re.Match[str]) -> str:
 
 def sums(read: list[Sample]) -> dict[str, float]:
     """Return the values by name, summed over labels."""
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for sample in read:
-        found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
+        totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals

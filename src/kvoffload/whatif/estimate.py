@@ -85,7 +85,7 @@ def estimates(counted: list[Counted], num_looked_up: int, one_in: int) -> list[E
     per_block = one_in / max(1, num_looked_up)
     current = counted[0]
     current_ratio = _ratio(current, per_block)
-    found = list[Estimate]()
+    estimates = list[Estimate]()
     for shadow in counted:
         ratio = _ratio(shadow, per_block)
         of_capacity = _slope(ratio) * _off(shadow, one_in)
@@ -98,8 +98,8 @@ def estimates(counted: list[Counted], num_looked_up: int, one_in: int) -> list[E
             estimate = Estimate(
                 shadow.setting, ratio, estimate.error, ratio - current_ratio, _WIDTH * math.sqrt(variance)
             )
-        found.append(estimate)
-    return found
+        estimates.append(estimate)
+    return estimates
 
 
 def _ratio(shadow: Counted, per_block: float) -> float:

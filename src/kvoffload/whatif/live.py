@@ -145,19 +145,19 @@ class LiveShadows:
         """
         if self._shadows is None or now_s - self._reported_s < REPORT_S or self._background.is_busy:
             return []
-        found = list[Estimate]()
+        estimates = list[Estimate]()
         with self._contained():
             self._collect()
             if self._make is not None:
                 return []
             self._reported_s, self._is_clearing = now_s, self._shadows.is_waiting
-            found = self._shadows.estimates()
+            estimates = self._shadows.estimates()
             if now_s - self._period_from_s >= PERIOD_S:
                 self._period_from_s = now_s
-                if text := advice(found):
+                if text := advice(estimates):
                     self._log.info("kvoffload: %s", text)
                 self._shadows.rotate()
-        return found
+        return estimates
 
     @contextlib.contextmanager
     def _contained(self) -> Iterator[None]:
@@ -178,15 +178,15 @@ def _serve(shadows: Shadows, sample: Sample, is_reset: bool) -> None:
     shadows.serve(sample)
 
 
-def advice(found: Sequence[Estimate]) -> str:
+def advice(estimates: Sequence[Estimate]) -> str:
     """Describe the setting with the largest gain that is more than its error; empty if there is none."""
-    better = [estimate for estimate in found if estimate.is_better]
+    better = [estimate for estimate in estimates if estimate.is_better]
     if not better:
         return ""
     best = max(better, key=lambda estimate: estimate.gain - estimate.gain_error)
     return (
         f"what_if: with {best.setting} RAM would serve {_percent(best.hit_ratio, best.error)} of the "
-        f"looked-up blocks instead of {_percent(found[0].hit_ratio, found[0].error)}: "
+        f"looked-up blocks instead of {_percent(estimates[0].hit_ratio, estimates[0].error)}: "
         f"{_percent(best.gain, best.gain_error, '+')} (95 % interval)"
     )
 

@@ -67,8 +67,8 @@ class Producer:
             name: the tier's name of the weights; the identity of the engine is bound as well.
         """
         names = [given for given in (name, self.identity) if given]
-        found = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
-        return _text({**self.facts, "weights": found, "names": names})
+        identities = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
+        return _text({**self.facts, "weights": identities, "names": names})
 
     def check_weights(self) -> None:
         """Raise `ConfigError` if the fingerprint has neither files nor a commit of some weights."""
