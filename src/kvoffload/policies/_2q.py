@@ -30,11 +30,11 @@ class State(Struct):
     Attributes:
         lists: A1in and Am.
         a1out: ghosts.
-        arriving: True for a block of A1in that does not have its final place yet.
-        max_a1in: Kin; A1in can be larger while no victims are needed.
-        new_a1in: blocks of the current batch that will join A1in. They join after the batch's last victim was
-            chosen; blocks that will join Am have their slots marked (`push_marked`).
-        is_victim_tier: 1 if `access` reports returning blocks.
+        arriving: True for each block of A1in until its storing request finishes.
+        max_a1in: Kin, in blocks; A1in can be larger while no victims are needed.
+        new_a1in: number of blocks of the current batch that will join A1in after the batch's last victim was
+            chosen. The slots of blocks that will join Am are marked (`push_marked`).
+        is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
 
     lists: Lists
@@ -57,12 +57,12 @@ class TwoQ(CompiledPolicy):
 
     The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block, each on the lists that the previous block left. Blocks of one batch
+    - A batch is processed block by block, and each block changes the lists for the next. Blocks of one batch
       never evict each other, and the head of the batch is the youngest.
-    - A block gets its final place in A1in when the request that stored it finishes, so that a path that was
-      stored in parts also loses its tail first. In Am a request's own store is no second access, but the
+    - In A1in a block moves to its final place when the storing request finishes. So the tail of a path leaves
+      first, even if the path was stored in parts. In Am a request's own store is no second access, but the
       block moves to the front with its path.
-    - In a victim tier a returning block that was used again joins Am, because it entered A1in when new.
+    - In a victim tier a returning block that was used again joins Am, because a new block enters A1in.
     - The key of a returning block is removed from A1out before a victim is chosen.
     - If the list that should provide the victim is empty or fully protected, the other list provides it.
       Victims from A1in are always remembered, victims from Am never.
@@ -112,7 +112,7 @@ class TwoQ(CompiledPolicy):
 def access(own: State, used: Used) -> None:
     """Move a block of Am to the front.
 
-    Blocks of A1in move only when the storing request ends or they return.
+    A block of A1in moves only when its storing request ends, or when it returns to a victim tier.
     """
     links, arriving, am = own.lists.links, own.arriving, own.lists.num_positions + AM
     for i in range(used.count - 1, -1, -1):
@@ -137,7 +137,10 @@ def _a1in_provides(own: State) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path) -> int:
-    """Evict a block, remembering a block of A1in; return the slot, or ABSENT if no block is evictable."""
+    """Evict a block, with a ghost if the block was in A1in.
+
+    Returns the slot, or ABSENT if no block is evictable.
+    """
     links, c = own.lists.links, own.lists.num_positions
     victim = victim_of_either(cache, path, own.lists, A1IN if _a1in_provides(own) else AM)
     if victim != ABSENT:

@@ -28,8 +28,8 @@ class State(Struct):
         lists: T1 and T2.
         ghosts: B1 and B2.
         target: target size of T1.
-        new_t1, new_t2: blocks of the current batch that will join T1 and T2. They join after the batch's last
-            victim was chosen, because a reused slot must not be mistaken for its old block. The slots of
+        new_t1, new_t2: number of blocks of the current batch that will join T1, and T2. They join after the
+            batch's last victim was chosen, so that no reused slot is taken for its old block. The slots of
             blocks for T2 are marked (`push_marked`).
     """
 
@@ -41,26 +41,26 @@ class State(Struct):
 
 
 class ARC(CompiledPolicy):
-    """Balances recency and frequency by its early evictions.
+    """Balances recency and frequency: learns from evictions that came too early.
 
     The paper's algorithm with all four cases and bounds, for batches with pins.
 
     T1 holds blocks used by one request, T2 blocks used by more; B1 and B2 hold the keys of blocks evicted
-    from T1 and T2. A miss whose key is in B1 raises the target size `p` of T1, a miss whose key is in B2
-    lowers the target, and the block enters T2. Invariants: ``|T1| + |B1| <= c``, ``|T1| + |T2| + |B1| + |B2|
-    <= 2c``.
+    from T1 and T2. A miss on a key in B1 raises the target size `p` of T1, a miss on a key in B2 lowers the
+    target. After either miss the block enters T2. Invariants: ``|T1| + |B1| <= c``, ``|T1| + |T2| + |B1| +
+    |B2| <= 2c``.
 
     The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block, each on the lists and target that the previous block left. Blocks
-      of one batch never evict each other.
+    - A batch is processed block by block, and each block changes the lists and the target for the next.
+      Blocks of one batch never evict each other.
     - A request's own store is no second access: when it finishes, the block moves to the front of the
       list that it is in, with the rest of its path.
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
-    - If every block of the list that REPLACE selects is protected, the victim is taken from the other list
-      and becomes a ghost of that other list.
-    - While slots are free (at the start, after failures), no victim is needed: REPLACE is skipped, and the
-      rest of the case runs, so that the target is adapted and the bounds hold.
+    - If REPLACE selects a list whose blocks are all protected, the other list provides the victim and the
+      ghost: T1 for B1, T2 for B2.
+    - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped, but the
+      other steps of the case run, so that the target is adapted and the bounds hold.
     - With quotas, a tenant that replaces only its own blocks leaves ghosts only in proportion to its part of
       the cache (`tenants.may_learn`); the other blocks leave T1 or T2 without a ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
@@ -139,7 +139,7 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 def _learn(own: State, ghost: int) -> bool:
     """Process a miss: adapt the target for a ghost, else enforce the bounds (cases II to IV).
 
-    Returns whether the victim becomes a ghost.
+    Returns False if the victim must come from T1 without a ghost.
     """
     links, ghosts = own.lists.links, own.ghosts
     c, sizes = own.lists.num_positions, ghosts.lists.links
@@ -164,7 +164,7 @@ def _learn(own: State, ghost: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
-    """Evict a block and add its key to B1 or B2, dropping the coldest ghost if there is no room."""
+    """Evict `victim`; with `keeps_ghost`, add its key to B1 or B2, after dropping a ghost if `c` are held."""
     c, sizes = own.lists.num_positions, own.ghosts.lists.links
     if keeps_ghost:
         if sizes[sizes.shape[0] - 1, LIST] == 0:
@@ -176,7 +176,7 @@ def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
 
 @inline
 def _replace_quietly(own: State, cache: Cache, path: Path) -> int:
-    """Evict a block for a new block of T1 without a ghost; return the victim or ABSENT."""
+    """Choose and evict a block, without a ghost, for a new block of T1; return the victim or ABSENT."""
     links, sizes, c = own.lists.links, own.ghosts.lists.links, own.lists.num_positions
     size_t1 = links[c + T1, LIST] + own.new_t1
     from_t1 = size_t1 >= 1 and size_t1 > own.target

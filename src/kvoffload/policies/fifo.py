@@ -13,7 +13,7 @@ from kvoffload.structures.structs import Struct
 
 
 class State(Struct):
-    """One list, newest first."""
+    """The state of a FIFO cache: one list, newest first."""
 
     queue: Lists
 

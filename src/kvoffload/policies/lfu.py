@@ -21,7 +21,7 @@ from kvoffload.structures.structs import Struct
 
 
 class State(Struct):
-    """One list for each number of uses, from one use on."""
+    """The state of an LFU cache: one list for each use count, from 1 to `max_count`."""
 
     by_count: Lists
 
@@ -38,8 +38,9 @@ class LFU(CompiledPolicy):
 
     - A block is counted while it is resident. A block that returns after an eviction starts at 1 again.
       Counts never decrease: a block that was popular once stays until all other blocks have higher counts.
-    - Counts stop at `max_count`: blocks that reach it share one list in LRU order. This matters only if every
-      evictable block has been used `max_count` times. A block's list is its count, so no counts are stored.
+    - Counts stop at `max_count`: blocks with `max_count` or more uses share one list in LRU order. The limit
+      matters only if every evictable block has been used `max_count` times. The number of a block's list is
+      its count, so no counts are stored.
     - A request's own store is the first use, and the end of the request is no second use: the block moves to
       the front of its list. Among equal counts the least recent block leaves first, the head of a path last.
     - Protected blocks are skipped; if a list has no evictable block, the next list is searched.

@@ -43,10 +43,10 @@ class State(Struct):
         gone: ghosts, the keys of evicted blocks.
         used_at: time of the last use of each block.
         gone_used_at: time of the last use of each ghost.
-        clock: the current time.
+        clock: the current time, a number of uses and stores of blocks.
         max_lir: largest number of LIR blocks.
-        new_lir: number of blocks of the current batch that become LIR. They enter the lists after the last
-            victim of the batch was chosen; until then their slots are marked (`push_marked`).
+        new_lir: number of blocks of the current batch that become LIR. Their slots are marked
+            (`push_marked`) until they enter the lists, after the batch's last victim was chosen.
     """
 
     lists: Lists
@@ -59,14 +59,14 @@ class State(Struct):
 
 
 class LIRS(CompiledPolicy):
-    """Keeps blocks used at short intervals; others pass through.
+    """Keeps blocks used at short intervals; other blocks leave soon.
 
     The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
-    S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and ghosts of HIR blocks. A
-    HIR block, resident or not, that is used while in S becomes LIR, and the coldest LIR block becomes HIR and
-    the last in Q. A HIR block that is used while not in S stays HIR, and moves to the end of Q. The first
-    block of Q is evicted; if it is in S, its key stays there.
+    S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and ghosts of HIR blocks. Q
+    holds the resident HIR blocks. If a HIR block in S is used, resident or a ghost, it becomes LIR, and the
+    coldest LIR block becomes HIR and the last in Q. If a HIR block outside S is used, it stays HIR and moves
+    to the end of Q. The victim is the first block of Q; its key stays in S as a ghost if it was in S.
 
     Differs from the paper: no stack is stored or pruned. A block or ghost is in S if its last use is later
     than the last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a
@@ -74,8 +74,8 @@ class LIRS(CompiledPolicy):
 
     The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block, each on the S and Q that the previous block left. Blocks of one
-      batch never evict each other, and the head of the batch is the most recent.
+    - A batch is processed block by block, and each block changes S and Q for the next. Blocks of one batch
+      never evict each other, and the head of the batch is the most recent.
     - Q is short, so during a long request all blocks of Q are protected. Then the coldest evictable LIR block
       is evicted without a ghost, because it was at the bottom of S. The new block is still HIR, and Q exceeds
       its 1 % for a while, so that a scan does not replace the LIR set. (If the block entered as LIR, a
@@ -132,7 +132,10 @@ class LIRS(CompiledPolicy):
 
 @inline
 def _bottom(own: State) -> int:
-    """Return the last use of the coldest LIR block; keys used later are in S. Never decreases."""
+    """Return the last use of the coldest LIR block, or NO_BOTTOM without LIR blocks; never decreases.
+
+    Keys used later are in S.
+    """
     lir = own.lists.num_positions + LIR
     coldest = own.lists.links[lir, PREV]
     return np.int64(NO_BOTTOM) if coldest == lir else own.used_at[coldest]
@@ -145,7 +148,7 @@ def _num_lir(own: State) -> int:
 
 @inline
 def _limit_lir(own: State) -> None:
-    """Turn the coldest LIR block into the last HIR block in Q, if there is a LIR block too many."""
+    """If there are more than `max_lir` LIR blocks, turn the coldest into a HIR block, the last in Q."""
     if _num_lir(own) > own.max_lir:
         carry(own.lists, QUEUE, own.lists.links[own.lists.num_positions + LIR, PREV])
 
@@ -190,9 +193,10 @@ def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path) -> int:
-    """Evict the first block of Q, remembered if in S, or the coldest LIR block if all of Q is protected.
+    """Evict the first evictable block of Q, and leave a ghost if the block is in S.
 
-    Returns the slot, or ABSENT if no block is evictable.
+    If all of Q is protected, evict the coldest evictable LIR block without a ghost. Returns the slot, or
+    ABSENT if no block is evictable.
     """
     victim = next_victim(cache, path, own.lists, QUEUE)
     if victim == ABSENT:

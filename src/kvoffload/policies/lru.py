@@ -13,7 +13,7 @@ from kvoffload.structures.structs import Struct
 
 
 class State(Struct):
-    """One list, most recent first."""
+    """The state of an LRU cache: one list, most recent first."""
 
     order: Lists
 

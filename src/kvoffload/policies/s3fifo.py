@@ -25,7 +25,7 @@ from kvoffload.structures.structs import Struct
 SMALL, MAIN = 0, 1
 GHOSTS = 0
 MAX_COUNT = 3
-"""Largest use count of a block since it entered a queue or was last spared: two bits, as in the paper."""
+"""Limit of a block's use count, which fits in two bits, as in the paper."""
 
 
 class State(Struct):
@@ -36,11 +36,11 @@ class State(Struct):
         ghosts: G.
         counts: uses of each block in S and M.
         small_blocks: the share of S, in blocks.
-        patience: most blocks that a call spares.
-        new_small: blocks of the current batch that will join S. They join after the batch's last victim was
-            chosen; the slots of blocks for M are marked (`push_marked`).
-        num_spared: blocks that this call has spared.
-        is_victim_tier: 1 if `access` reports returning blocks.
+        patience: largest number of used blocks that a call spares.
+        new_small: number of blocks of the current batch that will join S after the batch's last victim was
+            chosen. The slots of blocks for M are marked (`push_marked`).
+        num_spared: number of blocks that this call has spared.
+        is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
 
     queues: Lists
@@ -69,9 +69,9 @@ class S3FIFO(CompiledPolicy):
     - The share of S is `small_share`, rounded down and at least one block; G remembers as many keys as M has
       blocks, at least one.
     - While slots are free, new blocks beyond the share of S enter M, so that the queues have their sizes from
-      the start, as in the authors' simulator. The paper's algorithm sends every new block to S, from which
-      all victims are then taken until M has grown. On a chat trace as a flat stream, its hit ratio is 0.285
-      instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
+      the start, as in the authors' simulator. The paper's algorithm sends every new block to S, and takes all
+      victims from S until M has grown. On a chat trace as a flat stream, the paper's algorithm has a hit
+      ratio of 0.285 instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
     - Only one block is evicted at a time. If a moved block makes M larger than its share, the paper also
       evicts a block from M. Here the victim comes from S, and the next victim from M, because S is then below
       its share.
@@ -148,14 +148,14 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _provider(own: State) -> int:
-    """Return the queue that provides the next victim: S, if S has its share."""
+    """Return the queue that provides the next victim: S if S has its share or more, else M."""
     size = own.queues.links[own.queues.num_positions + SMALL, LIST] + own.new_small
     return SMALL if size >= own.small_blocks else MAIN
 
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return whether uses spare the block at the cold end of a queue, and reduce its count."""
+    """Return True if its uses spare the block at the cold end of `queue`; then reduce its use count."""
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False
@@ -166,7 +166,10 @@ def _is_spared(own: State, slot: int, queue: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
-    """Evict a block, remembering a block of S; return the slot, or ABSENT if no block is evictable."""
+    """Evict a block, with a ghost if the block was in S; spared blocks move to the head of M.
+
+    Returns the slot, or ABSENT if no block is evictable.
+    """
     while True:
         slot = victim_of_either(cache, path, own.queues, queue)
         if slot == ABSENT:

@@ -26,7 +26,7 @@ class State(Struct):
 
     Attributes:
         queue: all blocks, newest first.
-        visited: the mark of each block.
+        visited: True for each block used since its store or the hand's last pass.
         hand: slot at which the next search begins, or ABSENT for the oldest block.
         num_visited: number of visited blocks.
         patience: as in `SIEVE`.
@@ -112,7 +112,7 @@ def access(own: State, used: Used) -> None:
 
 @inline
 def _next_victim(own: State, cache: Cache, path: Path, hand: int) -> int:
-    """Return the next victim from `hand` on, sparing visited blocks while there is patience.
+    """Find the next victim from `hand` on, and spare up to `patience_left` visited blocks.
 
     Returns the sentinel if no block is evictable.
     """

@@ -22,7 +22,12 @@ PROBATION, PROVEN = 0, 1
 
 
 class State(Struct):
-    """Two lists, of blocks on probation and of proven blocks, and the largest number of proven blocks."""
+    """The state of an SLRU cache.
+
+    Attributes:
+        segments: a list of blocks on probation, and a list of proven blocks.
+        most_proven: largest number of proven blocks.
+    """
 
     segments: Lists
     most_proven: int
@@ -47,7 +52,7 @@ class SLRU(CompiledPolicy):
     - A request's own store is no hit. When the request finishes, the block moves to the front of its list
       with the rest of its path, and the head becomes the most recent. So prefixes lose their tails first.
     - If every block on probation is protected, the least recent evictable proven block is the victim.
-    - Pinned blocks return to probation like others.
+    - Pinned proven blocks also return to probation.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block.
     """

@@ -42,9 +42,9 @@ class State(Struct):
         lists: window, probation and protected.
         sketch: the frequencies.
         max_window, max_main, max_protected: largest number of blocks of each segment.
-        num_entering: blocks of the current batch so far. They join the window after the batch's last victim
-            was chosen.
-        is_victim_tier: 1 if `access` reports returning blocks.
+        num_entering: number of processed blocks of the current batch. They join the window after the batch's
+            last victim was chosen.
+        is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
 
     index: Index
@@ -70,18 +70,19 @@ class WTinyLFU(CompiledPolicy):
 
     The paper does not cover batches, pins and failures. There we choose:
 
-    - A batch is processed block by block, each on the lists and sketch that the previous block left. Blocks
-      of one batch never evict each other, and the head of the batch is the most recent.
-    - A request may be longer than the window. When no other block of the window is evictable, a block of the
-      main cache is evicted without a duel, and the window grows beyond its share. Later candidates still
-      duel, and the loser is evicted. Until the main cache has its share back, one winner for each new block
-      enters the main cache without a victim, and the next candidate duels instead.
+    - A batch is processed block by block, and each block changes the lists and the sketch for the next.
+      Blocks of one batch never evict each other, and the head of the batch is the most recent.
+    - A request may be longer than the window. When no block of the window is evictable, a block of the main
+      cache is evicted without a duel, and the window grows beyond its share. Later blocks of the window still
+      duel, and the loser is evicted. While the main cache is below its share, the first winner for each new
+      block enters the main cache without a victim, and the window's next block duels.
     - While the window is smaller than its share, as after discards, a block of the main cache is evicted
       without a duel.
-    - If one segment is fully protected, the other provides the victim: in the main cache the coldest
-      evictable block on probation, then the coldest evictable protected block.
-    - While slots are free there are no victims. After the batch has entered, for each free slot the coldest
-      block of a too large window enters the main cache without a duel, if there is room.
+    - If the window or the main cache is fully protected, the other provides the victim. The main cache
+      provides its coldest evictable block on probation, else its coldest evictable protected block.
+    - While slots are free there are no victims. After the batch has entered, the coldest blocks of a window
+      beyond its share move to the main cache without a duel: at most one for each free slot that the batch
+      used, and while the main cache is below its share.
     - In a victim tier a returning block that was used again enters the main cache without a duel, on
       probation. The sketch counts only its store.
     - A request's own store is no second use. When the request finishes, the block moves to the front of its
@@ -187,14 +188,14 @@ def _window_is_too_large(own: State) -> bool:
 
 @inline
 def _main_has_room(own: State) -> bool:
-    """Return whether the main cache has less than its share."""
+    """Return True if the main cache is smaller than its share."""
     links, c = own.lists.links, own.lists.num_positions
     return links[c + PROBATION, LIST] + links[c + PROTECTED, LIST] < own.max_main
 
 
 @inline
 def _defender(own: State, cache: Cache, path: Path) -> int:
-    """Return the coldest evictable block on probation, else the coldest protected one, or ABSENT."""
+    """Return the coldest evictable block of the main cache, on probation if possible, or ABSENT."""
     slot = next_victim(cache, path, own.lists, PROBATION)
     return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
 
@@ -208,7 +209,7 @@ def _wins(own: State, candidate: int, defender: int) -> bool:
 
 @inline
 def _victim(own: State, cache: Cache, path: Path) -> int:
-    """Return the next victim, moving winners of duels, or ABSENT if no block is evictable."""
+    """Choose the next victim, and move winners of duels to the main cache; ABSENT: no block is evictable."""
     may_grow = True
     while True:
         candidate = next_victim(cache, path, own.lists, WINDOW)
@@ -228,7 +229,7 @@ def _victim(own: State, cache: Cache, path: Path) -> int:
 
 @inline
 def _fill_main(own: State, num_free: int) -> None:
-    """Move the coldest blocks of a window that is too large to the main cache, one for each free slot."""
+    """Move the coldest blocks beyond the window's share to the main cache, at most `num_free` blocks."""
     links, c = own.lists.links, own.lists.num_positions
     for _ in range(num_free):
         if not (_window_is_too_large(own) and _main_has_room(own)):

@@ -6,8 +6,8 @@ One line for each kind of decision of each request, in the order of the decision
     17 evict 12 13       evicted from RAM, to make room for a promotion
     17 promote 871 872   promoted to RAM from a lower tier
     17 damaged 881       block 881 failed its checksum and was removed
-    17 admit 5           5 of the missing blocks passed the admission rule
-    17 refuse 904 905    these did not
+    17 admit 5           admission rule and policy accept 5 of the missing blocks
+    17 refuse 904 905    refused by the admission rule or the policy
     17 evict 12 13       evicted, to make room for the store
     17 store 899 900     stored, in prefix order
     17 drop 901          not stored, because there was no room

@@ -93,7 +93,7 @@ class Device:
     """Device cache of a replay, advanced one request at a time.
 
     Args:
-        run: the run of the device, or of the devices of several engines; then only `served` may be called.
+        run: the run of the device. With a run of several engines' devices, only `served` may be called.
     """
 
     def __init__(self, trace: Trace, run: DeviceRun) -> None:

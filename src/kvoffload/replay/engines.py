@@ -33,7 +33,7 @@ class EngineParts:
         self._queues = [ram.new_queue(lambda: share) for _ in range(num_engines)]
 
     def switch_to(self, engine: int) -> None:
-        """Give the manager the parts of this engine, until the next call of this method."""
+        """Install this engine's rule and queue in the manager, until the next call of this method."""
         self._manager.admission = self._manager.store_mode.admission = self._rules[engine]
         self._manager.queue = self._queues[engine]
 
@@ -79,7 +79,7 @@ class Engines:
         return self._queues[self._engine_of[request]].serve(request)
 
     def switch_to(self, request: int) -> None:
-        """Make the next calls of the manager calls of this request's engine."""
+        """Install the rule and queue of this request's engine in the manager."""
         if self._parts is not None:
             self._parts.switch_to(self._engine_of[request])
 

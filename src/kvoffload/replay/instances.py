@@ -1,7 +1,7 @@
 """Replay through several managers of RAM, which share the last tier behind RAM.
 
-Each manager is a `Replay` of the requests of its engine or, with shared RAM, of the engines of its machine.
-Requests are served in the order of the whole trace.
+Each manager replays the requests of one engine or, with shared RAM, of all engines of one machine. Requests
+are served in the order of the whole trace.
 Owns the record of each shared block's writer, and the combined report.
 """
 
@@ -185,7 +185,7 @@ class SharedReplay:
         )
 
     def _combined_tier(self, level: int, reports: Sequence[TierReport]) -> TierReport:
-        """Add one tier's counters of all instances. Only hits of the shared tier are not totals already."""
+        """Add one tier's counters of all instances. The shared tier's counters but hits are already totals."""
         hits = sum(report.hit_blocks for report in reports)
         if level and level == len(self._config.tiers):
             return msgspec.structs.replace(reports[-1], hit_blocks=hits)
@@ -206,5 +206,5 @@ def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
 
 
 def has_one_manager(config: ReplayConfig) -> bool:
-    """Return True if a `Replay` replays this configuration; others need a `SharedReplay`."""
+    """Return True if a `Replay` can replay this configuration, False if only a `SharedReplay` can."""
     return config.instances == 1 or (config.shared_ram and config.machines == 1)

@@ -44,7 +44,7 @@ class Places:
     """The places of blocks in a replay at this moment.
 
     Args:
-        device: None if no device is followed.
+        device: the device cache; None: no block counts as on the device.
     """
 
     def __init__(self, manager: AnyManager, keys: TraceKeys, device: Device | None) -> None:
@@ -62,7 +62,7 @@ class Places:
         return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
 
     def of(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return the fastest place of each block; changes no order.
+        """Return the fastest place of each block, which does not count as a use of the blocks.
 
         Cost: an index probe for each block in RAM and in each tier.
         """
@@ -98,17 +98,18 @@ class Observer(Protocol):
         """Called for each decision about blocks, made while this request is served."""
 
     def ended(self, codes: Codes, places: Places) -> None:
-        """Called when the blocks of a request have been offered to the tiers."""
+        """Called for blocks that were perhaps offered to the tiers, when all jobs of the tiers have ended."""
 
 
 class Watch:
-    """An observer, and what a replay keeps for it. Blocks are reported as codes.
+    """Reports the decisions of a replay to its observer. Blocks are reported as codes.
 
     Args:
-        device: None if no device is followed.
+        device: as in `Places`.
 
     Attributes:
-        observer, places: see above.
+        observer: receives the decisions.
+        places: present places of the blocks.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Watch:
         self.decided(request, Decision.STORED, missing[:stored])
 
     def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
-        """Report an offer of which nothing was stored, because `num_dropped` admitted blocks had no room."""
+        """Report an offer without a store: `num_dropped` admitted blocks had no room, others were refused."""
         missing = codes[~self._manager.contains(self._keys.of_blocks(codes))]
         self.decided(request, Decision.NO_ROOM, missing[:num_dropped])
         self.decided(request, Decision.NOT_ADMITTED, missing[num_dropped:])
@@ -153,7 +154,7 @@ class Watch:
         self._offered.append(codes)
 
     def settled(self) -> None:
-        """Report the recorded blocks, when all jobs of the tiers have ended."""
+        """Report the recorded blocks. Call it when all jobs of the tiers have ended."""
         for codes in self._offered:
             self.observer.ended(codes, self.places)
         self._offered.clear()

@@ -53,9 +53,9 @@ def optimum(
     - Hits and drops of the LRU device depend on the trace alone (`replay.device`). A use that the device does
       not serve is a hit only if the tier has held the block since the block's last offer. This interval of
       time is worth one hit; before it the block is not needed.
-    - Hits are therefore intervals of which at most `capacity_blocks` overlap. Belady's rule is the greedy
-      choice that maximises their number: keep the intervals that end first. Of two intervals that end in one
-      request, the deeper block's interval ends later.
+    - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule,
+      keep the intervals that end first, maximises the number of kept intervals. Of two intervals that end in
+      one request, the deeper block's interval ends later.
     - Ids are chained: a request with a block has the block's parent, and a device drops a block before its
       parent. So the deeper block's interval contains its parent's, and MIN evicts the deeper block first. The
       tier always holds a leading run of the blocks that a request needs: every such use is a prefix hit.
@@ -70,7 +70,7 @@ def optimum(
         device_blocks: capacity of an LRU device cache in front, 0 for none; `ConfigError` if negative.
         store: one of `STORES`. ``on-compute``: each request offers all its blocks, also the blocks on the
             device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it,
-            and blocks loaded from the tier are on the device again. Both are equal without a device.
+            and blocks loaded from the tier are on the device again. Without a device both modes are equal.
         engine_of: engine of each request, if several engines with `device_blocks` blocks each share one tier;
             with ``on-compute`` only.
 

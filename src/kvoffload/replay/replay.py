@@ -52,7 +52,7 @@ NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
 ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
 ONE_TIER = "with shared-ram allowed: at most one tier behind RAM, because instances share the last tier only"
 _SETTLE_S = 600.0
-"""Seconds after which a tier that does not answer ends the replay."""
+"""Time limit for the jobs of the tiers, in seconds; later the replay fails with `TierError`."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class ReplayConfig:
 
     @property
     def pool_blocks(self) -> int:
-        """Capacity of the RAM pool of one manager: of one instance, or of all instances with `shared_ram`."""
+        """Capacity of one manager's RAM: of one instance or, with `shared_ram`, of a machine's instances."""
         return self.capacity_blocks * (self.instances // self.machines if self.shared_ram else 1)
 
     @property
@@ -155,7 +155,7 @@ class ReplayConfig:
 
 
 def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], one_in: int) -> Shadows:
-    """Make the shadows of a replay. Raises `ConfigError` if they cannot follow the configuration."""
+    """Create the shadows of a replay. Raises `ConfigError` unless it is on-compute with one instance."""
     problems = Problems("replay")
     with problems:
         if config.store != ON_COMPUTE:
@@ -198,8 +198,9 @@ class Replay:
         decisions: file for the decision log, which is hashed in any case.
         shared: tier of several instances, which replaces the last tier of `config`.
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
-        observer: receives every decision; None for most replays, which then cost no more.
-        what_if: settings to try on a sample of one block in `what_if_sample`. One engine, on-compute.
+        observer: receives every decision; None: no observer.
+        what_if: settings to try on a sample of one block in `what_if_sample`; with one engine and
+            ``on-compute`` only.
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
@@ -392,7 +393,7 @@ class Replay:
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
-        """Promote the prefix from lower tiers and wait; returns the number of its blocks in RAM."""
+        """Promote leading blocks from lower tiers and wait; returns the number of leading blocks in RAM."""
         events = manager.take_events()
         if self._watch is not None:
             self._watch.events(request, events)

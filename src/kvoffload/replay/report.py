@@ -13,7 +13,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``ram``, ``disk``, ``simulated``.
         hit_blocks: references served from this tier and not from a faster tier.
-        blocks_written, blocks_evicted: RAM's include promotions from lower tiers.
+        blocks_written, blocks_evicted: writes to the tier and evictions; in RAM also those by promotions.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that failed their checksum and became misses.
         unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.
@@ -42,7 +42,7 @@ class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         setting: the changed options; ``current`` for none.
         hit_ratio, error: the hit ratio, and half the width of its 95 % interval.
-        gain, gain_error: the hit ratio minus the estimate for ``current``, and likewise.
+        gain, gain_error: `hit_ratio` minus the hit ratio of ``current``, and half the width of its interval.
         is_better: true if the gain is larger than its error.
     """
 
@@ -83,7 +83,8 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
             device or in RAM.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
         optimum_hit_ratio: upper bound for any policy behind this device, with the capacity of all tiers
-            together and empty at the start. Blocks on a disk from an earlier run may lift hits above it.
+            together and empty at the start. Blocks on a disk from an earlier run may lift hits above the
+            bound.
         tokens, tokens_saved: prompt tokens in full blocks, and the hits among them.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
@@ -101,9 +102,10 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         version: version of kvoffload.
         decode_tokens_per_s, queue_requests: assumptions, as in `ReplayConfig`.
         policy_state: statistics of the policy at the end.
-        instances, routing: number of engines, and the rule that assigned requests; empty for one engine.
-            Sizes are per instance, all other numbers are sums or means over all instances.
-        shared_ram: True if all instances share one RAM pool, of `instances` times `capacity_blocks`.
+        instances: number of engines. Sizes are per instance; all other numbers are sums or means over all
+            instances.
+        routing: rule that assigned requests to instances; empty for one engine.
+        shared_ram: True if the instances of a machine share one RAM pool, of `capacity_blocks` for each.
         hit_blocks_of_others: references served from blocks that another instance wrote to the shared RAM or
             the shared tier.
         tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.

@@ -19,9 +19,9 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""Smallest known share of a session's first prompt for which `PREFIX` chooses an engine by the prompt."""
+"""`PREFIX` chooses a session's engine by its first prompt if at least this share of the blocks is known."""
 _MOST_LOAD = 1.5
-"""Largest load over the mean load at which an engine gets new sessions from `PREFIX`."""
+"""`PREFIX` does not choose by the prompt an engine with more than this multiple of the mean load."""
 
 _Instances = npt.NDArray[np.int32]
 
@@ -37,7 +37,7 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
     - `ROUND_ROBIN`: request by request, each to the next engine.
     - `RANDOM`: each request independently, as with a load balancer without sessions.
 
-    Sessions as in `statistics.describe`. Cost: O(1) per reference, 20 us per request.
+    Sessions are found as in `statistics.describe`. Cost: O(1) per reference, 20 us per request.
     """
     convert("routing", routing, Routing)
     if convert("instances", instances, Instances) == 1:

@@ -1,4 +1,4 @@
-"""Upper bound of the prefix hits of RAM with a tier behind it that may be written only so often.
+"""Upper bound of the prefix hits of RAM and a tier behind RAM, with a limited number of writes to the tier.
 
 Knows the whole trace; no managers or policies. `replay.optimum` is the bound without a limit of writes.
 """
@@ -30,18 +30,18 @@ def bound_within_writes(
 ) -> int:
     """Bound the prefix hits of any policies and admission rules with at most `max_writes` writes to the tier.
 
-    The bound need not be reached. It is the least of three bounds:
+    Perhaps no policy reaches the bound. It is the least of three bounds:
 
     - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
     - The optimum of RAM alone, plus all uses of the `max_writes` blocks with the most uses. Uses that the
       device serves, and first uses, do not count.
     - A Lagrangian relaxation. A hit is either an interval for which RAM holds a block, from the block's last
       offer to its use, or a use of a block that was written to the tier. RAM holds at most `capacity_blocks`
-      at any time, and each written block takes one of the writes. Let `p` be the price of a slot of RAM for
-      the time between two requests, and let a write have a price, too. Then each block has a best choice of
-      its own: pay for its intervals that are worth it, or pay for its write and get all its uses. By weak
-      duality these net gains, plus the prices of all slots and writes, bound the hits for every `p` and every
-      price of a write. For each `p` the best price of a write is known, and a search finds a good `p`.
+      at any time, and each written block takes one of the writes. Assume a price `p` of a slot of RAM for the
+      time between two requests, and a price of a write. Each block then has two options: it pays for its
+      intervals that are worth their price, or it pays for one write and gets all its uses. By weak duality
+      the blocks' best net gains, plus the prices of all slots and writes, bound the hits for any two prices.
+      The best price of a write follows from `p`, and a search finds a good `p`.
 
     The first and third bound let the tier keep every written block forever, from its first offer on.
 
@@ -91,7 +91,7 @@ class _Uses:
 
     Attributes:
         blocks: code of each used block.
-        gaps: pauses between two requests for which RAM must hold the block to serve the use.
+        gaps: time for which RAM must hold the block to serve each use, in pauses between two requests.
         unique_blocks: blocks of the trace.
     """
 
@@ -126,7 +126,7 @@ def _uses(trace: Trace, device_blocks: int, store: str) -> _Uses:
 
 
 def _relaxed(uses: _Uses, slots: int, max_writes: int, requests: int) -> float:
-    """Minimise the relaxation over the price of a slot, by golden-section search: it is convex."""
+    """Minimise the relaxation, which is convex in the price of a slot, by golden-section search."""
     if len(uses.blocks) == 0:
         return 0.0
     total = uses.per_block(np.ones(len(uses.blocks)))

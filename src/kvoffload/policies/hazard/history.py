@@ -17,25 +17,26 @@ from kvoffload.structures.structs import Struct
 
 NUM_COUNT_CLASSES, NUM_GAP_CLASSES = 5, 10
 ENDED, NUM_KINDS = NUM_LABELS, NUM_LABELS + 1
-"""Kinds of the last request: a label of a request, or `ENDED` without a label."""
+"""Kinds of a key's last request: its label, or `ENDED` for a request that ended without a label."""
 NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES * NUM_KINDS
 _UNKNOWN = -1.0
 
 
 class History(Struct):
-    """The most recently used keys, with the use count and the typical gap between uses of each.
+    """The most recently used keys, each with its use count and the typical gap between its uses.
 
-    A key's *class* is: its use count (1, 2, 3-4, 5-9, 10 and more), its typical gap in octaves, and the label
-    of its last request (`hints.Labels`), or `ENDED`. A new block inherits the gap of the previous block on
-    its path, because its request is a turn of the same session. Times are numbers of block references.
+    The *class* of a key combines its use count (1, 2, 3-4, 5-9, 10 and more), its typical gap in octaves, and
+    the label of its last request (`hints.Labels`) or `ENDED`. A new block inherits the gap of the previous
+    block on its path, because its request is a turn of the same session. Times are numbers of block
+    references.
 
-    A request is observed by `begin_path`, then by `use_key` for each of its blocks, from last to first, so
-    that a path's tail is forgotten first.
+    For each request call `begin_path`, then `use_key` for each of its blocks, from last to first, so that a
+    path's tail is forgotten first.
 
     Args:
-        capacity: number of keys, kept by recency.
+        capacity: number of keys.
         key_bytes: length of a key.
-        gap_unit: gaps below this count as one octave.
+        gap_unit: gaps below this number of references form the first octave.
         capacity_blocks: capacity of the cache.
 
     Attributes:
@@ -48,7 +49,7 @@ class History(Struct):
         shadow: the keys that LRU would hold.
         inherited: the gap for new blocks of the current request.
         places: previous positions of the current path's blocks from row `start` to row `end`, or ABSENT.
-            There is no room for later blocks.
+            Blocks from row `end` on exceed the capacity and are not recorded.
 
     Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
     """
@@ -113,7 +114,7 @@ def _class_of(count: int, gap: float, label: int) -> int:
 
 @inline
 def _gap_now(history: History, place: int, now: int) -> float:
-    """Return the moving average of the gaps of a known key that is used now."""
+    """Return the typical gap of a known key that is used now, in octaves: a moving average."""
     gap, unit = history.gaps[place], history.gap_unit
     octaves = _octaves(now - history.last[place] + unit) - _octaves(unit)
     if gap < 0.0 or history.counts[place] < 2:
@@ -123,7 +124,7 @@ def _gap_now(history: History, place: int, now: int) -> float:
 
 @inline
 def begin_path(history: History, path: U64Matrix, start: int, label: int, now: int) -> None:
-    """Begin a request that uses the blocks of `path` from `start` on. No key occurs twice."""
+    """Begin a request that uses the blocks of `path` from row `start` on. `path` has no key twice."""
     index, places = history.keys.index, history.places
     history.label = label
     # If a request is longer than the history, only its head is remembered.
@@ -146,7 +147,7 @@ def begin_path(history: History, path: U64Matrix, start: int, label: int, now: i
 
 @inline
 def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
-    """Record a use of the block ``path[row]`` with hash `h`; return its position, or ABSENT without room."""
+    """Record a use of the block ``path[row]`` with hash `h`; return its position, or ABSENT from `end` on."""
     if row >= history.end:
         return np.int64(ABSENT)
     keys, links = history.keys, history.keys.lists.links
@@ -169,7 +170,7 @@ def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int)
 
 @inline
 def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: int, now: int) -> int:
-    """Record the end of a request that used the block ``path[row]``; return as `use_key`."""
+    """Record the end of a request that used ``path[row]``; return the block's position, or ABSENT."""
     place = find(history.keys.index, path, row, h)
     if place != ABSENT:
         history.last[place], history.labels[place] = now, label

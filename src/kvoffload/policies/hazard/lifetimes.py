@@ -29,14 +29,14 @@ _ALL, _GROUP, _PARENT = 0, 2, 4
 
 
 class Lives(Struct):
-    """The sampled keys with a current life, the interval from a use to the next.
+    """The sampled keys with an open life: the interval from a use, or a request's end, to the next use.
 
     Attributes:
-        keys: one list for each age bucket, ordered by start time, and one list of keys whose lives have
-            stopped because a waiting request expects them.
+        keys: a list for each age bucket, ordered by start time, and a last list of the stopped lives, whose
+            keys a waiting request expects.
         class_of: class of each life.
         began: start time of each life.
-        stopped: age bucket in which a stopped life ended.
+        stopped: age bucket in which each stopped life was stopped.
     """
 
     keys: KeyLists
@@ -57,7 +57,7 @@ class Lifetimes(Struct):
     """The chance that a block of a class is used again, by the time since its last use or its request's end.
 
     A block has up to two lives at the same time, in two classes: one since its last use, and one since the
-    end of the request that used the block. While a request runs, the first life rates its blocks.
+    end of the request that used the block. While that request runs, the life since the use rates the block.
 
     A life ends when the block is used. If a request starts to wait for the block, the life stops earlier,
     because the reuse is then certain; the reuse counts when the request is served.
@@ -71,15 +71,16 @@ class Lifetimes(Struct):
     `worth` is the Gittins index of a block at the start of an age bucket: the maximum, over all holding
     times, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
 
-    Order of calls: for a request that waits in the queue, `let_age` and `stop`; for a request, `let_age`,
-    then `live_on` for each of its blocks, from last to first; for its end, `let_age` and `live_after`.
+    When a request starts to wait, call `let_age`, then `stop` for each expected block. When a request is
+    served, call `let_age`, then `live_on` for each of its blocks, from last to first. When it ends, call
+    `let_age`, then `live_after` for each of its blocks.
 
     Args:
         num_classes: number of classes. `group_size` consecutive classes have one use count; `num_labels`
             consecutive classes among them differ only in their label.
         capacity_blocks: capacity of the cache; determines the sampling rate.
         sample_capacity: keys in the sample.
-        half_life: references after which evidence counts half; at least four times the capacity.
+        half_life: references after which evidence counts half; raised to four times the capacity.
 
     Attributes:
         begun: lives since the last use.
@@ -88,8 +89,8 @@ class Lifetimes(Struct):
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
         hazard, worth: same shape: the estimates as of time `evaluated`.
         next_evaluation: time of the next `evaluate`.
-        sums: scratch of `evaluate`: pairs of rows with the reuses and exposures of all classes, of classes
-            with one use count, and of classes that differ only in their label.
+        sums: scratch of `evaluate`, three pairs of rows with reuses and exposures: for all classes, for the
+            classes with one use count, and for the classes that differ only in their label.
 
     Cost: for one in `sampled_one_in` keys, an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 60,000 keys.
@@ -191,7 +192,7 @@ def _forget_oldest(lives: Lives) -> None:
 
 @inline
 def _end(lifetimes: Lifetimes, lives: Lives, key: int, now: int, is_hit: bool) -> None:
-    """Record that a use, a hit or not, has ended a life."""
+    """End a life at a use of its key; the life counts as reused if `is_hit`."""
     age = bucket_of_age(lifetimes.bounds, now - lives.began[key])
     if lives.keys.lists.links[key, LIST] == lives.keys.lists.num_positions + NUM_AGES:
         age = lives.stopped[key]
@@ -280,7 +281,7 @@ def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None
 
 @inline
 def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
-    """Set two rows of `sums` to the estimate of their parent group, with its weight."""
+    """Start the sums at `row` with `PRIOR_WEIGHT` exposures, at the estimate of the group at row `prior`."""
     sums = lifetimes.sums
     for age in range(NUM_AGES):
         sums[row, age] = PRIOR_WEIGHT * (sums[prior, age] / sums[prior + 1, age])
@@ -289,7 +290,7 @@ def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
 
 @inline
 def _set_hazard(lifetimes: Lifetimes, block_class: int) -> None:
-    """Set the estimates of a class, shrunk towards those of its parent."""
+    """Set the estimates of a class, shrunk towards its parent's estimates."""
     reused, exposed, hazard, sums = lifetimes.reused, lifetimes.exposed, lifetimes.hazard, lifetimes.sums
     if exposed[block_class, 0] > 0.0 and lifetimes.has_labels:
         for age in range(NUM_AGES):
@@ -325,7 +326,7 @@ def _estimate(lifetimes: Lifetimes) -> None:
 
 @inline
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
-    """Return the best ratio of hits to slot-time over all holding times, for a block at the start of an age.
+    """Return the best hits / slot-time over all holding times, for a block at the start of an age bucket.
 
     The slot-time includes the cost of an insertion.
     """

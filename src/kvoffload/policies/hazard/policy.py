@@ -60,12 +60,13 @@ TOLERATED, FORGIVEN = 0.4, 0.28
 """Limits of LRU's lead, as multiples of ``promise * recent``. LRU decides once its lead exceeds `TOLERATED`,
 until the lead falls to `FORGIVEN`. The limits differ because a switch to LRU also costs hits."""
 RECENT, RECENT_TURNS = 100_000, 4
-"""References after which a lead has faded to 1/e, and their minimum in turnovers of the cache. While LRU
-decides, a lead at the limit fades to the lower limit within ``0.36 * RECENT`` references."""
+"""LRU's lead decays to 1/e in `RECENT` references, at least in `RECENT_TURNS` turnovers of the cache. While
+LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in ``0.36 * RECENT`` references."""
 CREDIT = 0.01
-"""Largest lead over LRU that is credited, as a share of `RECENT` references."""
+"""Limit of the policy's own lead over LRU, as a share of the references in which a lead decays to 1/e."""
 VICTIM_TURNS = 4
-"""Factor of `warm_up` in a victim tier, which receives blocks only when the device drops them."""
+"""Minimum warm-up in a victim tier, in multiples of `warm_up` times the capacity: such a tier receives blocks
+only when the device drops them."""
 _NO_RUN = -1
 _ORDER = -1
 """Key of `runs.order` for `coldest_of`; the lists of classes have their sentinels."""
@@ -78,23 +79,23 @@ class State(Struct):
         lists: an LRU list for each class.
         runs: all blocks in recency order, grouped by request.
         last: last use of the block in each slot.
-        cursors: candidate of each class, its coldest evictable block, or the list's sentinel. Valid, like
-            `scores`, within one call of `replace`.
+        cursors: slot of each class's candidate, the coldest evictable block; the list's sentinel if there is
+            none. `cursors` and `scores` are valid only within a call of `replace`.
         scores: worth of each candidate.
         classes: class with which the block in each slot entered.
         entered: batch row of the block that has just entered each slot; ABSENT between calls.
-        active: its first `num_active` entries include all classes that have blocks.
-        is_active: 1 for each class in `active`.
-        run, run_time: the run for new blocks of the batch that were last used at that time.
-        threshold: factor by which the worth of a new block must exceed the candidate's; if negative, no block
-            is refused.
+        active: class numbers; the first `num_active` entries include all classes that have blocks.
+        is_active: 1 for each class among these entries.
+        run, run_time: the run that new blocks of the batch join if their last use was at `run_time`.
+        threshold: smallest worth of a new block, as a multiple of the candidate's worth; if negative, no
+            block is refused.
         write_cost, victim_write_cost: write cost of blocks of a prefix, and of blocks of a victim tier.
         warm_up, promise: as in `Hazard`.
-        recent: references after which a lead has faded to 1/e.
+        recent: number of references in which LRU's lead decays to 1/e.
         references: the clock, the number of observed block references.
         now: the clock at the beginning or end of the last request.
-        is_victim_tier: 1 if the blocks of the last store were independent.
-        oldest_victim: the highest age of recent victims of LRU.
+        is_victim_tier: 1 if the blocks of the last store did not form one prefix.
+        oldest_victim: the highest age of recent victims of LRU, in references.
         lru_decides: 1 while LRU decides, to keep the promise.
     """
 
@@ -140,12 +141,12 @@ class Hazard(CompiledPolicy):
 
     Two guards limit the loss against LRU:
 
-    - Until the policy has observed three times the age at which LRU evicts, it evicts as LRU, because it does
-      not know the relevant ages yet. In a victim tier this takes at least twelve times the capacity.
-    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. The lead of LRU
-      fades with a time constant of 100,000 references, or four turnovers of the cache if that is more. When
-      the lead reaches 0.4 of the `promise`, LRU decides until the lead has faded to 0.28, about 36,000
-      references. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache as the sample.)
+    - The policy evicts as LRU until it has observed three times the age at which LRU evicts, because it has
+      no evidence about such ages yet. In a victim tier this takes at least twelve times the capacity.
+    - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. LRU's lead decays
+      with a time constant of 100,000 references, or four turnovers of the cache if that is more. When the
+      lead exceeds 0.4 of the `promise`, LRU decides until the lead is down to 0.28, about 36,000 references
+      later. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache as the sample.)
 
     Blocks that a device serves are not looked up in this tier, and count neither as hits nor as misses. If
     the engine reports the end of a request (`finished`), ages count from the end, and the request's label
@@ -270,7 +271,7 @@ def promised(promise: float | None, write_cost: float | None) -> float:
 
 @inline
 def keep_promise(own: State, count: int) -> None:
-    """Let the lead of LRU fade by `count` references; let LRU decide while the lead is too large."""
+    """Decay LRU's lead over `count` references, then update `lru_decides`."""
     shadow, recent = own.history.shadow, own.recent
     shadow.lead = max(shadow.lead * max(1.0 - count / recent, 0.0), -CREDIT * recent)
     if shadow.lead > TOLERATED * own.promise * recent:
@@ -418,7 +419,7 @@ def _worth(own: State, block_class: int, last: int) -> float:
 
 @inline
 def _propose(own: State, block_class: int, slot: int) -> None:
-    """Set the candidate of a class. The list's sentinel, of infinite worth, stands for none."""
+    """Set the candidate of a class to `slot`; the list's sentinel means no candidate, of infinite worth."""
     is_block = slot < own.lists.num_positions
     own.cursors[block_class] = slot
     own.scores[block_class] = _worth(own, block_class, own.last[slot]) if is_block else np.inf
@@ -499,7 +500,10 @@ def _assign(own: State, slot: int, block_class: int, last: int) -> None:
 
 @inline
 def _insert(own: State, slot: int) -> None:
-    """Add a new block at the heads of its list and of the order. Neighbours with one last use form a run."""
+    """Add a new block at the heads of its class's list and of the order.
+
+    Consecutive new blocks with the same time of last use form a run.
+    """
     last = own.last[slot]
     if own.run == _NO_RUN or last != own.run_time or own.runs.runs[own.run, LENGTH] == 0:
         own.run, own.run_time = new_run(own.runs), last
@@ -538,7 +542,7 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
 
 @inline
 def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> None:
-    """Choose victims for the blocks of a prefix, head first. After a refused block all are refused."""
+    """Choose victims for the blocks of a prefix, head first. All blocks after a refused block are refused."""
     _find_candidates(own, cache, path)
     for i in range(new.num_given, new.count):
         lowest = _lowest(own)
@@ -586,7 +590,7 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 @inline
 def _insert_in_shadow(own: State, new: Entering) -> None:
-    """Add to the simulated LRU the blocks that the device evicts, the first of a batch as the most recent."""
+    """Add the blocks that the device evicts to the simulated LRU, the batch's first as the most recent."""
     history = own.history
     for row in range(new.count - 1, -1, -1):
         place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))

@@ -13,8 +13,8 @@ from kvoffload.structures.structs import Struct
 class ShadowLRU(Struct):
     """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
 
-    Counts the blocks served to each request: the leading run of its blocks after the device's blocks. For
-    each request call `compare` for each of its blocks, from last to first, then `end_path`.
+    Counts the blocks served to each request: the leading run of held blocks behind the device's blocks. For
+    each request call `compare` for each block, from last to first, then `end_path`.
 
     Args:
         num_keys: positions of the history.
@@ -23,8 +23,8 @@ class ShadowLRU(Struct):
     Attributes:
         blocks: the positions that LRU holds, most recent first.
         lead: blocks served by LRU minus blocks served by the policy. The policy may set it.
-        own_run, lru_run: number of consecutive blocks of the current request that the policy, or LRU, holds,
-            counted from the block compared last towards the end of the request.
+        own_run, lru_run: length of the run of blocks that the policy, or LRU, holds. The run starts at the
+            block of the current request that was compared last, and extends towards the request's end.
 
     Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """
