@@ -39,10 +39,10 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
     """Timed replays of the busiest engine, or of all engines if they share servers or RAM.
 
     Attributes:
-        machine: the engine's machine with the purchased SSDs, or with its connection to the servers as its
-            disk; each number has its source.
+        machine: the engine's machine, whose disk is the purchased SSDs or the connection to the servers; each
+            number has its source.
         engines: number of engines that get requests.
-        all_engines: all engines were timed together.
+        all_engines: True if all engines were timed together.
         requests: requests of the timed engines.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
         with_offload, without: runs with the recommended purchase and with the GPUs alone. Equal without a
@@ -74,12 +74,12 @@ class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
     The engine with the most block references is timed. For a row with servers or shared RAM all engines are
-    timed together, with what they share; shared RAM only on a single host. A fleet's `scale` multiplies the
-    arrival rate of sessions and leaves the caches at full size, because queues depend on the arrival rate.
+    timed together; shared RAM is timed only on a single host. A fleet's `scale` multiplies the arrival rate
+    of sessions and leaves the caches at full size, because queues depend on the arrival rate.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
-        journal: None keeps nothing.
+        journal: None: timed replays are cached in memory only.
         on_progress: receives the progress of timed replays.
 
     Raises: `ConfigError` at construction if a request does not fit on the GPUs of an engine. Cost:
@@ -143,7 +143,7 @@ class Clock:
         return outcome
 
     def known(self, row: PlanRow, *, of_all: bool = False) -> TimedOutcome | None:
-        """Return the timed replay of a row if this run or an earlier one has made it."""
+        """Return the timed replay of a row if it is cached in memory or in the journal, else None."""
         of_all |= _shares(row)
         cell = Cell(row.purchase, row.setup), of_all
         if cell not in self._known and self._journal is not None:
@@ -160,7 +160,7 @@ class Clock:
         return replace(measured, row=msgspec.structs.replace(measured.row, ttft_p90_s=outcome.ttft_s.p90))
 
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
-        """Compare a row with the row without a purchase."""
+        """Compare the timed replays of a row and of the row without a purchase, `nothing`."""
         timing, bytes_per_token = self._timing(row), self._fleet.block_bytes / self._trace.block_tokens
         of_all = _shares(row)
         from_ram = timing.machine.break_even_tokens(bytes_per_token)

@@ -28,13 +28,13 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
         row: the row with a write budget at the rating.
         budget_bytes_a_day: bytes per day that the budgets of all engines allow.
         unlimited: share of the prefill that the purchase would save if SSDs did not wear out.
-        unlimited_writes_a_day: drive writes per day of these savings.
+        unlimited_writes_a_day: drive writes per day at these savings.
         cost: `unlimited` minus the savings of `row`.
         bound: upper bound of the savings of any policies and rules with this RAM and write budget, even if
             they knew the future (`replay.write_bound`).
         of_bound: gain of `row` over the GPUs alone, as a share of the gain of `bound`.
         ram_alone: savings of the same RAM without SSDs.
-        oracle: savings if RAM hit as often as without SSDs, and an oracle chose the blocks to write.
+        oracle: savings if an oracle chose the blocks to write, and RAM had the hits that it has without SSDs.
         of_oracle: gain of `row` over `ram_alone`, as a share of the gain of `oracle`.
     """
 
@@ -72,7 +72,7 @@ def _quality(measured: Measured) -> tuple[float, float]:
 
 
 def unlimited_cell(row: PlanRow) -> Cell:
-    """Return the purchase of a row without a write budget, whose SSDs take every block."""
+    """Return the cell of a row's purchase without a write budget: SSDs admit every block."""
     setup = replace(row.setup, ssd_write_budget=0.0, ssd_admission="all")
     return Cell(row.purchase, setup)
 
@@ -86,7 +86,7 @@ class _Limits(NamedTuple):
 
 
 def _limits_of(row: PlanRow, fleet: Fleet, evidence: Evidence) -> _Limits:
-    """Compute bound and oracle of a row with a write budget: the sums of all replicas."""
+    """Compute the limits of a row with a write budget, from the hits of all replicas."""
     cell = Cell(row.purchase, row.setup)
     per_day = cell.max_writes_per_day(fleet)
     assert per_day is not None, "the row has a write budget"
@@ -111,10 +111,10 @@ def endurance_of(
     evidence: Evidence,
     measure: Callable[[Cell], Measured],
 ) -> tuple[Endurance | None, list[Measured]]:
-    """Compute the cost of the rating; returns None and no rows without a row with a write budget.
+    """Compute the cost of the rating, and return it with the rows that this computation measured.
 
-    Cost: at most one measurement, whose row is returned too; a replay without SSDs and a bound for each
-    replica.
+    Returns None and no rows if no feasible row has a write budget. Cost: at most one measurement; for each
+    replica a replay without SSDs and a bound.
     """
     limited = budgeted_row(rows, chosen)
     if limited is None:

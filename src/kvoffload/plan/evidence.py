@@ -33,7 +33,7 @@ class Evidence:
         name: name of the trace.
         assumed: assumptions of the conversion that made the trace; empty if there are none.
         traces: the traces of all replicas that get block references.
-        whole: the trace of all replicas together; None unless they may share servers or RAM.
+        whole: the trace of all replicas together; None unless replicas may share servers or RAM.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
         warnings: faults of the recording that change the answer.
@@ -41,7 +41,7 @@ class Evidence:
         busy: references per second in the busiest minute, divided by the mean.
         footprint_blocks: unique blocks of the replica with the largest number.
         ceiling_hits: block references that unlimited caches would serve.
-        apart_hits: the same for replicas that share nothing.
+        apart_hits: block references that unlimited caches would serve if replicas shared nothing.
         refs: block references in each window.
         window_ends_s: last arrival of each window, in seconds after the first arrival; empty without times.
         device_hits: block references that the GPUs alone serve, in each window.
@@ -88,7 +88,7 @@ class Evidence:
         return int(self.device_hits.sum()) / self.block_refs
 
     def per_second(self, blocks: int, fleet: Fleet) -> float | None:
-        """Convert blocks of the whole recording to bytes per second; None without times."""
+        """Convert blocks of the whole recording to bytes per second of the fleet; None without times."""
         return blocks * fleet.block_bytes * fleet.scale / self.duration_s if self.duration_s else None
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
@@ -167,7 +167,7 @@ def together(windows: Sequence[Sums]) -> Sums:
 
 
 def _window_ends(shares: Sequence[Trace], count: int) -> tuple[float, ...]:
-    """Compute the last arrival in each window, of all replicas."""
+    """Compute the last arrival of any replica in each window, in seconds after the first arrival."""
     first = min(int(share.timestamps_ms.min()) for share in shares)
     latest = np.zeros(count)
     for share in shares:
@@ -178,7 +178,7 @@ def _window_ends(shares: Sequence[Trace], count: int) -> tuple[float, ...]:
 
 
 def _outside_blocks(shares: Sequence[Trace]) -> float | None:
-    """Compute the share of the prompt tokens of all replicas that are in no whole block."""
+    """Compute the share of all replicas' prompt tokens that are in no whole block; None if it is unknown."""
     prompts = [int(share.prompt_tokens.sum()) for share in shares if share.prompt_tokens is not None]
     if len(prompts) < len(shares):
         return None
@@ -186,7 +186,10 @@ def _outside_blocks(shares: Sequence[Trace]) -> float | None:
 
 
 def _pace(shares: Sequence[Trace]) -> tuple[float, float]:
-    """Compute the duration in seconds, and the traffic of the busiest minute over the mean."""
+    """Compute the duration in seconds, and the traffic of the busiest minute over the mean.
+
+    Returns 0 and 1 without times.
+    """
     times: npt.NDArray[np.int64] = np.concatenate([share.timestamps_ms for share in shares])
     lengths = np.concatenate([np.diff(share.offsets) for share in shares])
     first, last = int(times.min()), int(times.max())

@@ -1,4 +1,4 @@
-"""Findings of a plan: the inputs of its answer, sentences and assumptions."""
+"""Findings of a plan, from which its answer, sentences and assumptions are made."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Findings:
 
     Attributes:
         rows: rows measured on all sessions.
-        in_time: timed replays of the choice; None if they are not possible.
+        in_time: timed replays of the choice; None if timed replays are not possible.
         one_in: the search used one session in this many; 1: all.
-        sampled: rows of a search on a sample.
+        sampled: rows of a search on a sample; empty if the search used all sessions.
         endurance: savings that the rating of SSDs costs; None if no feasible row has a write budget.
     """
 

@@ -42,11 +42,11 @@ class Fleet:
         replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
         routing: rule that assigns requests to engines (`replay.routing`).
         load: concurrent sessions, as a multiple of the recording's (`traces.load`).
-        scale: requests of the fleet, as a multiple of the recording's. The recording is a sample of sessions,
-            so caches are replayed with their size divided by the scale.
+        scale: requests of the fleet, as a multiple of the recording's. The recording is a sample of the
+            fleet's sessions, so replays divide cache sizes by the scale.
         prefill_tokens_per_s: prefill speed of a GPU; 0: not given.
         prices: prices and hardware.
-        machine: speeds of one engine (all its GPUs) and of one drive; None: no waits are computed.
+        machine: speeds of one engine (all its GPUs) and of one drive; None: no timed replays.
         shared_ram: also consider one RAM pool for all engines of a host.
         gpu_blocks: blocks on the GPUs of an engine, as its log counts them; 0: `kv_bytes_per_gpu` decides.
 
@@ -100,7 +100,7 @@ class Fleet:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prefill speed of a GPU: as given, or the machine's without attention; 0: unknown."""
+        """Prefill tokens per second of a GPU: as given, else the machine's without attention; 0: unknown."""
         if self.prefill_tokens_per_s or self.machine is None:
             return self.prefill_tokens_per_s
         of_engine_s = self.machine.value("prefill_s_per_token")
@@ -147,11 +147,11 @@ class Fleet:
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
-        """List module counts and drive counts per host to try, in doubling steps; drive counts begin with 0.
+        """List module counts and drive counts per host to try, in doubling steps; drive counts start with 0.
 
-        The smallest count holds at least one block, the largest fills the host's slots. RAM beyond the
-        footprint is left out, because a recording cannot show its benefit. Drives beyond the footprint are
-        tried, because more drives wear out later.
+        The smallest other count holds at least one block per replica. The largest fills the host's slots, but
+        RAM beyond the footprint is left out, because a recording cannot show its benefit. Drives beyond the
+        footprint are tried, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
@@ -159,13 +159,13 @@ class Fleet:
         return _coarse(useful), [0, *_coarse([n for n in range(1, len(ssd)) if ssd[n] >= 1])]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
-        """List server counts to try, in doubling steps, up to the count that holds all blocks."""
+        """List server counts to try, in doubling steps, up to the first count that holds all blocks."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
         return _coarse([n for n in range(1, len(held)) if held[n] >= 1 and held[n - 1] < unique_blocks])
 
 
 def _coarse(counts: list[int]) -> list[int]:
-    """Thin out consecutive counts: keep the first, its doubles, and the last."""
+    """Thin out consecutive counts: select the first, its doublings, and the last."""
     kept = counts[:1]
     while kept and 2 * kept[-1] < counts[-1]:
         kept.append(2 * kept[-1])

@@ -1,4 +1,4 @@
-"""Worth of a purchase: the GPUs whose work it does, the price of their hours, and its payback time."""
+"""Worth of a purchase: the GPUs that it replaces, the price of their hours, and the payback time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvoffload.plan.findings import Findings
 from kvoffload.plan.rows import PlanRow
 
 LIFE_DAYS = 5 * 365
-"""Hardware is replaced after about this time. A purchase that takes longer to pay back does not pay."""
+"""Life of hardware. A purchase with a longer payback time does not pay."""
 NO_MORE = 0.0005
 """Share below which a difference is printed as 0.0%."""
 LEAST_GPUS = 0.005
@@ -20,9 +20,9 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
     """Worth of a purchase, at the price of a GPU-hour.
 
     Attributes:
-        gpus: GPUs whose work the purchase does, in time where one engine was timed.
+        gpus: number of GPUs whose work the purchase does (`gpus_saved`).
         saved_a_year: price of the hours of these GPUs in a year.
-        days: days until this sum exceeds the price of the purchase; null if it does no GPU's work.
+        days: days until these hours cost as much as the purchase; null for fewer GPUs than `LEAST_GPUS`.
     """
 
     gpus: float
@@ -31,16 +31,16 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
-    """Return True if the row was timed on all engines and saves less there than without a clock."""
+    """Return True if all engines were timed, and the row saves less in time than in the untimed replay."""
     if timed is None or timed.is_one_of_several:
         return False
     return row.saved - timed.with_offload.hit_ratio >= NO_MORE
 
 
 def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:
-    """Return the GPUs whose work a purchase does; None without speeds or times.
+    """Return the number of GPUs whose work a purchase does; None without speeds or times.
 
-    Less than `PlanRow.gpus_worth` if the timed replay saves less.
+    Less than `PlanRow.gpus_worth` if the timed replay saves less than the untimed replay.
     """
     if row.gpus_worth is None:
         return None

@@ -1,4 +1,4 @@
-"""Plan: the purchase for a fleet of engines, from a recording of its requests.
+"""The plan of a purchase for a fleet of engines, from a recording of its requests.
 
 Owns the sequence of steps and the contents of the answer. The search is in `plan.search`, the columns in
 `plan.rows`, the choice in `plan.targets`, the sentences in `plan.words`.
@@ -42,11 +42,11 @@ STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
 _CONFIRMED = 8
 """Approximate number of rows measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
-"""Multiple of the budget up to which purchases are measured, to show the benefit of more money."""
+"""Purchases up to this multiple of the budget are measured, to show the benefit of more money."""
 
 
 class Assumption(msgspec.Struct, frozen=True):
-    """An assumption of the answer that the recording does not support, with its source."""
+    """An assumption of the answer that does not follow from the recording, and the assumption's source."""
 
     name: str
     value: str
@@ -78,16 +78,17 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         needed_ttft_p90_s: limit for the time to first token; null without this target.
         ceiling, ceiling_apart, by_gpus: savings of unlimited caches, of unlimited caches that engines do not
             share, and of the GPUs alone.
-        share_outside_blocks: share of the prompt tokens that are in no whole block, so that no saving counts
-            them; null if it is unknown.
+        share_outside_blocks: share of the prompt tokens that are in no whole block. Savings do not count
+            these tokens. Null if unknown.
         footprint_bytes: size of all blocks of all replicas.
         frontier: purchases that save more than every cheaper purchase, cheapest first.
         purchases: best row of each measured purchase.
         rows: all rows measured on all sessions.
-        one_in: a long recording was searched on one session in this many; 1: on all.
+        one_in: the search used one session in this many, because the recording is long; 1: all sessions.
         sampled: rows of the search on a sample.
         over_time: savings in each window of the recording.
-        payback: worth of the purchase; null without one, a speed of the GPUs, times or a price of GPU-hours.
+        payback: worth of the purchase; null without a purchase, a speed of the GPUs, times or a price of
+            GPU-hours.
         endurance: savings that the rating of SSDs costs; null if no feasible row has a write budget.
         in_time: timed replays; null without a machine or times, and with shared RAM on several hosts.
         assumptions, cannot_tell: assumptions and open questions of the answer.
@@ -176,7 +177,7 @@ class Setups:
                 if incompatible(policy, rule) is None]  # fmt: skip
 
     def within_rating(self, setup: Setup, rated: float) -> list[Setup]:
-        """List the setups to try in place of a setup that wears SSDs out.
+        """List the setups with a write budget to try in place of a setup that wears SSDs out.
 
         Args:
             rated: drive writes per day of the rating.
@@ -195,8 +196,9 @@ class Setups:
 class Plan:
     """A plan. Use once: construct, then `run`. Invalid options raise `ConfigError` before any replay.
 
-    With an output, rows are written there, and finished replays are kept in ``OUTPUT.journal`` as in a sweep.
-    The journal stays, so that a run with another target, budget or price needs no replay twice.
+    With an output, rows are written to this file, and finished replays are kept in ``OUTPUT.journal``. Unlike
+    a sweep, a plan does not remove its journal: a run with another target, budget or price reuses the
+    replays.
 
     Args:
         source: the recording.
@@ -204,8 +206,8 @@ class Plan:
         target: the target.
         setups: setups to try.
         output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
-        one_in: search on one session in this many, and measure the answer on all; None: chosen by the length
-            of the recording (`plan.sample`); 1: search on all.
+        one_in: search on one session in this many, and measure the answer on all sessions; 1: search on all.
+            None: chosen by the length of the recording (`plan.sample`).
 
     Attributes:
         fleet, target: arguments.
@@ -282,12 +284,12 @@ class Plan:
 
     @property
     def _may_share(self) -> bool:
-        """True if the search includes shared servers or RAM, which have no simulated waits."""
+        """True if the search includes shared servers or RAM; False for a target in seconds."""
         fleet = self.fleet
         return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:
-        """Scale the fleet down to a sample of sessions, and gather the evidence of the sample."""
+        """Return the fleet scaled down to a sample of sessions, and the evidence of the sample."""
         options: dict[str, Any] = {"seed": self._work.seed, "one_in": one_in, "is_shared": self._may_share}
         fleet = scaled(self.fleet, evidence, gather(self._source, self.fleet, **options))
         # The sample's GPUs are scaled, too. `busy` comes from the whole recording, because fewer sessions
@@ -325,7 +327,7 @@ class Plan:
 
 
 def _in_pools(setups: Sequence[Setup]) -> list[Setup]:
-    """List the setups with one RAM pool in each host. A victim tier follows one device, so it has no pool."""
+    """Return the on-compute setups with shared RAM. A victim tier follows one device and cannot be shared."""
     return [replace(setup, shared_ram=True) for setup in setups if setup.store == ON_COMPUTE]
 
 
@@ -435,14 +437,14 @@ class _Search:
         return search(space, self._measure, self._difference, self._choose, self.begin)
 
     def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
-        """Measure near the choice of a search on a sample; returns all rows and the choice."""
+        """Measure rows near the choice of a search on a sample; returns all measured rows and the choice."""
         space = self._plan.space(self._evidence, self._fleet)
         # A guess must need no replay, and waits are known only from replays.
         guess = None if self._plan.target.ttft_p90_s is not None else self._choose
         return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
 
     def endurance(self, rows: Sequence[Measured], choice: Choice) -> tuple[Endurance | None, list[Measured]]:
-        """Compute the cost of the rating of SSDs; returns also the row that was measured for it, if any."""
+        """Compute the cost of the rating of SSDs; also returns the row that was measured for it, if any."""
         return endurance_of(
             rows, choice.chosen, self._fleet, self._evidence, lambda cell: self._measure([cell], 0)[0]
         )

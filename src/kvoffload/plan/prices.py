@@ -27,7 +27,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules. `slots`: slots of a host for modules that hold blocks; the host's own RAM is extra."""
+    """RAM modules. `slots`: slots per host for modules with blocks, without those of the host's own RAM."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0

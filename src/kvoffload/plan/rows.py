@@ -71,7 +71,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         store, policy, admission: setup of RAM; empty for the row without a purchase.
         ssd_policy, ssd_admission, server_admission: setup of SSDs and servers; empty without them.
         ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
-        shared_ram: the engines of a host share one RAM pool of their `ram_blocks` together.
+        shared_ram: True if the engines of a host share one RAM pool, of `ram_blocks` for each engine.
         device_blocks, ram_blocks, ssd_blocks: blocks of each replica, as replayed.
         server_blocks: blocks on all servers.
         saved: share of the prefill that is saved (prefix-hit ratio).
@@ -81,13 +81,13 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         of_ceiling: `saved` over the savings of unlimited caches; null if these save nothing.
         optimum: upper bound of `saved` for any policy; with servers, the savings of unlimited caches.
         gpus_worth: GPUs that would compute the savings of the purchase; null without speeds or times.
-        gpu_hours_a_day: the same in GPU-hours per day.
+        gpu_hours_a_day: `gpus_worth` in GPU-hours per day.
         ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
             server_write_bytes_per_s, server_read_bytes_per_s: mean rates; null without times.
         busy: traffic of the busiest minute over the mean.
-        drive_writes_a_day: capacities written to each drive per day; null without SSDs.
+        drive_writes_a_day: writes to a drive per day, as a multiple of its capacity; null without SSDs.
         ssd_life_years: years until a drive is worn out; null without SSDs.
-        feasible: whether the row keeps all limits.
+        feasible: True if the row exceeds no limit.
         why_not: exceeded limits, in words.
         exceeds: short names of the exceeded limits: ``SSD wear, budget``.
         ttft_p90_s: 90th percentile of the time to first token; null if it was not simulated.
@@ -176,7 +176,7 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the replays: one of all replicas if they share servers or RAM, else one for each replica.
+        """Create the replays: one for all replicas if these share servers or RAM, else one for each replica.
 
         Replicas without requests are left out.
         """
@@ -208,7 +208,7 @@ class Cell:
         return points
 
     def max_writes_per_day(self, fleet: Fleet) -> float | None:
-        """Compute the write budget of a replica, divided by the scale; None without one."""
+        """Compute a replica's write budget in blocks per day, divided by the scale; None without a budget."""
         written = self.setup.ssd_write_budget * fleet.ssd_bytes(self.purchase)
         return written / (fleet.replicas * fleet.block_bytes * fleet.scale) if written else None
 

@@ -1,7 +1,7 @@
-"""Samples of sessions, on which a plan searches a long recording.
+"""Samples of sessions for the search of a plan on a long recording.
 
-The cost of a replay is proportional to the requests. Caches are scaled down with the sample (`Fleet.scale`).
-The answer is measured on all sessions.
+A replay's cost is proportional to its requests. Caches are scaled down with the sample (`Fleet.scale`). The
+answer is measured on all sessions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
-"""Fewest sessions in a representative sample; fewer if sessions are long."""
+"""Fewest sessions in a representative sample, with short and with long sessions."""
 LONG_SESSION = 20
-"""Mean requests of long sessions. Agents: half of 454 sessions have hit ratios up to 1.7 points too low."""
+"""Mean number of requests from which sessions count as long. Agents: in a sample of half of 454 sessions, hit
+ratios were up to 1.7 points too low."""
 ENOUGH_ON_DEVICE = 2
-"""Number of mean requests that an engine's scaled GPUs must hold. Requests keep their size in a sample."""
+"""Number of requests of mean length that an engine's scaled GPUs must hold: a sample does not shorten
+requests."""
 _MOST = 10_000
 
 
@@ -45,5 +47,5 @@ def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
 
 
 def scaled(fleet: Fleet, evidence: Evidence, sample: Evidence) -> Fleet:
-    """Scale the caches of a fleet down to a sample's share of the block references."""
+    """Return the fleet with caches scaled down to a sample's share of the block references."""
     return replace(fleet, scale=fleet.scale * evidence.block_refs / sample.block_refs)

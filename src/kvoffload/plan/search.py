@@ -1,7 +1,7 @@
-"""Search of a plan: a few purchases with all setups, all coarse purchases with the best setups, then the
-purchases near the answer.
+"""Search of a plan, from coarse to fine.
 
-Owns the order of the measurements. Knows cells and rows; neither replays nor prices.
+Measures a few purchases with all setups, then all coarse purchases with the best setups, then the purchases
+near the answer. Owns the order of the measurements. Knows cells and rows, but no replays or prices.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ROUNDS = 4
 """Rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
-"""Measures cells. The number is the count of cells expected later, for the progress."""
+"""Measures cells. The second argument is the number of cells expected later, for the progress."""
 Choose = Callable[[Sequence[Measured]], Choice]
-"""Chooses among rows. The rows include the row without a purchase."""
+"""Chooses among rows, which include the row without a purchase."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Space:
     Attributes:
         modules: numbers of RAM modules per host to try, ascending.
         setups: setups of RAM alone.
-        tiers: axes of the tiers behind RAM; a purchase uses one of them at most.
+        tiers: axes of the tiers behind RAM; a purchase has at most one kind of tier.
         allowed: predicate for the purchases to consider.
         edge: for each number of drives or servers, the purchase with the most RAM within the budget.
     """
@@ -80,14 +80,18 @@ class Space:
 
     @property
     def purchases(self) -> list[Purchase]:
-        """Purchases to measure before the neighbourhood of the answer is known."""
+        """Coarse purchases, which are measured before the neighbourhood of the answer is known."""
         alone = [Purchase(0, 0), *(axis.with_ram(0, n) for axis in self.tiers for n in axis.counts)]
         steps = [purchase._replace(modules=modules) for modules in self.modules for purchase in alone]
         return [purchase for purchase in dict.fromkeys((*steps, *self.edge)) if self.allowed(purchase)]
 
     @property
     def sample(self) -> list[Purchase]:
-        """A few purchases: the least, a medium and the most RAM; tiers behind the least and a medium RAM."""
+        """A few purchases that differ much.
+
+        The least, a medium and the most RAM alone; the least RAM with a medium and the largest tier; medium
+        RAM with the smallest tier.
+        """
         ram = _ends_and_middle(self.modules)
         purchases = [Purchase(modules, 0) for modules in ram]
         for axis in self.tiers:
@@ -107,12 +111,12 @@ def search(
     """Search a space; returns all measured rows and the choice among them.
 
     1. Measure all setups of RAM at a few purchases, which show any large difference.
-    2. Measure tiers at a few purchases, because such replays take several times as long: SSDs behind the best
-       setups and the one that writes least; servers behind the best setup and the one that writes most,
-       because other engines use the stored blocks.
-    3. Where SSDs would wear out, measure them with a write budget at their rating.
-    4. Measure the best setups at all coarse purchases, and the best with a write budget where SSDs would wear
-       out.
+    2. Measure tiers behind RAM at a few purchases, with few setups of RAM, because these replays take several
+       times as long. With SSDs, measure the best setups of RAM and the setup that writes least. With servers,
+       measure the best setup of RAM and the setup that writes most, because other engines use the blocks.
+    3. If SSDs would wear out, measure the purchase with a write budget at the rating.
+    4. Measure the best setups at all coarse purchases; if step 3 measured rows, include the best setup with a
+       write budget.
     5. Bisect between the answer and its neighbours, down to single modules.
 
     A discarded setup may be the best at a purchase that was not measured. No number is interpolated.
@@ -159,10 +163,10 @@ def confirm(
     """Measure the result of a search on a sample on all sessions; returns these rows and the choice.
 
     1. Measure the recommended purchase with its two best setups, the purchase that saves most, and the best
-       infeasible purchase. Also measure the rows to compare shared servers (`beside`) and shared RAM
-       (`other_ram`) with.
+       infeasible purchase. Also measure the rivals with or without servers (`beside`) and with or without
+       shared RAM (`other_ram`).
     2. Correct all rows of the sample by the error that step 1 shows, and choose again. Measure this choice
-       and its neighbours with the best setup of step 1, so that they differ in the purchase alone.
+       and its neighbours with the best setup of step 1, so that the rows differ only in the purchase.
     3. Bisect between the answer and its neighbours.
 
     Args:
@@ -250,7 +254,8 @@ def _bisected(
 ) -> tuple[list[Measured], Choice]:
     """Bisect between the answer and its neighbours, with the setups `kept`; None: with the answer's setup.
 
-    If the answer has a tier behind RAM, bisect RAM alone, too: sizes between the coarse ones may be cheaper.
+    If the answer has a tier behind RAM and `kept` is given, also bisect between purchases of RAM alone,
+    because RAM between two coarse sizes may be cheaper.
     """
 
     def without_tier(rows: Sequence[Measured]) -> Choice:
@@ -292,11 +297,12 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 
 
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
-    """Select `KEPT` setups: by the number of purchases at which a setup is best, then by the number at which
-    it does not differ significantly from the best.
+    """Select up to `KEPT` setups that are best most often.
 
-    Infeasible rows count only if all rows of a purchase are infeasible. If setups have equal results
-    everywhere, as with an admission rule that rejects nothing, only one is selected.
+    Setups are ranked by the number of purchases at which a setup is best, then by the number at which it does
+    not differ significantly from the best. Infeasible rows count only if all rows of a purchase are
+    infeasible. If setups have equal results everywhere, as with an admission rule that rejects nothing, only
+    the first is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -334,8 +340,10 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 
 
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
-    """Find the setup that writes least (`min`) or most (`max`) to RAM, and so to lower tiers; none without
-    rows."""
+    """Find the setup that writes least (`min`) or most (`max`) to RAM, and so to lower tiers, in a list.
+
+    The list is empty without rows.
+    """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():
         written[cell.setup] = written.get(cell.setup, 0.0) + (measured.row.ram_write_bytes_per_s or 0.0)

@@ -15,9 +15,9 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""Share of the largest possible gain over the GPUs alone that a plan without a target aims at."""
+"""Share of the largest possible gain over the GPUs alone that is enough if no target was given."""
 ABOUT = 1.1
-"""Largest ratio of the prices of two purchases that cost about the same."""
+"""A purchase up to this multiple of another purchase's price costs about the same."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
 """Paired interval of a row's savings minus the baseline's."""
@@ -25,7 +25,7 @@ Difference = Callable[[Measured, Measured], "Interval | None"]
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a plan: a budget, one of the other four fields, both, or neither.
+    """Target of a plan: a budget, a target in one of the other fields, both, or neither.
 
     Attributes:
         budget: limit for the price.
@@ -105,7 +105,7 @@ class Choice:
     """Recommended purchase and its neighbours, each with its best row.
 
     Attributes:
-        chosen: the recommended row; if no row reaches the target, the nearest.
+        chosen: the recommended row; if no row reaches the target, the row nearest to the target.
         most: the feasible row that saves most within the budget.
         smaller: the next cheaper purchase; None if there is none.
         larger: the next larger feasible purchase that saves more; None if there is none.
@@ -146,7 +146,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
 
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
-    """Rank a row; LRU wins ties, because it is simple."""
+    """Rank a row: feasible first, then by savings. LRU wins ties, because LRU is simple."""
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
@@ -161,10 +161,10 @@ def frontier(rows: Sequence[Measured]) -> list[Measured]:
 
 
 def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the rival of a row with servers among the rows without servers, and vice versa.
+    """Find the rival of a row with servers among the purchases without servers, and vice versa.
 
-    The rival is the feasible row that saves most at about the same price, or else the cheapest. None if
-    servers were not searched or are infeasible, and if nothing is bought.
+    The rival is the best feasible row at up to `ABOUT` times the price, or else the cheapest feasible row.
+    None if `chosen` buys nothing, or without a feasible rival, for example if servers were not searched.
     """
     rivals = [measured for measured in best_of_each(rows) if measured.row.purchase != NOTHING
               and bool(measured.row.servers) != bool(chosen.row.servers)]  # fmt: skip
@@ -189,8 +189,8 @@ def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
     """Choose the cheapest purchase that saves the share `needed`.
 
-    Without `needed`, choose the cheapest purchase that reaches `ENOUGH` of the largest possible gain, or that
-    does not differ significantly from it. The last modules add little.
+    Without `needed`, choose the cheapest purchase that reaches `ENOUGH` of the largest gain over the GPUs
+    alone, or whose savings do not differ significantly from the largest savings.
 
     Args:
         rows: measured rows, including the row without a purchase.
@@ -216,5 +216,5 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Return True if a lead may be chance; False without an interval."""
+    """Return True if the interval of a lead contains 0 or less; False without an interval."""
     return lead is not None and lead.low <= 0

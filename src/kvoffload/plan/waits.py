@@ -1,7 +1,7 @@
-"""Choice of the cheapest purchase that keeps a limit for the time to first token.
+"""Choice of the cheapest purchase within a limit for the time to first token.
 
-Owns the selection of purchases to time, because a timed replay takes as long as several replays. Knows rows
-and a clock.
+Owns the selection of purchases to time, because a timed replay takes as long as several untimed replays.
+Knows rows and a clock.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
 
     Purchases with the same number of drives form a ladder by RAM. A ladder also has purchases that add no
     savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and known times
-    are reused. So the next cheaper purchase in the ladder was timed and misses the limit. Cheaper purchases
-    are not timed, although waits need not decrease monotonically with RAM. If the largest purchase misses the
-    limit, smaller purchases are timed while waits decrease.
+    are reused. So the next cheaper purchase in the ladder was timed and exceeds the limit. Even cheaper
+    purchases are not timed, although waits need not decrease monotonically with RAM. If the largest purchase
+    exceeds the limit, smaller purchases are timed, from large to small, while waits decrease.
 
-    Only the best row of each purchase is timed. If no row keeps the limit, the timed row with the shortest
-    wait is chosen.
+    Only the best row of each purchase is timed. If no timed row is within the limit, the timed row with the
+    shortest wait is chosen.
     """
     limit = _Limit(most_s, clock)
     best_savings, purchases = frontier(rows), best_of_each(rows)
@@ -57,7 +57,7 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
 
 @dataclass(frozen=True)
 class _Limit:
-    """A limit for the 90th percentile of the wait; a clock checks rows against this limit."""
+    """A limit for the 90th percentile of the time to first token, with the clock that times rows."""
 
     most_s: float
     clock: Clock
@@ -72,7 +72,7 @@ class _Limit:
         return self.clock.known(measured.row) is not None
 
     def cheapest(self, ladder: Sequence[Measured]) -> int | None:
-        """Bisect a ladder for its cheapest row within the limit; returns its index, or None."""
+        """Bisect a ladder for its cheapest row within the limit; returns the row's index, or None."""
         known = [place for place, measured in enumerate(ladder) if self.is_known(measured)]
         high = next((place for place in known if self.reaches(ladder[place])), None)
         if high is None:

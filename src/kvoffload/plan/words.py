@@ -154,7 +154,7 @@ def certainty(lead: Interval | None) -> str:
 def _saving(row: PlanRow, timed: InTime | None) -> str:
     """Describe savings: ``saves 31.4% of the prefill (28.0% to 34.2%): 12.0% by ..., 19.4% by RAM``.
 
-    With a machine the saving of the timed replay comes first, and the GPUs' work follows from it.
+    If the timed replay of all engines saves less, its saving comes first and determines the GPUs' work.
     """
     places = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
     places += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []
@@ -391,7 +391,7 @@ def _same_purchase(measured: Measured, rival: Measured | None) -> bool:
 
 
 def _sharing(findings: Findings, rival: Measured) -> str:
-    """Compare the choice with its rival: if the choice has servers, a purchase without, and vice versa."""
+    """Compare a choice that has servers with a rival that has none, and vice versa."""
     chosen = findings.choice.chosen
     points = 100 * (rival.row.saved - chosen.row.saved)
     lead = findings.difference(rival, chosen) if points > 0 else findings.difference(chosen, rival)
@@ -423,7 +423,7 @@ def _pooling(findings: Findings) -> list[str]:
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
-    """Describe the benefit of more money, unless the sentence about `rival` does."""
+    """Describe the benefit of more money, unless the sentence about `rival` describes it."""
     choice, currency = findings.choice, findings.currency
     larger, chosen = choice.larger, choice.chosen
     if larger is None:
@@ -443,7 +443,7 @@ def _larger(findings: Findings, rival: Measured | None) -> list[str]:
 
 
 def _lru(findings: Findings) -> list[str]:
-    """Compare the setup of the choice with ``lru`` in the same purchase, as vLLM's own offloading has it."""
+    """Compare the setup of the choice with ``lru``, vLLM's own policy, in the same purchase."""
     chosen = findings.choice.chosen
     if not chosen.row.ram_modules or (chosen.row.policy, chosen.row.admission) == (YARDSTICK, "all"):
         return []

@@ -78,8 +78,8 @@ class LIRS(CompiledPolicy):
       never evict each other, and the head of the batch is the most recent.
     - Q is short, so during a long request all blocks of Q are protected. Then the coldest evictable LIR block
       is evicted without a ghost, because it was at the bottom of S. The new block is still HIR, and Q exceeds
-      its 1 % for a while, so that a scan does not replace the LIR set. (If the block entered as LIR, a
-      recorded chat would lose a third of all hits, with 1,000 to 2,000 blocks.)
+      its 1 % for a while, so that a scan does not replace the LIR set. If the block entered as LIR, a
+      recorded chat would lose a third of all hits, with 1,000 to 2,000 blocks.
     - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. A HIR block
       that is used again also becomes LIR, in S or not; otherwise a lost LIR set would never grow again.
     - A request's own store is no second access. When the request finishes, the block moves to the top of S

@@ -37,13 +37,13 @@ def bound_within_writes(
       device serves, and first uses, do not count.
     - A Lagrangian relaxation. A hit is either an interval for which RAM holds a block, from the block's last
       offer to its use, or a use of a block that was written to the tier. RAM holds at most `capacity_blocks`
-      at any time, and each written block takes one of the writes. Assume a price `p` of a slot of RAM for the
-      time between two requests, and a price of a write. Each block then has two options: it pays for its
-      intervals that are worth their price, or it pays for one write and gets all its uses. By weak duality
-      the blocks' best net gains, plus the prices of all slots and writes, bound the hits for any two prices.
-      The best price of a write follows from `p`, and a search finds a good `p`.
+      at any time, and each written block takes one of the writes. Assume that a slot of RAM costs `p` from
+      one request to the next, and that a write has a price. Each block then has two options: pay for its
+      intervals that are worth their price, or pay for one write and get all its uses. By weak duality the
+      blocks' best net gains, plus the prices of all slots and writes, bound the hits for any two prices. The
+      best price of a write follows from `p`, and a search finds a good `p`.
 
-    The first and third bound let the tier keep every written block forever, from its first offer on.
+    The second and third bound let the tier keep every written block forever, from its first offer on.
 
     Args:
         capacity_blocks: slots of RAM.
