@@ -37,8 +37,8 @@ class KVOffloadConnector(OffloadingConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Check the options and return False.
 
-        With CUDA graphs vLLM calls this before it starts any process, so wrong options end the engine before
-        it loads weights.
+        With CUDA graphs vLLM calls this before it starts a process, so wrong options stop the engine before
+        weights are loaded.
         """
         checked_options(extra_config)
         return False
@@ -75,7 +75,8 @@ class KVOffloadConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
         """Return the metrics of our specification.
 
-        In a ``MultiConnector`` vLLM calls this with another copy of the configuration than the constructor.
+        The name of the specification is set here too: in a ``MultiConnector`` vLLM passes a different copy of
+        the configuration than to the constructor.
         """
         _with_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
@@ -117,14 +118,14 @@ class KVOffloadConnector(OffloadingConnector):
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Called when vLLM has created its pool of blocks."""
+        """Called when vLLM has created its pool; in the mode ``on-device-eviction`` watch the pool."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)
 
 
 def _with_spec(vllm_config: Any) -> dict[str, Any]:
-    """Name our specification in the connector's configuration, if the user has not; return its options."""
+    """Set our specification in `kv_connector_extra_config` if the user names none; return these options."""
     extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra_config.setdefault("spec_name", "KVOffloadSpec")
     extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")

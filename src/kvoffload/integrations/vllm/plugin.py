@@ -1,7 +1,7 @@
-"""The plugin that vLLM calls in each of its processes: registers the names of our classes.
+"""Plugin of vLLM (entry-point group ``vllm.general_plugins``): registers our classes in all its processes.
 
-So ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` need no module paths, unless
-``VLLM_PLUGINS`` excludes kvoffload. The entry-point group is ``vllm.general_plugins``.
+Users can then write ``spec_name: KVOffloadSpec`` and ``kv_connector: KVOffloadConnector`` without module
+paths, unless ``VLLM_PLUGINS`` excludes kvoffload.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ _HOME = "kvoffload.integrations.vllm"
 
 
 def register() -> None:
-    """Register our names; vLLM imports a class when its name is used. Idempotent. Raises nothing.
+    """Register `KVOffloadSpec` and `KVOffloadConnector` in vLLM's factories. Idempotent. Raises nothing.
 
-    vLLM calls this even if kvoffload is not used, so an error is only logged.
+    vLLM imports a registered class when a configuration names the class. vLLM calls plugins in every engine,
+    with or without kvoffload, so an error is only logged.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -27,7 +27,7 @@ _MAX_ABSENT = 100_000
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class for a value of ``eviction_policy``, which vLLM looks up in this module."""
+    """Return the policy class for a value of ``eviction_policy``; vLLM looks up the value in this module."""
     if name.startswith("__"):
         raise AttributeError(name)
     policy = name.removeprefix(PREFIX)
@@ -49,14 +49,14 @@ class VLLMPolicy(CachePolicy):
     """Adapter of our policies to vLLM's interface.
 
     vLLM's manager asks for victims first and inserts the new blocks later, one by one. Our policies choose
-    victims and place new blocks in one batch. So one of our managers mirrors vLLM's blocks and their states,
-    and its plan for a batch answers the single calls that follow.
+    victims and place new blocks in one batch. So this class mirrors vLLM's blocks and their states in an
+    `OffloadingManager`, plans a batch at the first call, and answers the following calls from the plan.
 
-    Decisions differ from our manager's: vLLM stores a whole offer or nothing, its own rule admits blocks, and
-    a policy cannot refuse a block.
+    Three decisions differ from our own manager: vLLM stores a whole offer or nothing, vLLM's admission rule
+    applies, and a policy cannot refuse a block.
 
-    A finished request refreshes its whole path, including blocks that the device served, and never evicts its
-    own path. vLLM's own policies see only blocks that were loaded or offered.
+    A request never evicts blocks of its own path. When it finishes, its whole path counts as used, including
+    blocks that the device served. vLLM's own policies see only blocks that were loaded or offered.
 
     Thread: the scheduler's. Cost: the cost of our manager plus vLLM's single calls.
     """
@@ -203,7 +203,7 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """Return the request that stores `key`, if vLLM's last call was for that request."""
+        """Return the context of vLLM's last request; None if it has finished or does not store `key`."""
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx

@@ -5,7 +5,7 @@
                         {"type": "KVOffloadTier", "module_path": "kvoffload.integrations.vllm.secondary",
                          "url": "valkey://cache:6379/team-a"}]
 
-Translates vLLM's jobs, requests and view of RAM. Internal errors never reach the engine.
+Translates vLLM's jobs, requests and RAM buffer into calls of a tier. Internal errors never reach the engine.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ _INFO = {
 class KVOffloadTier(SecondaryTierManager):
     """Adapter of our tiers to vLLM's tiering manager; every read is verified.
 
-    A block is HIT if the tier has an entry for it. A load reports the keys of its sound blocks, and vLLM
-    computes the others. A shared tier is probed once a step, for all blocks of the step's lookups; a block is
-    RETRY until the probe ends, for at most the tier's `probe_timeout`.
+    A lookup returns HIT if the tier has an entry for the block. A load reports the keys of sound blocks; vLLM
+    computes the other blocks. A shared tier is probed once a step, for all blocks of the step's lookups. A
+    lookup returns RETRY until the probe ends, for at most the tier's `probe_timeout`.
 
-    Takes ``url`` and its parameters, or the options of a disk, as `KVOffloadSpec` does for a tier.
+    Options: ``url`` and its parameters, or the options of a disk, as for a tier of `KVOffloadSpec`.
     Raises `ConfigError` when the engine starts.
 
-    Thread: the scheduler's. Since vLLM 0.33 also the thread that polls other tiers: for a request of a peer
-    it looks blocks up here. vLLM's lock orders the calls, and no call depends on its thread.
+    Thread: the scheduler's. Since vLLM 0.33 also the thread that polls other tiers, which looks up blocks for
+    requests of peers. vLLM's lock serializes the calls, and no method depends on the calling thread.
 
     Attributes:
-        tolerates_off_thread_polling: False, so that vLLM 0.33 asks for finished jobs in its steps only. No
+        tolerates_off_thread_polling: False: vLLM 0.33 polls for finished jobs in its steps only, because no
             peer waits for this tier between steps.
-        broken: the tier is no longer used after an internal error, or could not be opened.
+        broken: True if the tier is not used: it could not be opened, or an internal error has occurred.
     """
 
     medium = Medium.STORAGE
@@ -135,7 +135,7 @@ class KVOffloadTier(SecondaryTierManager):
         return {"kvoffload_version": __version__, **self._info}
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the changed metrics, if a report is due; vLLM calls this in every step."""
+        """Return the changed metrics; None if no report is due. vLLM calls this in every step."""
         now_s = time.monotonic()
         if self._records and now_s - self._reported_s < METRICS_INTERVAL_S:
             return None
@@ -161,7 +161,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def on_request_finished(self, req_context: Any) -> None:
-        """Report the uses of the request to the tier."""
+        """Report the request's path to the tier as used."""
         record = self._records.pop(req_context.req_id, None)
         self._waits.pop(req_context.req_id, None)
         path = path_of(req_context)
@@ -170,7 +170,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(LookupResult.MISS)
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Return the state of a block in the tier. Reads no bytes."""
+        """Return HIT, MISS, or RETRY while a shared tier is probed for the block. Reads no bytes."""
         if len(key) != USUAL_KEY_BYTES:
             return LookupResult.MISS
         packed, record = Keys.pack([key], USUAL_KEY_BYTES), self._records.get(req_context.req_id)
@@ -186,7 +186,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def on_schedule_end(self, context: Any) -> None:
-        """Probe for the blocks of this step's lookups, except blocks of a running probe."""
+        """Probe the shared tier for the unknown blocks of this step, except blocks of a running probe."""
         unknown, self._unknown = self._unknown, {}
         new = [key for key in unknown if not any(key in probed for probed in self._probes.values())]
         if new and (job := self._tier.submit_probe(Keys.pack(new, USUAL_KEY_BYTES))) != NO_JOB:
@@ -233,14 +233,14 @@ class KVOffloadTier(SecondaryTierManager):
         return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
     def has_pending_work(self) -> bool:
-        """Return True if vLLM must keep stepping while no request runs."""
+        """Return True while jobs, results or probes are pending: vLLM must step even without requests."""
         return bool(self._jobs or self._finished or self._probes or self._unknown)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Do nothing: `on_request_finished` reports the uses."""
+        """Do nothing: `on_request_finished` reports the request's path as used."""
 
     def drain_jobs(self) -> None:
-        """Wait for the jobs in flight, and forget everything."""
+        """Wait for the jobs in flight, then forget all blocks. vLLM calls this when its cache is reset."""
         log_unreached_tiers(self._missing)
         self._forget()
 
@@ -303,7 +303,7 @@ class KVOffloadTier(SecondaryTierManager):
 
 
 class KVOffloadDisk(KVOffloadTier):
-    """A `DiskTier` behind vLLM's RAM, with limited capacity, whose blocks survive a restart.
+    """A `DiskTier` behind vLLM's RAM. The capacity is limited, and the blocks survive a restart.
 
-    Takes path, capacity, policy, admission, max_write_bytes_per_day, salt.
+    Options: path, capacity, policy, admission, max_write_bytes_per_day, salt.
     """

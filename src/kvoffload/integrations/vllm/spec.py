@@ -41,20 +41,24 @@ from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Longest wait of a worker for the other workers' memory before it pins the pool; the larger value applies.
+"""Longest wait of a worker, before it pins the pool, until the other workers have allocated their memory: in
+total, and for each GiB of the pool. The larger limit applies.
 
-Allocating a GiB in pages of 4 KiB takes 0.6 s. Only the engine's start waits
+Allocating a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
-"""True during the construction of a connector that offers blocks before the GPU drops them, unlike vLLM's."""
+"""True while a connector is constructed that offers blocks before the GPU drops them."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""True during the construction of a connector that passes requests to us; vLLM's own connector does not."""
+"""True while a connector is constructed that passes requests to our manager; vLLM's connector does not."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
-    """Parse the options; logs each problem on a separate line, because vLLM's traceback would hide it."""
+    """Parse the options. Raises `ConfigError`.
+
+    Each problem is also logged on a separate line, because vLLM's traceback would hide the message.
+    """
     try:
         return parse_options(extra_config)
     except ConfigError as error:
@@ -125,7 +129,7 @@ class KVOffloadSpec(OffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: Any) -> KVOffloadWorker:
-        """Return the worker side for the tensors of its layers. The first call creates it."""
+        """Return the worker side. The first call creates it, for this worker's KV tensors `kv_caches`."""
         if self._worker is None:
             layout = Layout.of(kv_caches, self.facts.blocks_per_chunk)
             pool = self._attach(1 + self.facts.rank, layout.part_bytes)
@@ -207,12 +211,12 @@ def _connector() -> Any:
 
 
 def workers_wait_s(pool_bytes: int) -> float:
-    """Return the seconds that a worker waits for the other workers' memory."""
+    """Return how many seconds a worker waits until the other workers have allocated their memory."""
     return max(WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB * pool_bytes / 2**30)
 
 
 def copies_for(kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> Copies:
-    """Return the copies for the tensors of this worker, in host memory or on a device."""
+    """Return `HostCopies` if all tensors of this worker are in host memory, otherwise `DeviceCopies`."""
     if all(tensor.tensor.device.type == "cpu" for tensor in kv_caches.tensors):
         return HostCopies(kv_caches, layout, pool.part(part))
     from kvoffload.integrations.vllm.worker_side.cuda import DeviceCopies

@@ -1,7 +1,7 @@
-"""Audits of stored blocks: chooses requests, pins the blocks to compare, and judges the workers' findings.
+"""Audits of stored blocks: chooses requests, pins the blocks to compare, and counts the workers' findings.
 
 An audited request is computed although RAM holds its blocks. When the engine offers the computed blocks, the
-workers compare them with the stored ones. Owns the choice and the pins. The caller handles differences.
+workers compare them with the stored blocks. Owns the choice and the pins. The caller handles differences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_DUE = 65536
 
 
 class Difference(NamedTuple):
-    """A stored block that differs from the computed one: its largest difference, and where that is."""
+    """A stored block that differs from the computed block: largest difference, with KV group and tensor."""
 
     key: bytes
     difference: float
@@ -57,11 +57,11 @@ class Audits:
     """The audits of an engine.
 
     Attributes:
-        num_requests: audited requests.
-        results: compared blocks, by result.
+        num_requests: number of audited requests.
+        results: number of compared blocks by result.
         largest: largest difference that counted as rounding.
 
-    Thread: the scheduler's. Cost: nothing for a request without hits, one checksum of its id for another.
+    Thread: the scheduler's. Cost: a checksum of the request's id, for requests with hits.
     """
 
     def __init__(self, options: AuditOptions, manager: AnyManager, pool: SharedPool) -> None:
@@ -75,7 +75,10 @@ class Audits:
         self.largest = 0.0
 
     def takes(self, request: Request, request_id: str, keys: Iterable[bytes]) -> bool:
-        """Return True if this request, which has a hit, is audited. `keys`: used if its path is unknown."""
+        """Return True if this request is audited; the first call decides. Call this for requests with hits.
+
+        `keys`: the blocks to compare if the request's path is unknown.
+        """
         if request.is_audited is None:
             request.is_audited = self._num_first > 0 or _share_of(request_id) < self._options.share
             if request.is_audited:
@@ -87,7 +90,7 @@ class Audits:
         return request.is_audited
 
     def pin(self, offered: Sequence[bytes]) -> Audited | None:
-        """Pin the offered blocks that are to be compared and are in RAM; None for none."""
+        """Pin the offered blocks that are due for a comparison and ready in RAM; None without such blocks."""
         rows = [row for row, key in enumerate(offered) if key in self._due and key not in self._comparing]
         if not rows:
             return None
@@ -109,7 +112,7 @@ class Audits:
             self._due.pop(key, None)
 
     def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
-        """End the comparisons of a finished store, and return the blocks that differ."""
+        """End the comparisons of a finished store; return the blocks that differ, none for a failed store."""
         differences = []
         for plan in self._pinned.take(request_id, keys):
             findings = self._pool.take_findings(plan.slots)
@@ -128,12 +131,12 @@ class Audits:
         return differences
 
     def reset(self) -> list[LoadPlan]:
-        """Forget everything due and in flight, before a reset; return the pinned plans."""
+        """Forget all comparisons, due and running, before a reset; return the plans of pinned blocks."""
         self._due.clear()
         self._comparing.clear()
         return self._pinned.drain()
 
 
 def _share_of(request_id: str) -> float:
-    """Map an id to [0, 1), so that the choice needs no state and a request keeps it."""
+    """Map a request's id to a number in [0, 1). Equal ids get equal numbers, so the choice needs no state."""
     return zlib.crc32(request_id.encode()) / 2**32

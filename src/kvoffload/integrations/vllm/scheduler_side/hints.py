@@ -25,7 +25,7 @@ _RETAIN_PRIORITY = 1
 
 
 class _Retain(msgspec.Struct):
-    """Payload of a retain action. vLLM defines none yet, so the names of the open proposals are read."""
+    """Payload of a retain action. vLLM has not defined the fields yet; open proposals use these names."""
 
     priority: int | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -52,7 +52,7 @@ def user_hints(kv_transfer_params: Any) -> Hints:
     """Parse a user's hints: ``{"kvoffload": {"session_over": true, "priority": 1, "time_to_live_s": 600,
     "tenant": "a"}}``, all fields optional.
 
-    Raises `ValueError` that names the wrong field and the allowed ones.
+    Raises `ValueError` that names the wrong field and the allowed fields.
     """
     given = kv_transfer_params.get(PARAMETER) if isinstance(kv_transfer_params, dict) else None
     if given is None:
@@ -68,8 +68,8 @@ def user_hints(kv_transfer_params: Any) -> Hints:
 def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
     """Translate the actions of a request's ``kv_hints`` (vLLM 0.31 and later) into hints; raises nothing.
 
-    An action is a label, never an order: a policy learns how useful it is. The last part of the action's type
-    counts (``kv.retain`` is ``retain``); later actions replace earlier ones.
+    An action is a hint, not a command: a policy learns how useful the hint is. Only the last part of an
+    action's type matters (``kv.retain`` is ``retain``). Later actions override earlier actions.
 
     Returns:
         the hints, and the name of each action as in `metrics.families.KV_HINTS`.
@@ -97,7 +97,7 @@ def _action_hints(name: str, payload: Mapping[str, Any]) -> Hints:
 
 
 def arrival_hints(request: Any) -> Hints:
-    """Return the priority of a new request of vLLM; its cache salt is the tenant."""
+    """Return the hints of a new vLLM request: its priority, and its cache salt as the tenant."""
     priority, salt = request.priority, request.cache_salt
     return Hints(priority=priority, tenant=salt or "") if priority or salt else NO_HINTS
 
@@ -105,8 +105,9 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    If a stop token or stop string ended the request, the reason contains it after ``stop``, except the usual
-    end-of-text token. This shows tool calls, because some models end them with a special token.
+    If a stop string or a stop token other than the usual end-of-text token ended the request, the reason is
+    ``stop`` and this string or token. Some models end tool calls with a special token, so the reason shows
+    tool calls.
     """
     reason = request.get_finished_reason()
     if reason is None:

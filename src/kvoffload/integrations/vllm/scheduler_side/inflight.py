@@ -1,4 +1,4 @@
-"""Plans of transfers in flight, by request and keys: vLLM passes these when a transfer ends."""
+"""Plans of transfers in flight. vLLM reports the end of a transfer by request and keys, not by plan."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class InFlight(Generic[P]):
         self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
     def add(self, plan: P, keys: Collection[bytes], request_id: str | None = None) -> None:
-        """Keep a plan for these keys until every key has been taken. `request_id`: default, the plan's."""
+        """Record a plan until `take` has removed all its keys. `request_id` None: the plan's request."""
         if len(plan):
             request_id = plan.request_id if request_id is None else request_id
             self._plans.setdefault(request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Remove and return the plans of these keys; splits plans with other keys. Ignores unknown keys."""
+        """Remove and return the plans of these keys; split plans with further keys. Ignore unknown keys."""
         wanted = set(keys)
         taken: list[P] = []
         remaining: list[tuple[P, set[bytes]]] = []

@@ -1,6 +1,4 @@
-"""Settings of a running engine: the user edits a file, and the engine changes its policy, its quotas and the
-used part of RAM.
-"""
+"""Settings of a running engine: policy, quotas and the used part of RAM, from a file that the user edits."""
 
 from __future__ import annotations
 
@@ -21,17 +19,17 @@ from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.manager import AnyManager
 
 NUM_BLOCKS = 512
-"""Blocks that a new policy adopts in a step: less than a millisecond."""
+"""Blocks that a change of policy or size processes in a step, in less than a millisecond."""
 
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """The options that a running engine takes: ``{"policy": "hazard", "ram": "20GiB"}``.
+    """The options that can change while an engine runs: ``{"policy": "hazard", "ram": "20GiB"}``.
 
     Attributes:
-        policy: the policy of RAM; None keeps it.
-        ram: bytes of RAM in use, at most those with which the engine has started; None keeps them.
-        tenants: all quotas of tenants; None keeps them.
+        policy: the policy of RAM; None: no change.
+        ram: bytes of RAM to use, at most the size at the engine's start; None: no change.
+        tenants: the quotas of all tenants; None: no change.
     """
 
     policy: PolicyName | None = None
@@ -42,13 +40,13 @@ class LiveOptions:
 class LiveSettings:
     """Applies the settings of a file to a manager, when the file appears and whenever it changes.
 
-    A new policy is prepared in a thread, because its kernels may have to be compiled. Settings that are wrong
-    change nothing, and are logged as errors.
+    A new policy is prepared in a thread, because its kernels may have to be compiled. Wrong settings are
+    logged as errors and change nothing.
 
     Args:
         path: the file. It need not exist.
-        policy, store: the policy and the store mode with which the engine has started.
-        ram_bytes: size of RAM.
+        policy, store: policy and store mode at the engine's start.
+        ram_bytes: bytes of RAM at the engine's start.
         clock: monotonic seconds.
 
     Thread: the scheduler's.
@@ -67,7 +65,7 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to this manager from now on. The manager has the engine's first policy."""
+        """Apply the settings to this manager from now on. It must have the policy of the engine's start."""
         self._manager = manager
         self._policy = self._wanted = self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
@@ -81,9 +79,9 @@ class LiveSettings:
         return self._policy
 
     def step(self) -> bool:
-        """Read the file, if it is time, and continue a change. Called in every step.
+        """Read the file if a poll is due, and continue a change of policy or size. Called in every step.
 
-        Returns True in the step in which a change of the policy or of the size is complete.
+        Returns True in the step that completes a change of policy or size.
         """
         assert self._manager is not None
         try:
@@ -136,7 +134,7 @@ class LiveSettings:
             self._num_blocks, self._is_resizing = num_blocks, True
 
     def _blocks_of(self, ram_bytes: int, capacity_blocks: int) -> int:
-        """Return the number of blocks in so many bytes of RAM."""
+        """Convert bytes of RAM to blocks. Raises `ConfigError` unless 1 to `capacity_blocks`."""
         num_blocks = ram_bytes * capacity_blocks // self._ram_bytes
         if not 0 < num_blocks <= capacity_blocks:
             why = f"allowed: from one block to the {self._ram_bytes} bytes with which the engine has started"
@@ -144,7 +142,7 @@ class LiveSettings:
         return num_blocks
 
     def _begin(self, manager: AnyManager, preparation: _Preparation) -> None:
-        """Begin a change that is prepared, unless the user wants another policy by now."""
+        """Begin the prepared change, unless the user has requested a different policy in the meantime."""
         self._preparation = None
         if preparation.policy != self._wanted:
             return
@@ -159,7 +157,7 @@ class LiveSettings:
 
 
 class _Preparation:
-    """A policy that a thread prepares. `policy`: its name."""
+    """The preparation, on a thread, of a new policy. `policy`: the policy's name."""
 
     def __init__(self, manager: AnyManager, policy: str) -> None:
         self._manager, self.policy = manager, policy
@@ -173,7 +171,7 @@ class _Preparation:
         return not self._thread.is_alive()
 
     def result(self) -> PolicyChange:
-        """Return the change. Raises the exception of the preparation, as `ConfigError`."""
+        """Return the prepared change. Raises `ConfigError` if the preparation has failed."""
         if self._change is None:
             raise ConfigError("policy", self.policy, f"it cannot be prepared: {self._error}")
         return self._change

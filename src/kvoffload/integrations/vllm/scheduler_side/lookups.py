@@ -34,13 +34,14 @@ class Request:
         path: the keys that vLLM had recorded at the first lookup.
         reach: number of keys that are looked up ahead.
         checks: verifications of the request's blocks, pending and done.
-        begun_step: the last step in which vLLM may have begun the request; None while it is known to wait.
+        begun_step: the last step in which vLLM may have begun the request; None while the request waits.
         waits_since: the last step in which the request is known to have waited, after a preemption.
-        was_preempted: the request was preempted. vLLM does not report the step in which it resumes.
-        pending_since_s: the time of the first lookup that met a block in flight of a shared pool; else None.
-        is_audited: the request is computed although blocks of it are in RAM; None before its first hit.
-        num_skipped: number of leading blocks that were not looked up; -1 if only the path knows it.
-        asked_end: position after the last looked-up block; -1 if unknown.
+        was_preempted: the request was preempted. vLLM does not report in which step the request resumes.
+        pending_since_s: time of the first lookup of a block that an engine of the shared pool is writing;
+            monotonic seconds. None: no such lookup yet.
+        is_audited: the request is computed although RAM holds blocks of it; None before the first hit.
+        num_skipped: number of leading blocks that were not looked up; -1: unknown.
+        asked_end: position after the last looked-up block; -1: unknown.
     """
 
     ctx: RequestContext
@@ -71,15 +72,15 @@ class Request:
 
 
 class Lookups:
-    """Looks up blocks.
+    """Looks up single blocks and prefixes.
 
-    vLLM's own connector asks block by block, and the call alone takes as long as the lookup. So a hit on the
-    first block of a path looks up the following blocks in one batch. The results hold until the manager
-    changes: any call that changes the manager must set `ahead` to an empty list. With tiers or verification a
-    result belongs to one request, and nothing is looked up ahead.
+    vLLM's own connector looks up each block in a separate call, and the overhead of a call is as large as the
+    lookup. So a hit also looks up the following blocks of the path, in one batch. These results are valid
+    until the manager changes: any call that changes the manager must set `ahead` to an empty list. With tiers
+    or verification a result is valid for one request only, so nothing is looked up ahead.
 
     Args:
-        deadline_s: longest wait for a block that another engine is writing; None if no other engine does.
+        deadline_s: longest wait for a block that another engine is writing; None: no engine shares the pool.
 
     Attributes:
         ahead: blocks known to be ready, in reverse order of the expected calls.

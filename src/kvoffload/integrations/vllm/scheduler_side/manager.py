@@ -64,16 +64,16 @@ from kvoffload.whatif import Shadows
 from kvoffload.whatif.live import LiveShadows, usual_one_in
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
-"""Nothing is stored, and vLLM does not repeat the offer."""
+"""Reply to an offer: store no block. vLLM does not repeat the offer."""
 _NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(eq=False)
 class Arrival:
-    """Facts about a request from its arrival to its end, with or without a lookup.
+    """Facts about a request from its arrival to its end, recorded even for a request without a lookup.
 
     Attributes:
-        has_adapter: a LoRA adapter computes the request, so the request loads from no tier.
+        has_adapter: the request uses a LoRA adapter, and loads from no tier.
         is_outdated: the cache was reset while the request ran, so the request stores nothing more.
         ran_unasked: the request has begun without a lookup, for example because the GPU's cache holds its
             prompt.
@@ -93,7 +93,7 @@ def _forget_lookups_ahead(manager: KVOffloadManager) -> None:
 
 
 def _contained(answer: Any) -> Callable[[Method[T]], Method[T]]:
-    """Contain errors of a method that may change the manager, and drop the lookups ahead."""
+    """Decorate a method that may change the manager: errors are contained, and `Lookups.ahead` is cleared."""
     return contained(answer, before=_forget_lookups_ahead)
 
 
@@ -102,27 +102,28 @@ def _shares_blocks(manager: KVOffloadManager) -> bool:
 
 
 _ends = contained(None, before=_forget_lookups_ahead, when_broken=_shares_blocks)
-"""Contain errors of a method that ends something. It is also called after an error if engines share the pool,
-because other engines need the pins and slots."""
+"""Decorator like `_contained`, for methods that end a request, a transfer or a step. If engines share the
+pool, these methods also run after an error, because other engines need the pinned blocks and slots."""
 
 
 class KVOffloadManager(OffloadingManager):
-    """Our manager as vLLM's connector calls it.
+    """Adapter of our manager to the calls of vLLM's connector.
 
-    The path of a request is the list of keys that vLLM has recorded at the first lookup. So a hit refreshes
-    the whole prefix, including the blocks that the GPU's own cache served. Several KV groups share one path,
-    in the order of their tokens: a partial store keeps the head of every group.
+    The path of a request has all keys that vLLM has recorded by the first lookup. So a hit refreshes the
+    whole prefix, including the blocks that the GPU's own cache served. The keys of all KV groups form one
+    path, in the order of their tokens: a partial store keeps the leading blocks of every group.
 
     Args:
         tokens_per_block: tokens in a block, for events. blocks_per_chunk: engine blocks in a slot.
-        open_tiers: opens the tiers behind RAM, given the bytes of a block and of a key.
-        missing_tiers: places of tiers that could not be opened, which a reset does not reach.
-        node_pool: the pool that this engine shares with other engines; None for its own pool.
+        open_tiers: opens the tiers behind RAM, given the bytes of a block and of a key; None: no tiers.
+        missing_tiers: places of tiers that could not be opened; a reset does not reach these tiers.
+        node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
 
     Attributes:
         core: the manager that decides.
-        broken: an error was contained, and nothing is offloaded until the next reset.
-        num_lost: blocks that the device dropped before they could be offered.
+        broken: True after an internal error, or after an audit with ``on_difference`` ``stop`` has found a
+            difference. Nothing is offloaded until the next reset.
+        num_lost: number of blocks that the device dropped before they could be offered.
         audits: the audits of stored blocks; None if no audit is configured.
 
     Thread: the scheduler's.
@@ -169,7 +170,7 @@ class KVOffloadManager(OffloadingManager):
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
-        """Make the manager, its tiers and its verifier, for keys of this length."""
+        """Create manager, tiers and verifier for keys of this length; close earlier tiers and verifiers."""
         options, pool = self._options, self._pool
         given: dict[str, Any] = {
             "key_bytes": key_bytes,
@@ -230,7 +231,7 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def _shadows(self, policy: str) -> Shadows:
-        """Make the shadows of RAM's manager with this policy."""
+        """Create the shadows for the option ``what_if``. `policy`: the present policy of RAM."""
         options = self._options
         return Shadows(
             options.what_if,
@@ -273,17 +274,17 @@ class KVOffloadManager(OffloadingManager):
             arrival.hints = arrival.hints.updated(hints)
 
     def note_adapter(self, request_id: str) -> None:
-        """Record, before the first lookup, that a LoRA adapter computes the request.
+        """Record that a request uses a LoRA adapter. Call this before the first lookup of the request.
 
-        Keys contain the adapter's name and path, not its contents. The request loads from no tier, unless
-        the user has named the weights for every tier. From a pool that engines share it loads and stores
-        nothing.
+        Keys contain the adapter's name and path, not its contents. So the request loads from no tier, unless
+        the user has named the weights for every tier. If engines share the pool, the request neither loads
+        nor stores.
         """
         if self._node_pool is not None or not all(is_named(tier) for tier in self._options.tiers):
             self._arrival(request_id).has_adapter = True
 
     def _is_kept_out(self, req_context: Any) -> bool:
-        """Return True for a request with an adapter, if engines with other adapters share the pool."""
+        """Return True if a request must neither load nor store: it has an adapter, and the pool is shared."""
         return self._node_pool is not None and self._arrivals.get(req_context.req_id, _UNKNOWN).has_adapter
 
     def _arrival(self, request_id: str) -> Arrival:
@@ -293,7 +294,7 @@ class KVOffloadManager(OffloadingManager):
         return arrival
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Commit the uses of a finished request. Its transfers may end later."""
+        """Count the accesses of a finished request. Transfers of the request may end later."""
         self._misses.forget(req_context.req_id)
         self._finish(req_context, self._arrivals.pop(req_context.req_id, _UNKNOWN).hints)
 
@@ -321,7 +322,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(None)
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Commit the use of these blocks now."""
+        """Count an access to these blocks now, not when the request finishes."""
         if keys:
             self.core.touch(list(keys), self._request(req_context, keys).ctx)
 
@@ -403,13 +404,13 @@ class KVOffloadManager(OffloadingManager):
         return num_ready, wait
 
     def _asked_in_vain(self, req_context: Any) -> Asked:
-        """Return the record of a lookup that finds nothing, whatever the cache holds."""
+        """Return the record of a lookup that must miss: offloading is paused, or the request is kept out."""
         asked = self._misses.asked(self._step, req_context)
         asked.reason = PAUSED if self.broken else KEPT_OUT
         return asked
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
-        """Return True if this request with a hit is audited: vLLM must compute it."""
+        """Return True if this request, which has a hit, is audited: vLLM must compute the blocks."""
         if self.audits is None or not self.audits.takes(request, request_id, keys):
             return False
         self._lookups.ahead = []
@@ -429,7 +430,7 @@ class KVOffloadManager(OffloadingManager):
         return HOST if number == 0 else EXTERNAL if self._tiered.is_shared(number) else DISK
 
     def has_promoted_for(self, req_context: Any) -> bool:
-        """Return True if this request has blocks from a tier whose load is not complete."""
+        """Return True if a tier has promoted blocks for this request that are not loaded yet."""
         request = self._requests.get(req_context.req_id)
         return self._tiered is not None and request is not None and self._tiered.has_promoted(request.ctx)
 
@@ -437,7 +438,10 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(lambda keys, req_context: SlotsSpec(np.full(len(keys), -1, np.int32)))
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
-        """Pin blocks for which `lookup` has returned HIT."""
+        """Pin blocks for which `lookup` has returned HIT, and return their slots.
+
+        After an error, or if another engine has reset the pool, all slots are -1: the load will fail.
+        """
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP
         try:
@@ -495,9 +499,9 @@ class KVOffloadManager(OffloadingManager):
         audited: Audited | None = None,
         request_id: str = "",
     ) -> PrepareStoreOutput | None:
-        """Translate a plan for the blocks ``offered[order]``; the result has the order of `offered`.
+        """Translate a plan for ``offered[order]`` to vLLM's form; the result has the order of `offered`.
 
-        Blocks to compare are added to the result; `SlotsSpec.audited` marks them.
+        `SlotsSpec.audited` marks the blocks to compare in the result. None: as for `prepare_store`.
         """
         if plan is None and audited is not None:
             assert self.audits is not None
@@ -577,13 +581,19 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Choose the blocks to store among `keys`: blocks that the device drops next, the warmest first."""
+        """Choose which of `keys` to store. None: as for `prepare_store`.
+
+        `keys`: the blocks that the device drops next, the warmest first.
+        """
         audited = None if self.audits is None else self.audits.pin(keys)
         return self._output_of(self.core.prepare_store(keys), keys, None, audited)
 
     @_contained(None)
     def keep_dropped(self, keys: list[bytes]) -> None:
-        """Record that the device dropped these blocks without an offer: they are no longer duplicates."""
+        """Record that the device dropped these blocks without an offer.
+
+        Blocks in RAM are then no longer duplicates; absent blocks are counted as lost.
+        """
         lost = self.core.keep(keys)
         self.num_lost += lost
         self.metrics.counts["lost_blocks"] += lost
@@ -634,9 +644,9 @@ class KVOffloadManager(OffloadingManager):
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
-        """Forget everything. vLLM waits for the transfers in flight before it begins new ones.
+        """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Running requests store nothing more, because a reset must also forget the blocks that they have
+        Running requests store nothing more, because a reset also covers the blocks that these requests have
         computed. vLLM would offer these blocks again, including blocks that have left the sliding window and
         now hold other data.
         """
@@ -666,9 +676,10 @@ class KVOffloadManager(OffloadingManager):
         self._events.reset(self.core)
 
     def _end_dropped(self) -> None:
-        """End the transfers that ran when the shared pool was reset.
+        """End the plans of the transfers that were in flight when the shared pool was reset.
 
-        Call it when a transfer that began after the reset has ended: vLLM begins none before the others end.
+        Call this when a transfer that began after the reset has ended. The old transfers have then ended too,
+        because vLLM waits for them before it begins new transfers.
         """
         dropped, self._dropped = self._dropped, []
         for plan in dropped:
@@ -686,7 +697,7 @@ class KVOffloadManager(OffloadingManager):
         return self._events.take(self.core)
 
     def get_stats(self) -> Any:
-        """Return the changed metrics, if a report is due; vLLM calls this in every step."""
+        """Return the changed metrics; None if no report is due. vLLM calls this in every step."""
         if not self.metrics.is_due(time.monotonic(), is_idle=not self._arrivals):
             return None
         misses = self._misses.take(None if self.broken else self.core)
@@ -719,7 +730,7 @@ class KVOffloadManager(OffloadingManager):
             self.metrics.add_audits(taken, self.audits.num_requests, self.audits.results, self.audits.largest)
 
     def shutdown(self) -> None:
-        """Close tiers and pool, and end the shadows' thread."""
+        """Close the tiers and the pool, and end the threads of the shadows and the verifier."""
         if self._what_if is not None:
             self._what_if.close()
         if self._verifier is not None:

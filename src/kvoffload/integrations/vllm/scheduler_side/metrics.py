@@ -54,11 +54,11 @@ NATIVE_GAUGES = {
     "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
 }
 NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
-"""Metrics of vLLM's own manager, kept so that its dashboards continue to work."""
+"""This counter and `NATIVE_GAUGES` are metrics of vLLM's own manager, for dashboards made for vLLM."""
 NATIVE_PREFIX = "vllm:kv_offload_"
 
 METRICS_INTERVAL_S = 0.1
-"""Least time between two reports while requests run."""
+"""Shortest time between two reports while requests run, in seconds."""
 
 
 def definitions() -> dict[str, Any]:
@@ -110,7 +110,7 @@ class TierMetrics:
         self._has_begun = False
 
     def add(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the counters and gauges of each tier, by name, from its counts since it was opened."""
+        """Add the changes of each tier's counters and gauges. `tiers`: by name, counts since the opening."""
         is_first, self._has_begun = not self._has_begun, True
         for tier, counts in tiers.items():
             for name in TIER_COUNTERS:
@@ -127,7 +127,7 @@ class Metrics:
     """Counts since the last report to vLLM.
 
     Args:
-        interval_s: least time between two reports while requests run.
+        interval_s: shortest time between two reports while requests run, in seconds.
 
     Attributes:
         counts: the adapter's own counts since the last report; keys as in `COUNTERS`.
@@ -157,7 +157,7 @@ class Metrics:
     def take(self, counters: ManagerStats | None = None) -> OffloadingConnectorStats:
         """Return the counters since the last report; the first report has every counter, for alerts.
 
-        `counters`: of the manager; None without one that works.
+        `counters`: the manager's counters; None if the manager has failed.
         """
         counters = counters or self._before
         counts, self.counts = self.counts, Counter()
@@ -188,7 +188,7 @@ class Metrics:
         return taken
 
     def show(self, taken: OffloadingConnectorStats, counters: ManagerStats, policy: EvictionPolicy) -> None:
-        """Add the gauges that have changed."""
+        """Add the gauges of the manager and the policy that have changed."""
         self._show(taken, "capacity_blocks", counters.capacity)
         self._show(taken, "ready_blocks", counters.ready)
         self._show(taken, "pinned_blocks", counters.ready - counters.evictable)
@@ -202,7 +202,7 @@ class Metrics:
             self._show(taken, POLICY, value, (policy.name, name))
 
     def add_misses(self, num_lookups: int, misses: Counter[str]) -> None:
-        """Add looked-up blocks, and by reason the blocks that were not loaded."""
+        """Add the number of looked-up blocks, and of missed blocks by reason."""
         self.counts["lookup_blocks"] += num_lookups
         self.misses += misses
 
@@ -223,11 +223,11 @@ class Metrics:
             self._tenants_before[tenant] = counts
 
     def show_paused(self, taken: OffloadingConnectorStats, is_paused: bool) -> None:
-        """Set the gauge of the pause."""
+        """Set the gauge that shows whether offloading is paused."""
         self._show(taken, PAUSED, int(is_paused))
 
     def show_reach(self, taken: OffloadingConnectorStats, seconds: float) -> None:
-        """Set the gauge of the record's reach, rounded to two digits so that it changes rarely."""
+        """Set the gauge of the miss record's time span, rounded to two digits so that it changes rarely."""
         self._show(taken, REACH, float(f"{seconds:.2g}"))
 
     def show_what_if(self, taken: OffloadingConnectorStats, found: Iterable[Estimate]) -> None:
@@ -240,7 +240,10 @@ class Metrics:
     def add_audits(
         self, taken: OffloadingConnectorStats, num_requests: int, results: Counter[str], largest: float
     ) -> None:
-        """Add audited requests and blocks, from their counts since the start, and the largest difference."""
+        """Add the new audited requests and blocks, and set the gauge of the largest difference.
+
+        `num_requests`, `results`: counts since the start.
+        """
         is_first, before = self._audits_before is None, self._audits_before or Counter()
         self._audits_before = Counter(results, **{AUDITED_REQUESTS: num_requests})
         increase = num_requests - before[AUDITED_REQUESTS]
@@ -258,7 +261,10 @@ class Metrics:
         tiers: Mapping[str, Mapping[str, Any]],
         promotions: TieringCounts,
     ) -> None:
-        """Add the counters and gauges of each tier behind RAM, from its counts since it was opened."""
+        """Add the changes of the counters and gauges of tiers behind RAM and of promotions.
+
+        `tiers`, `promotions`: counts since the opening of the tiers; `tiers` by name.
+        """
         is_first, self._has_begun_tiers = not self._has_begun_tiers, True
         not_offered = promotions.not_offered - self._not_promoted_before[NOT_OFFERED]
         self._not_promoted_before[NOT_OFFERED] += not_offered

@@ -1,7 +1,7 @@
-"""Counts of the blocks that requests look up and do not load, by reason.
+"""Counts, by reason, of blocks that requests look up but do not load.
 
 A request is counted when it begins, with the blocks of its last lookup. So every looked-up block is either
-loaded or has one reason. Owns what requests have asked for; the manager knows why a block is absent.
+loaded or counted under one reason. Owns the lookups of each request; the manager knows why a block is absent.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Asked:
     """The blocks that a request has looked up in one step.
 
     Attributes:
-        request: the request in our manager; None if it may use nothing.
+        request: the request in our manager; None if the request may not use the cache.
         context: vLLM's record of the request.
         prefixes: looked-up prefixes by KV group, with the number of blocks that were ready.
         singles: blocks that were looked up one by one, with True for a hit.
         loaded: blocks whose load has begun.
-        reason: the reason of blocks that were ready and not loaded, or without a `request` of all blocks.
+        reason: the reason of the blocks that were ready but not loaded; of all blocks if `request` is None.
+            Empty: `Misses` chooses the reason.
     """
 
     step: int
@@ -43,7 +44,7 @@ class Asked:
 
 
 class Misses:
-    """Counts the looked-up blocks of requests that begin.
+    """Counts looked-up blocks and missed blocks of requests, when the requests begin.
 
     Args:
         usual_reason: the reason of blocks that were ready and not loaded, in a model with one KV group.
@@ -52,7 +53,7 @@ class Misses:
         num_lookups: looked-up blocks since the last report.
         counts: missed blocks by reason since the last report, without the manager's counts.
 
-    Thread: the scheduler's. Cost: a microsecond for each request, and the manager's for each missed block.
+    Thread: the scheduler's. Cost: a microsecond for each request, and `count_misses` for each missed block.
     """
 
     def __init__(self, usual_reason: str) -> None:
@@ -64,7 +65,7 @@ class Misses:
         self._manager_before: Counter[str] = Counter()
 
     def asked(self, step: int, context: Any, request: Request | None = None) -> Asked:
-        """Return the blocks that a request has looked up in this step. An earlier step is forgotten."""
+        """Return the record of a request's lookups in this step; drop the record of an earlier step."""
         asked = self._asked.get(context.req_id)
         if asked is None or asked.step != step:
             asked = self._asked[context.req_id] = Asked(step, request, context)
@@ -82,7 +83,7 @@ class Misses:
             self._begun.append(request_id)
 
     def count_begun(self, manager: AnyManager | None, request_ids: Iterable[str] = ()) -> None:
-        """Count the requests that have begun, and these.
+        """Count the requests that are recorded as begun, and `request_ids`.
 
         `manager`: None while offloading is paused.
         """
@@ -92,11 +93,11 @@ class Misses:
                 self._count(asked, manager)
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that has ended without a beginning."""
+        """Forget the lookups of a request that has ended."""
         self._asked.pop(request_id, None)
 
     def take(self, manager: AnyManager | None) -> tuple[int, Counter[str]]:
-        """Return the looked-up blocks and the missed blocks by reason since the last call."""
+        """Return the number of looked-up blocks, and of missed blocks by reason, since the last call."""
         num_lookups, self.num_lookups = self.num_lookups, 0
         counts, self.counts = self.counts, Counter()
         if manager is not None:
@@ -106,7 +107,7 @@ class Misses:
         return num_lookups, counts
 
     def follow(self, manager: AnyManager) -> None:
-        """Count with another manager from now on."""
+        """Change to a new manager: later reports count its misses from now on."""
         self._manager_before = Counter(by_reason(manager.miss_counts))
 
     # ---- inside
@@ -132,10 +133,10 @@ class Misses:
 
 
 class Reach:
-    """The age of the oldest events in a record, in seconds.
+    """Measures for how long a `MissRecord` remembers an event.
 
     Args:
-        now_s: the time of the record's first possible event.
+        now_s: the time at which the record is created.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -143,7 +144,7 @@ class Reach:
         self._interval_s = 1.0
 
     def seconds(self, record: MissRecord, now_s: float) -> float:
-        """Return the seconds for which an event is remembered on average, or since the start if less."""
+        """Return for how many seconds the record remembers an event on average; at most since the start."""
         samples, entered = self._samples, record.num_entered
         if now_s - samples[-1][1] >= self._interval_s:
             samples.append((entered, now_s))
@@ -156,9 +157,10 @@ class Reach:
 
 
 def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
-    """Return the number of blocks before the first looked-up block, and of all blocks from there on.
+    """Return the position in the path of the first looked-up block, and the number of looked-up blocks.
 
-    None if the path is not known, or has several KV groups.
+    Without a looked-up prefix the number includes all later blocks of the path. None if the path is unknown,
+    or has several KV groups.
     """
     positions = positions_of(asked.context)
     if not positions or len(asked.prefixes) > 1 or (asked.prefixes and asked.singles):
@@ -176,7 +178,7 @@ def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
 
 
 def _count_rest(asked: Asked, manager: AnyManager, start: int, count: int) -> int:
-    """Count the misses among `count` blocks of the path from `start` on, without the loaded blocks."""
+    """Count the misses among `count` blocks of the path from position `start`, except loaded blocks."""
     assert asked.request is not None
     ctx, skipped = asked.request.ctx, start + len(asked.loaded)
     if ctx.length == start + count:
@@ -193,6 +195,6 @@ def _num_asked(asked: Asked) -> int:
 
 
 def _missing(asked: Asked) -> list[list[bytes]]:
-    """Return the looked-up blocks that were not ready, by group."""
+    """Return the looked-up blocks that were not ready: a list for each prefix, and one for single blocks."""
     singles = [key for key, is_hit in asked.singles.items() if not is_hit]
     return [keys[num_ready:] for keys, num_ready in asked.prefixes.values()] + [singles]

@@ -45,7 +45,7 @@ class FinishedRequest:
 
 
 class RecordedLine(Line, kw_only=True, omit_defaults=True):
-    """A line of a trace with one more field, which readers of traces ignore."""
+    """A line of a trace and the time `finished`, in milliseconds since 1970. Readers of traces ignore it."""
 
     finished: int
 
@@ -75,7 +75,7 @@ class Recorder:
         self._thread.start()
 
     def add(self, request: FinishedRequest) -> bool:
-        """Queue a request; returns False if the queue or the file is full."""
+        """Queue a request; returns False if the queue is full or the recording has ended."""
         if self._file is None:
             return False
         try:
@@ -85,7 +85,7 @@ class Recorder:
         return True
 
     def close(self) -> None:
-        """Write the queued requests, for at most 5 seconds. Idempotent."""
+        """Write the queued requests and close the file; waits for at most 5 seconds. Idempotent."""
         self._is_closing = True
         with contextlib.suppress(Full):  # the thread reads `_is_closing` when the queue is empty
             self._queue.put_nowait(None)

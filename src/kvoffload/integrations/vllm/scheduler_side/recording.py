@@ -1,6 +1,6 @@
-"""Follows requests through vLLM's connector for a `Recorder`: the sources of each prompt, and its end.
+"""Collects facts about the requests of vLLM's connector for a `Recorder`: sources of the prompt, and the end.
 
-Owns the fields that are read from vLLM's requests. No error reaches the engine: a request that cannot be
+Owns the access to the fields of vLLM's requests. No error reaches the engine: a request that cannot be
 recorded is counted.
 """
 
@@ -45,13 +45,13 @@ class Recording:
         self._served: dict[str, dict[str, int]] = {}
 
     def looked_up(self, request: Any, gpu_tokens: int) -> None:
-        """Note the prompt tokens in the GPU's own cache, at each lookup of a request."""
+        """Record how many prompt tokens the GPU's own cache has. Called at each lookup of a request."""
         self._on_gpu[request.request_id] = gpu_tokens
 
     def begins(self, request: Any, sources: Callable[[], dict[Any, int]]) -> None:
-        """Note the sources of a prompt when its request begins for the first time.
+        """Record the sources of a prompt when the request begins for the first time.
 
-        A preempted request begins again, and then loads blocks that it has computed itself.
+        Later calls are ignored: a preempted request begins again, and loads blocks that it has computed.
 
         Args:
             sources: returns the number of further prompt tokens by vLLM's ``CacheHitSource``.
@@ -96,7 +96,7 @@ class Recording:
 
 
 def _hints(request: Any) -> Hints:
-    """Return all hints of a request, without a stop string, because that is a user's text."""
+    """Return all hints of a request. The finish reason has no stop string, because that is a user's text."""
     with suppress(ValueError):  # wrong hints are ignored; the manager has logged them
         given = user_hints(request.kv_transfer_params)
         enveloped, _ = envelope_hints(getattr(request, "kv_hints", None))
@@ -108,7 +108,7 @@ def _hints(request: Any) -> Hints:
 
 
 def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], None]) -> Recording | None:
-    """Start recording if the options request it; None if they do not, or the file cannot be created."""
+    """Start recording. None: the option ``record`` is not set, or the file cannot be created."""
     if options.record is None:
         return None
     try:
@@ -123,7 +123,7 @@ def recording(options: VLLMOptions, block_tokens: int, count_lost: Callable[[], 
 
 
 def call_recorder(options: VLLMOptions) -> CallRecorder | None:
-    """Start a recording of the manager's calls if the options request it; None as for `recording`."""
+    """Start recording the manager's calls. None: the option is not set, or the file cannot be created."""
     if options.record is None or not options.record.calls:
         return None
     path = Path(options.record.path).with_suffix(".calls")

@@ -4,9 +4,9 @@ A whole prefix is looked up in one call. The manager is notified when a request 
 the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
 computed.
 
-Owns the choice and the time of offers. Our manager decides which offered blocks are stored; vLLM owns the
-transfers and their fences. vLLM has no hook for these changes, so they override private methods
-(`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces has their forms in every version.
+Owns which blocks are offered and when. Our manager decides which offered blocks are stored; vLLM owns the
+transfers and their fences. vLLM has no hook for these changes, so the classes override private methods
+(`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces has the signatures in every version.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
 
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
-        """Replace the scheduler side that vLLM has just made."""
+        """Return a scheduler side of this class with the state of `plain`, which vLLM has just created."""
         return take_over(cls, plain)
 
     def on_new_request(self, request: Any) -> None:
@@ -100,7 +100,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        """Return the number of ready leading blocks; None: ask again. Overrides vLLM's loop over keys."""
+        """Return the number of ready leading blocks; None: look up again later. Overrides vLLM's loop."""
         wanted = list(keys)
         num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
         if self._events_tracker.self_describing_enabled:
@@ -113,22 +113,22 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """Stores blocks that the GPU is about to drop.
 
     vLLM reuses blocks from the head of its list of free blocks. After each step this class offers the blocks
-    that the next step may reuse, the *window*, warmest first. They are copied in the background and stay
-    free: nothing is pinned, and the GPU's own cache works as before. If a block is reused during its copy,
-    vLLM's fence for the blocks of finished requests applies.
+    that the next step may reuse, the *window*, warmest first. Offered blocks are copied in the background and
+    stay free: nothing is pinned, and the GPU's own cache works as before. If a block is reused during its
+    copy, vLLM's fence for the blocks of finished requests applies.
 
     If fewer blocks are free than the window holds, a block may be computed and dropped within two steps.
     Running requests then store computed blocks at once, as in the mode ``on-compute``.
 
     A step that reuses more blocks than the window holds, such as a step that loads a long prefix, drops
-    blocks without an offer; the manager counts them.
+    blocks without an offer; the manager counts these blocks.
 
     vLLM takes blocks from the head of the list and frees blocks at both ends, so the window moves by the
     number of blocks that a step takes. A request that begins may also take cached blocks out of the middle;
     then the whole window is scanned again.
 
     Attributes:
-        window: the number of blocks at the head of the free list that are offered.
+        window: how many blocks at the head of the free list are offered; adapts to the drops of a step.
 
     Cost: O(blocks that the step took or freed), and O(window) in a step in which a request begins.
     """
@@ -255,7 +255,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return None if is_partial else group
 
     def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
-        """Register a store job with vLLM's bookkeeping, so that vLLM fences the blocks."""
+        """Return a store job, registered in vLLM's bookkeeping so that vLLM fences the blocks."""
         blocks = [block_of[key] for key in output.keys_to_store]
         for block_id in blocks:
             self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)

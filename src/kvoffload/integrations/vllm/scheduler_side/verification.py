@@ -39,8 +39,9 @@ class Checks:
 class Verifier:
     """Returns RETRY until a thread has verified a block, then HIT; a damaged block is MISS and is forgotten.
 
-    Checks of all engines of the pool pin at most half of its usable slots; further blocks are MISS. Otherwise
-    requests could wait forever for each other's blocks, or for more blocks than the pool has.
+    The engines of a pool together pin at most half of the usable slots for checks; further blocks are MISS.
+    Without this limit requests could wait forever for each other's blocks, or for more blocks than the pool
+    has.
 
     Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
     """
@@ -52,7 +53,7 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
-        """Return the state of a ready block for this request; starts its check if there is none."""
+        """Return the state of a ready block for this request; starts a check if the block has none."""
         check = checks.by_key.get(key)
         if check is not None and self._manager.ready_slots_of([key])[0] != check.plan.slots[0]:
             # The block has left the cache, and was stored again in another slot.
@@ -85,7 +86,7 @@ class Verifier:
             self._release(checks, key, damaged=checks.by_key[key].sound is False)
 
     def reset(self) -> None:
-        """Forget all checks after a reset, which has made their plans void."""
+        """Forget all checks. Call this after a reset, which has made the plans of the checks void."""
         self._held = 0
 
     def close(self) -> None:
