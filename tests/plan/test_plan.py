@@ -38,7 +38,7 @@ from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.load import at_load, one_session_in
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.statistics import turns
-from support.plan_rows import MANY_WRITES, MIB, PLAIN, drives, fleet, line, planned, prices, words, written
+from support.plan_rows import MANY_WRITES, MIB, PLAIN, drives, fleet, kept, line, planned, prices, words, written
 from support.run_cli import kvoffload
 
 
@@ -714,6 +714,8 @@ def test_wrong_prices_are_one_clear_error(text: str, why: str, tmp_path: Path) -
 def command(trace: str, tmp_path: Path, *more: str) -> tuple[str, ...]:
     path = tmp_path / "prices.toml"
     path.write_text(as_toml(prices()))
+    if "--output" not in more:
+        more = (*more, "--output", str(kept(trace)), "--force")
     return ("plan", trace, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "5MiB",
             "--prices", str(path), "--policies", "lru", "--admissions", "all", "--jobs", "1", "--quiet",
             *more)  # fmt: skip

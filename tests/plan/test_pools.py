@@ -29,7 +29,7 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
-from plan.test_shared import NOTHING_IN, asked_twice, row_of, server, twice  # noqa: F401
+from plan.test_shared import NOTHING_IN, asked_twice, by_hand, row_of, server, twice  # noqa: F401
 from support.plan_rows import MIB, PLAIN, fleet, planned, prices, words, written
 from support.run_cli import kvoffload
 from support.simulated_machine import machine
@@ -210,7 +210,7 @@ def test_without_the_option_no_pool_is_considered(twice: str) -> None:  # noqa: 
 
 
 def test_a_pool_is_timed_with_its_engines(twice: str) -> None:  # noqa: F811
-    on = machine(prefill_s_per_token=1e-4)
+    on = by_hand()
     answer = planned(twice, two(machine=on), of_ceiling=1.0)
     assert answer.chosen.shared_ram
     assert answer.in_time is not None
