@@ -31,6 +31,8 @@ from support.small_hazard import SmallHazard
 KEYS = [bytes([number]) * 32 for number in (1, 2, 3)]
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
 """Without shrinking, which takes minutes: each example creates files."""
+EXAMPLES = settings().max_examples // 3
+"""Of each of 15 machines; `test_any_number_of_steps` draws more policies, members and shares."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +58,7 @@ def machine_of(
 def test_members_equal_one_manager(policy: Any, num_members: int) -> None:
     run_state_machine_as_test(
         machine_of(num_members, policy),
-        settings=settings(max_examples=25, stateful_step_count=30, deadline=None, phases=QUICK),
+        settings=settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None, phases=QUICK),
     )
 
 
@@ -65,7 +67,7 @@ def test_members_equal_one_manager(policy: Any, num_members: int) -> None:
 def test_members_with_shares_equal_the_model(policy: Any, shares: tuple[int, ...]) -> None:
     run_state_machine_as_test(
         machine_of(len(shares), policy, shares),
-        settings=settings(max_examples=25, stateful_step_count=30, deadline=None, phases=QUICK),
+        settings=settings(max_examples=EXAMPLES, stateful_step_count=30, deadline=None, phases=QUICK),
     )
 
 
