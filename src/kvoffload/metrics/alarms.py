@@ -150,8 +150,8 @@ ALARMS: Final = (
         summary="The canary's last run at {{ $labels.instance }} got wrong answers from the caches",
         cause="Answers from the caches differ by more than the engine's own noise.",
         remedy="Take the engine out of service, or restart it without kvoffload. Run `kvoffload canary URL` "
-        "by hand: it shows whether the answers of the device's cache or of the tiers are wrong. Report it "
-        "with its output.",
+        "by hand: it shows whether the answers of the device's cache or of the tiers are wrong. Report the "
+        "fault with the output of the command.",
     ),
     Alarm(
         name="KVOffloadWrongBlocks",
@@ -162,7 +162,7 @@ ALARMS: Final = (
         cause="A stored block differs from the block that the engine computed: the copy, the layout or the "
         "engine is wrong.",
         remedy="Take the engine out of service. Its log names the block, the KV group and the tensor. Report "
-        "it with the log. The alarm ends when the engine is restarted.",
+        "the fault with the log. The alarm ends when the engine is restarted.",
     ),
     Alarm(
         name="KVOffloadCanaryFails",
@@ -170,8 +170,8 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="The last run of the canary at {{ $labels.instance }} got no result, and an earlier one too",
-        cause="The server did not answer the canary in two runs of the last two days, one of them the last.",
-        remedy="Read the canary's log. Until a run has a result nothing notices wrong answers.",
+        cause="The last run of the canary and an earlier run within two days got no result.",
+        remedy="Read the canary's log. Until a run has a result, wrong answers go unnoticed.",
     ),
     Alarm(
         name="KVOffloadCanaryStopped",
@@ -181,7 +181,8 @@ ALARMS: Final = (
         summary="The last run of the canary at {{ $labels.instance }} ended {{ $value | humanizeDuration }} "
         "ago",
         cause="`kvoffload canary --watch` has ended or hangs, or its timer no longer starts it.",
-        remedy="Start it again. If it is to run less than once a day, raise the 86400 seconds of this rule.",
+        remedy="Start the canary again. To run it less than once a day, raise the 86400 seconds in this "
+        "rule.",
     ),
     Alarm(
         name="KVOffloadPaused",
@@ -191,7 +192,7 @@ ALARMS: Final = (
         summary="Nothing is offloaded at {{ $labels.instance }} until a reset",
         cause="An internal error of kvoffload, or an audit with `on_difference` `stop`, has paused "
         "offloading. The engine continues, and computes every block.",
-        remedy="Save the log, which names the reason, and report it. Then reset the cache "
+        remedy="Save the log, which names the reason, and report the fault. Then reset the cache "
         "(POST /reset_prefix_cache?reset_external=true) or restart the engine; the alarm ends with the next "
         "step.",
     ),
@@ -202,8 +203,8 @@ ALARMS: Final = (
         severity="critical",
         summary="A bug of kvoffload at {{ $labels.instance }} in the last hour",
         cause="An exception inside kvoffload. The engine continues. vLLM's plug-in then offloads nothing "
-        "until a reset: KVOffloadPaused holds as long.",
-        remedy="Save the log, which has the traceback, and report it.",
+        "until a reset; KVOffloadPaused fires until then.",
+        remedy="Save the log, which has the traceback, and report the fault.",
     ),
     Alarm(
         name="KVOffloadDamagedMemory",
@@ -214,7 +215,7 @@ ALARMS: Final = (
         cause="Bytes in RAM changed after they were stored. The blocks were computed again, so answers are "
         "right.",
         remedy="Look for memory errors of the machine (`dmesg`, `edac-util`, the BMC's log) and test the "
-        "memory. If it is sound, another process writes to the pool in /dev/shm.",
+        "memory. If the memory is sound, another process writes to the pool in /dev/shm.",
     ),
     Alarm(
         name="KVOffloadDamagedTier",
@@ -222,10 +223,10 @@ ALARMS: Final = (
         hold="",
         severity="warning",
         summary="{{ $value | humanize }} blocks of {{ $labels.tier }} failed their checksum",
-        cause="A disk or server returned other bytes than were written. The blocks were computed again, so "
-        "answers are right.",
-        remedy="For a disk run `kvoffload disk verify PATH` and read its health (`smartctl -a`); replace it "
-        "if the count grows. For a server check its memory.",
+        cause="A disk or server returned bytes that differ from the written bytes. The blocks were computed "
+        "again, so answers are right.",
+        remedy="For a disk run `kvoffload disk verify PATH` and read its health (`smartctl -a`); replace the "
+        "disk if the count grows. For a server check the memory of its machine.",
     ),
     Alarm(
         name="KVOffloadFailedLoads",
@@ -248,8 +249,8 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks at {{ $labels.instance }} could not be stored",
         cause="More than a tenth of the stores failed: a copy failed, or the engine reused blocks before "
         "their copy had ended.",
-        remedy="Read the worker's log. Without errors there it is the engine's reuse of blocks: store on "
-        "compute instead of on device eviction.",
+        remedy="Read the worker's log. If it has no errors, the engine reused blocks too early: use the "
+        "store mode `on-compute` instead of `on-device-eviction`.",
     ),
     Alarm(
         name="KVOffloadTierUnreachable",
@@ -257,8 +258,8 @@ ALARMS: Final = (
         hold="10m",
         severity="warning",
         summary="{{ $value }} servers of {{ $labels.tier }} do not answer {{ $labels.instance }}",
-        cause="The server is down or too slow, or the network is. Requests do not wait for it.",
-        remedy="Run `kvoffload tier ping URL` on the engine's machine. It names the fault. The tier "
+        cause="The server or the network is down or too slow. Requests do not wait for the server.",
+        remedy="Run `kvoffload tier ping URL` on the engine's machine: it names the fault. The tier "
         "is used again when the server answers.",
     ),
     Alarm(
@@ -299,7 +300,8 @@ ALARMS: Final = (
         hold="30m",
         severity="info",
         summary="{{ $value | humanize }} blocks/s at {{ $labels.instance }} left RAM before a tier took them",
-        cause="The tier writes more slowly than RAM evicts, so a tenth of the evicted blocks is lost to it.",
+        cause="The tier writes more slowly than RAM evicts: RAM evicted blocks before the tier could take "
+        "them, more than a tenth of all evicted blocks.",
         remedy="Add RAM, use a faster disk, or let the tier store less (`admission=reuse:2`).",
     ),
     Alarm(
@@ -309,10 +311,10 @@ ALARMS: Final = (
         severity="warning",
         summary="The hit ratio of {{ $labels.model_name }}{{ $labels.manager }} fell to "
         "{{ $value | humanizePercentage }}",
-        cause="The share of loaded blocks is below half of yesterday's share at this time, and of the share "
-        "a week ago: a restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or "
-        "salt near their beginning).",
-        remedy="Compare the misses by reason and the tiers with yesterday's. After a restart wait until RAM "
+        cause="The share of loaded blocks is below half of its value at this time yesterday, and a week ago. "
+        "A restart or reset emptied RAM, a tier is missing, or prompts changed (a date, id or salt near "
+        "their beginning).",
+        remedy="Compare misses by reason, and the tiers, with yesterday. After a restart wait until RAM "
         "is full. If prompts changed, move the changing part to their end.",
     ),
     Alarm(
@@ -321,8 +323,8 @@ ALARMS: Final = (
         hold="15m",
         severity="warning",
         summary="{{ $value | humanize }} blocks were missing at {{ $labels.instance }}, and none was stored",
-        cause="All of RAM is in use, the engine offers no blocks, or offloading is paused. Blocks that the "
-        "admission rule refuses raise no alarm.",
+        cause="All blocks of RAM are in use, the engine offers no blocks, or offloading is paused. Blocks "
+        "that the admission rule refuses raise no alarm.",
         remedy="Look at `refused_blocks` with reason `no_room` (add RAM), at `paused` and at "
         "`failed_store_blocks`.",
     ),
