@@ -1,7 +1,7 @@
-"""The cascade: offers blocks of RAM to the tiers behind it, which write them in the background.
+"""The cascade: offers RAM's blocks to the tiers behind RAM, which write in the background.
 
 Owns the blocks that are pinned for writes, and the queue of each busy tier. The admission rule and policy of
-a tier decide which blocks it keeps.
+a tier decide which blocks the tier keeps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _LOGGER = logging.getLogger("kvoffload.tiering")
 _MIN_WEIGHT = 0.25
-"""Smallest weight of a slow tier, relative to the fastest. Its writes must overlap to show its real speed."""
+"""Smallest weight of a slow tier, relative to the fastest tier. With too few blocks in flight, writes do not
+overlap, and the measured speed is too low."""
 
 
 class Cascade:
@@ -87,7 +88,7 @@ class Cascade:
         self._stack.ram.unpin(plan)
 
     def stop(self) -> None:
-        """Forget the queued blocks, and log a line for each tier that has not been offered all blocks."""
+        """Clear the queues. Log a warning for each tier with blocks that were lost or are still queued."""
         for lane in self._stack.lanes:
             keys = self._stack.ram.pack([*lane.waiting])
             missing = keys.take(~lane.tier.contains(keys))
@@ -107,9 +108,9 @@ class Cascade:
                 )
 
     def _offer_waiting(self, lane: TierLane) -> None:
-        """Offer the oldest queued blocks, if they are still in RAM.
+        """Offer the oldest queued blocks that are still in RAM, once.
 
-        Not in a loop: a closed tier accepts nothing, and a loop would offer it all of RAM in one step.
+        No loop, because a closed tier accepts nothing: a loop would offer all of RAM in one step.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return
@@ -123,7 +124,7 @@ class Cascade:
         self.offer(lane, keys.take(is_here), None)
 
     def _let_wait(self, lane: TierLane, keys: Keys) -> None:
-        """Queue blocks for a busy tier. The queue has at most RAM's capacity; the oldest entries leave it."""
+        """Queue blocks for a busy tier. Beyond RAM's capacity the oldest entries are removed, and lost."""
         lane.waiting.update(dict.fromkeys(keys))
         num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
         for key in [*islice(lane.waiting, num_lost)]:
@@ -159,9 +160,9 @@ class Cascade:
 def write_room(lanes: Sequence[TierLane], row: int, budget: int) -> int:
     """Return the number of further blocks that may be pinned for writes to tier `row`.
 
-    The tiers divide one budget in proportion to their write speeds, within a factor of four, and equally
-    while the speeds are unknown. A tier gets at least one block. A tier that is slow, or hangs with its share
-    pinned, takes nothing from the others.
+    The tiers divide `budget` (blocks) in proportion to their write speeds, within a factor of four. A tier of
+    unknown speed counts as the fastest. Each share is at least one block. A slow or hanging tier pins only
+    its own share.
     """
     share = budget
     if len(lanes) > 1:

@@ -50,7 +50,7 @@ class LaneJob:
     """A job that a tier has not finished.
 
     Attributes:
-        plan: a `LoadPlan` for a write, whose blocks are pinned; a `StorePlan` for a read; keys for a probe.
+        plan: a `LoadPlan` (pinned blocks) for a write, a `StorePlan` for a read, keys for a probe.
         since: time of submission.
     """
 
@@ -97,19 +97,19 @@ class TierLane:
             self.probing.update(new)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Return True if the oldest job is so late that the tier must get no new jobs."""
+        """Return True if the oldest job is older than four deadlines: then the tier gets no new jobs."""
         if not self.jobs:
             return False
         oldest = next(iter(self.jobs.values()))
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_failing(self, now: float) -> bool:
-        """Return True for 10 s after a third read in a row that delivered no block."""
+        """Return True for 10 s after the third read in a row without a block, and after each further one."""
         return now < self._next_try
 
     def end_read(self, result: JobResult, now: float) -> None:
-        """Update speed and health after a read. Blocks that failed do not count for speed: a tier that fails
-        at once is not fast. A read whose blocks had left the tier is not a failure.
+        """Update speed and health after a read. Failed blocks do not count for speed, because a failure may
+        be immediate. A read with stale blocks (`JobResult.stale`) is not a failure.
         """
         self.num_reading -= len(result.ok)
         if num_sound := int(np.count_nonzero(result.ok)):
@@ -129,11 +129,11 @@ class TierLane:
             self.write_s_per_block = latest if past == 0.0 else past + (1.0 - _WRITE_DECAY) * (latest - past)
 
     def read_s(self, num_blocks: Any) -> Any:
-        """Predict the seconds until a new read of `num_blocks`, a number or an array, has ended."""
+        """Predict the seconds of a new read of `num_blocks` (number or array), behind the reads in flight."""
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True once in 10 s: a read may run although it is not expected to pay."""
+        """Return True at most once in 10 s: then the caller reads although computing should be faster."""
         if now < self._next_trial:
             return False
         self._next_trial = now + _RETRY_AFTER_S

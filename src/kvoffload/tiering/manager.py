@@ -37,16 +37,16 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 class TieredManager:
     """A manager of RAM with tiers behind it: the calls of an `OffloadingManager`, and `poll` once a step.
 
-    **Cascade.** A block is offered to every tier when its store is complete, and again when a request that
-    used it finishes while it is in RAM; the tier's admission rule decides. The block is pinned in RAM during
-    the write. Blocks that a busy tier cannot take are queued, and are lost to the tier if they leave RAM
-    first; no request waits for a write. Blocks reach the tiers only through RAM: a block that RAM's admission
-    rule refuses reaches no tier, and RAM's policy refuses nothing unless its ``write_cost`` is set.
+    **Cascade.** Every tier is offered a block when the block's store is complete, and again when a request
+    that used the block finishes while the block is in RAM. The tier's admission rule decides. The write pins
+    the block in RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is not written.
+    No request waits for a write. A block that RAM's admission rule refuses reaches no tier. RAM's policy
+    refuses blocks only if its ``write_cost`` is set.
 
-    **Promote.** When a request looks up a prefix that continues in a tier, slots of RAM are reserved for as
-    many blocks as fit, and the blocks are read and verified; meanwhile the answer is RETRY. Then sound blocks
-    are HIT, and blocks that could not be read are MISS. Requests for the same blocks share one read. Neither
-    RAM's admission rule nor its policy can refuse a promoted block.
+    **Promote.** If a looked-up prefix continues in a tier, slots of RAM are reserved for the blocks that fit,
+    and the blocks are read and verified; meanwhile the answer is RETRY. Afterwards sound blocks are HIT, and
+    failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's admission rule nor
+    RAM's policy can refuse a promoted block.
 
     **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the rest
     of the path; meanwhile the answer is RETRY, for at most the tier's `probe_timeout_s` in all.
@@ -60,7 +60,7 @@ class TieredManager:
     failure of the tier (`GuardedTier`).
 
     Args:
-        capacity_blocks, and keywords that are not below: as for `OffloadingManager`.
+        capacity_blocks, and all keywords not listed here: as for `OffloadingManager`.
         ram: the memory of RAM's slots: a `MemoryTier`, with or without checksums.
         tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
         deadline_s: longest time that a request waits for tiers.
@@ -73,8 +73,8 @@ class TieredManager:
 
     Attributes:
         ram_manager: the `OffloadingManager` of RAM. Calls that concern only RAM are its own methods.
-        hit_blocks: loaded blocks by source: RAM, then each tier. Blocks of a load from its first damaged
-            block on do not count.
+        hit_blocks: loaded blocks by source: RAM, then each tier. In a load, the first damaged block and all
+            blocks behind it do not count.
         counts: counters of promotion and cascade.
 
     Thread: as `OffloadingManager`. No call waits for a tier, except `settle`, `drain`, `flush`, `close`, and
@@ -198,7 +198,7 @@ class TieredManager:
             self.promotion.ahead[ctx] = wait
 
     def withdraw(self, ctx: RequestContext) -> None:
-        """Stop to expect a request, see `OffloadingManager.withdraw`."""
+        """Stop expecting a request, see `OffloadingManager.withdraw`."""
         self.ram_manager.withdraw(ctx)
         self.promotion.ahead.pop(ctx, None)
 
@@ -216,9 +216,9 @@ class TieredManager:
     def distrust(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For blocks whose bytes are intact and wrong. A shared server keeps them for other processes, so no key
-        is forgotten before a reset. After more than `MOST_DISTRUSTED` keys nothing is loaded from tiers until
-        the reset.
+        For wrong blocks with a valid checksum. A shared server keeps the blocks for other processes, so the
+        keys are remembered until a reset. After more than `MOST_DISTRUSTED` keys nothing is loaded from tiers
+        until the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:
@@ -239,13 +239,13 @@ class TieredManager:
         return wait.came_from.get(key, 0) if wait is not None else 0
 
     def restart_wait(self, ctx: RequestContext) -> None:
-        """Let a request wait for tiers again for up to `deadline_s`, also after a wait that timed out."""
+        """Restart a request's wait for tiers with the full `deadline_s`, even after a time-out."""
         wait = self.waits.get(ctx)
         if wait is not None:
             wait.restart()
 
     def has_promoted(self, ctx: RequestContext) -> bool:
-        """Return True if this request has blocks from a tier whose load is not complete."""
+        """Return True if blocks were promoted for this request and their load is not complete."""
         wait = self.waits.get(ctx)
         return wait is not None and bool(wait.came_from)
 
@@ -275,7 +275,7 @@ class TieredManager:
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """Look up a block, see `OffloadingManager.lookup_key`; RETRY if a tier has it or may have it.
 
-        The next `poll` begins to promote all such blocks, and sends one probe for them.
+        The next `poll` starts one promotion and one probe for all blocks of these calls.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:
@@ -292,7 +292,7 @@ class TieredManager:
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
         """Count blocks that a request will compute, see `OffloadingManager.count_misses`.
 
-        A block that a tier has is ``tier_gave_up``, or ``behind_a_gap`` if a block before it is nowhere.
+        Blocks in a tier count as ``tier_gave_up``, or as ``behind_a_gap`` if an earlier block is nowhere.
         """
         count = self.ram_manager.count_misses(ctx, start, keys)
         wait = self.waits.get(ctx)
@@ -304,7 +304,7 @@ class TieredManager:
         return count
 
     def _given_up(self, keys: Keys, wait: TierWait) -> Mask:
-        """Return a mask of the blocks that a tier had, and for which this request no longer waits."""
+        """Return a mask of the blocks of tiers for which this request has stopped waiting."""
         late: Collection[bytes] = self.promotion.promoting if wait.gave_up else ()
         if not (late or wait.given_up):
             return np.zeros(len(keys), np.bool_)
@@ -407,10 +407,10 @@ class TieredManager:
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block of RAM, see `OffloadingManager.reset`, and of the tiers.
 
-        `drop_in_flight` covers the transfers of the caller, not the jobs of tiers. So the call first waits up
-        to `deadline_s` for these jobs; if a job still runs then, slots in flight stay reserved. At its end it
-        waits up to `deadline_s` until the reset of every tier is durable. Without `drop_in_flight` the call
-        does not wait: call `drain` for a durable reset.
+        `drop_in_flight` covers the caller's transfers, not the tiers' jobs. With `drop_in_flight` the call
+        first waits up to `deadline_s` for the tiers' jobs. If a job still runs then, slots in flight stay
+        reserved. Finally the call waits up to `deadline_s` until every tier's reset is durable. Without
+        `drop_in_flight` the call does not wait: call `drain` for a durable reset.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()
@@ -434,7 +434,7 @@ class TieredManager:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait up to `timeout_s` for the jobs in flight, and close the tiers. Queued blocks are not written:
-        call `flush` before. Logs the number of blocks that no tier was offered, a line for each tier."""
+        call `flush` before. Logs for each tier the number of blocks that were not offered."""
         self._cascade.stop()
         self.settle(timeout_s)
         for lane in self.lanes:

@@ -10,10 +10,12 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return the change of the counts by code, for the blocks of a prefix that are in a tier and not in RAM.
+    """Return the change of the miss counts, by code, when the tiers' blocks of a prefix are counted as such.
 
     Args:
-        codes: codes of `miss_record` of the prefix in RAM.
+        codes: `miss_record` code of each block of the prefix, as RAM counted it.
+        in_tier: mask of the blocks that a tier has and RAM lacks. They count as `TIER_GAVE_UP`, or as
+            `BEHIND_A_GAP` behind the first block that is nowhere.
     """
     gaps = np.flatnonzero((codes != READY) & ~in_tier)
     first_gap = int(gaps[0]) if len(gaps) else len(codes)

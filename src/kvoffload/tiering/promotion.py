@@ -21,7 +21,7 @@ from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
 
 MOST_DISTRUSTED = 10_000
-"""Wrong blocks that are remembered one by one: about 1 MB."""
+"""Limit of remembered wrong blocks, about 1 MB. Beyond the limit no tier is trusted."""
 
 
 class Promotion:
@@ -48,7 +48,7 @@ class Promotion:
         self._distrusted: set[bytes] = set()
 
     def poll(self) -> None:
-        """Begin to read the single keys of this step's lookups, and to read ahead."""
+        """Start the reads for this step's single-key lookups, and one read-ahead."""
         asking, self.asking = self.asking, {}
         for ctx, wait in asking.items():
             wanted, wait.wanted = wait.wanted, []
@@ -58,7 +58,7 @@ class Promotion:
             self._read_ahead()  # one request a step: a burst of requests must not make a step long
 
     def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
-        """Begin to read the blocks of this run that only tiers have, as far as it pays and RAM has room.
+        """Start reads of the blocks that tiers have and RAM lacks, as far as reads pay and RAM has room.
 
         Args:
             max_blocks: limit of reserved blocks while no other read runs; None for the usual limit.
@@ -129,7 +129,7 @@ class Promotion:
     # ---- wrong blocks with intact bytes
 
     def distrust(self, keys: Sequence[bytes]) -> bool:
-        """Stop reading these blocks; returns True if from this call on no tier is trusted."""
+        """Stop reading these blocks; return True if from now on no tier is trusted (`MOST_DISTRUSTED`)."""
         if self.trusts_no_tier:
             return False
         self._distrusted.update(keys)
@@ -148,7 +148,7 @@ class Promotion:
         return ~self.is_distrusted(keys)
 
     def is_distrusted(self, keys: Sequence[bytes]) -> Mask:
-        """Return a mask of the wrong blocks themselves."""
+        """Return a mask of the blocks that `distrust` has listed, even if no tier is trusted."""
         if not self._distrusted:
             return np.zeros(len(keys), np.bool_)
         return np.array([key in self._distrusted for key in keys], np.bool_)
@@ -191,7 +191,8 @@ class Promotion:
     def _reserve(
         self, missing: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None
     ) -> StorePlan | None:
-        """Reserve slots of RAM for as many of these blocks as fit; None for none."""
+        """Reserve slots of RAM for the leading blocks that fit; None if no block fits. The request gives up
+        the other blocks."""
         stack = self._stack
         room = stack.max_in_flight - self._num_reading
         if self._num_reading == 0:
@@ -225,9 +226,9 @@ class Promotion:
             self.promoting.update(dict.fromkeys(share.keys, row + 1))
 
     def _read_ahead(self) -> None:
-        """Begin to read the path of the request that has waited longest in the engine's queue, once.
+        """Start reads for the request that has waited longest in the engine's queue; remove it from `ahead`.
 
-        Blocks that cannot be read now may still be read at the request's lookup.
+        The request's lookup may still read the blocks that cannot be read now.
         """
         ctx, wait = next(iter(self.ahead.items()))
         del self.ahead[ctx]
@@ -244,7 +245,7 @@ class Promotion:
     # ---- probes of shared tiers
 
     def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
-        """Probe all shared tiers at once for the unknown blocks of a run, up to a block that no tier has."""
+        """Probe each shared tier for blocks of unknown presence, up to the first block that is nowhere."""
         for lane, unknown in self._unknown(keys, wait):
             gaps = np.flatnonzero(~(reachable | unknown))
             end = int(gaps[0]) if len(gaps) else len(keys)

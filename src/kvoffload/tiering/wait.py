@@ -37,7 +37,7 @@ class TierWait:
     _last_probed: float = -math.inf
 
     def restart(self) -> None:
-        """Begin a new wait, with its full time."""
+        """Start a new wait with the full time limit."""
         self.gave_up = False
         self._last_asked = self._last_probed = -math.inf
 
