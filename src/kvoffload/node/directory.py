@@ -7,8 +7,8 @@ A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with three fi
 - ``state``: the manager (`state`).
 - ``slots``: the bytes of the blocks and their checksums, which belong to the integration.
 
-Owns the first file. All changes of the directory happen under one lock for each user, so that two starts
-never create two pools.
+Owns ``members``. A lock for each user guards all changes of directories, so that concurrent starts never
+create two pools.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
 _ENGINE, _PID, _JOINED, _DEAD_SINCE, _HAS_MANAGER = range(5)
-"""Words of a record: digest of the engine's id or 0, pid of its first process; its start, and the time when
-its end was first noticed or 0, in seconds (float64); 1 if the engine has, or had, a manager."""
+"""Words of a record: digest of the engine's id, 0 for a free record; pid of the first process; time of the
+start; time when the engine's end was first noticed, or 0; 1 if the engine has, or had, a manager. Times are
+float64 seconds since 1970."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -66,7 +67,8 @@ class PoolDirectory:
 
     Attributes:
         path: the directory.
-        number: number of the engine in the pool, from 0 to `MAX_MEMBERS` - 1; equal in its processes.
+        number: number of the engine in the pool, from 0 to `MAX_MEMBERS` - 1; equal in all processes of the
+            engine.
         created: True if this call created the pool.
 
     Thread: any.
@@ -94,11 +96,11 @@ class PoolDirectory:
         If another process of the engine has joined a pool, the result is that pool.
 
         Args:
-            facts: all that must be equal in engines that share the pool; texts and numbers.
+            facts: settings that must be equal in all engines of the pool; texts and numbers.
             engine_id: equal in all processes of an engine, different in other engines.
             keep_s: seconds for which the pool survives its last process.
-            has_keeper: start the process that removes the pool then, unless it runs (`keeper`). Without it
-                the next start of an engine removes the pool.
+            has_keeper: True to start a `keeper` process, which removes the pool after `keep_s`, unless one
+                runs. Without a keeper the next start of an engine removes the pool.
 
         Raises: `ConfigError` if another user has created a file with our name; `UnavailableError` if the pool
         has `MAX_MEMBERS` engines, or has another format.
@@ -128,27 +130,30 @@ class PoolDirectory:
         self._times[_LAST_USED_AT] = time.time()
 
     def is_alive(self, number: int) -> bool:
-        """Return True if a process of this engine runs, or is stopped. Cost: a system call."""
+        """Return True if this engine has a live process, running or stopped by a signal.
+
+        Cost: a system call.
+        """
         return number == self.number or is_locked(self._fd, number)
 
     def has_others(self) -> bool:
-        """Return True if another engine runs, or is stopped."""
+        """Return True if another engine has a live process, running or stopped by a signal."""
         return any(is_locked(self._fd, number) for number in range(MAX_MEMBERS) if number != self.number)
 
     @property
     def num_members(self) -> int:
-        """Number of engines that have joined and were not buried."""
+        """Number of engines with a record: live engines, and dead engines before `bury`."""
         return sum(self.is_member(number) for number in range(MAX_MEMBERS))
 
     def is_member(self, number: int) -> bool:
-        """Return True if an engine has this number: it runs, or it ended and was not buried."""
+        """Return True if a live engine, or a dead engine before `bury`, has this number."""
         return bool(self._record(number)[_ENGINE])
 
     def dead(self, for_s: float = 0.0) -> list[int]:
-        """Return the engines that were not buried although all their processes have ended.
+        """Return the numbers of dead engines before `bury`: all processes of these engines have ended.
 
         Args:
-            for_s: seconds since a process first noticed the end.
+            for_s: minimum of the seconds since a process first noticed the end.
 
         Cost: a system call for each engine.
         """
@@ -178,14 +183,14 @@ class PoolDirectory:
         self._record(self.number)[_HAS_MANAGER] = 0
 
     def bury(self, number: int) -> None:
-        """Free the record of a dead engine, whose blocks and pins have been released."""
+        """Free the record of a dead engine. The caller has released the engine's blocks and pins."""
         self._record(number)[:] = 0
 
     def close(self) -> None:
-        """Leave the pool with this process. Idempotent.
+        """End the membership of this process. Idempotent.
 
-        The last process removes a pool that is kept for 0 seconds, or has no blocks because its first start
-        has failed.
+        The last process removes the pool if its `keep_s` is 0, or if it has no state file because the first
+        start failed.
         """
         if self._fd < 0:
             return
@@ -231,15 +236,15 @@ class PoolDirectory:
 
 
 class PoolStatus:
-    """A pool as the command line shows it: read once, without joining it.
+    """A snapshot of a pool for the command line, read without joining the pool.
 
     Attributes:
-        path, name: its directory, and the last part of the directory's name.
-        is_used: True if a process uses the pool, also a process of another version.
-        pids: the first process of each engine that runs.
+        path, name: the pool's directory, and the last part of the directory's name.
+        is_used: True if a process uses the pool, even a process of another version.
+        pids: pid of the first process of each live engine.
         num_bytes: allocated memory. facts: as in `PoolDirectory.join`.
         idle_s: seconds since the last use; 0 while an engine runs. keep_s: as in `PoolDirectory.join`.
-        problem: the reason why the pool cannot be used; empty if it can.
+        problem: the reason why the pool is unusable; empty for a usable pool.
     """
 
     def __init__(self, path: Path) -> None:
@@ -297,7 +302,7 @@ def find(name: str, root: Path = SHARED_MEMORY) -> PoolStatus:
 
 
 def remove_expired(root: Path) -> list[str]:
-    """Remove pools that no process uses and whose time is over, and damaged ones; return their names.
+    """Remove unused pools that are damaged or past their `keep_s`; return the names of the removed pools.
 
     The caller holds `locked`.
     """
@@ -327,7 +332,7 @@ def locked(root: Path) -> Iterator[None]:
     The lock file is deleted before it is unlocked. A process that waited for the deleted file checks the name
     and tries again.
 
-    Raises: `UnavailableError` if another process has held the lock for 30 s, because it is stopped.
+    Raises: `UnavailableError` if another process, probably a stopped one, has held the lock for 30 s.
     """
     path = root / f".{PREFIX}{os.geteuid()}.lock"
     until = time.monotonic() + _LOCK_PATIENCE_S
@@ -349,7 +354,8 @@ def locked(root: Path) -> Iterator[None]:
 def open_own(path: Path, flags: int) -> int:
     """Open a file of this user.
 
-    Raises: `ConfigError` if another user has created a file with this name; `UnavailableError` without room.
+    Raises: `ConfigError` if this user cannot open the file, or another user has created it;
+    `UnavailableError` if disk space, memory or file handles are used up.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -380,7 +386,7 @@ def _wait_for(fd: int, path: Path, until: float) -> None:
 
 
 def _create(path: Path, facts: Mapping[str, Any], keep_s: float) -> None:
-    """Create the directory of a pool; it gets its name when it is complete."""
+    """Create the directory of a pool under another name, and rename it when it is complete."""
     new = path.with_name(f".{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     header = np.zeros(_NUM_BYTES // 8, np.uint64)
@@ -434,7 +440,7 @@ def _records(fd: int) -> npt.NDArray[np.uint64]:
 
 
 def _living_record(fd: int, engine_id: str) -> int | None:
-    """Return the number of this engine if one of its processes has joined and runs."""
+    """Return the number of this engine if a live process of the engine has joined, else None."""
     for number in np.flatnonzero(_records(fd)[:, _ENGINE] == _digest(engine_id)).tolist():
         if is_locked(fd, number):
             return int(number)
@@ -442,7 +448,7 @@ def _living_record(fd: int, engine_id: str) -> int | None:
 
 
 def _pool_of(engine_id: str, root: Path) -> Path | None:
-    """Return the pool that another process of this engine has joined."""
+    """Return the directory of the pool that another process of this engine has joined, or None."""
     for pool in pools(root):
         if pool.pids:
             fd = _open_members(pool.path)

@@ -1,7 +1,7 @@
 """The keeper of a pool: a small process that removes the pool when no engine has used it for long enough.
 
-Runs as a script, without this package and without numpy, so that it needs little memory (9 MiB). Owns the
-parts of the layout of a pool's directory that it needs, and the lock of all pools of a user.
+Runs as a script, without this package and numpy, to need little memory (9 MiB). Owns the names, words and
+byte locks of the file ``members`` that the keeper needs.
 
 Args: the pool's directory, and seconds between two checks.
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 
 MEMBERS = "members"
 MAX_MEMBERS = 64
-"""Engines that can use a pool at the same time. Each has a byte of the file `MEMBERS`, which they lock."""
+"""Most engines that can use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Words of the file `MEMBERS`, float64: time of the last use, and seconds that the pool survives it."""
+"""Words of the file `MEMBERS`, float64: time of the last use; seconds from the last use to the removal."""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"
@@ -30,7 +30,7 @@ _FLOCK = "hhqqi4x"
 
 
 def lock(fd: int, byte: int, *, kind: int = fcntl.F_RDLCK) -> None:
-    """Lock a byte for this open file. Raises `OSError` if another open file has locked the byte otherwise."""
+    """Lock a byte for this open file. Raises `OSError` if another open file has a conflicting lock."""
     fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
 
 
@@ -50,11 +50,11 @@ def is_named(fd: int, path: str | Path) -> bool:
 
 
 def start(pool: Path, fd: int) -> None:
-    """Start the keeper of a pool, unless it runs. Cost: about 30 ms, in which the process starts.
+    """Start the keeper of a pool, unless one runs. Cost: about 30 ms, the start of a process.
 
     Args:
-        pool: its directory.
-        fd: its open file `MEMBERS`.
+        pool: directory of the pool.
+        fd: the pool's open file `MEMBERS`.
 
     Raises: `OSError` if no process can be started.
     """
@@ -72,7 +72,7 @@ def start(pool: Path, fd: int) -> None:
 
 
 def keep(pool: str, interval_s: float) -> None:
-    """Wait until no process has used the pool for as long as it is kept, and remove it.
+    """Wait until the pool has been unused for its keep time, and remove the pool.
 
     Ends early if the pool is gone, or has another keeper.
     """
@@ -97,7 +97,7 @@ def _is_over(fd: int) -> bool:
 
 
 def _remove(pool: str, fd: int) -> bool:
-    """Remove the pool unless a process has joined meanwhile, or changes pools now; return True if removed."""
+    """Remove the pool and return True; False if a process has joined, or holds the lock of all pools."""
     root, name = os.path.split(pool)
     path = os.path.join(root, f".{name.rsplit('-', 1)[0]}.lock")
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
-"""Longest wait for the lock, in a call and in `reset`. After a time-out, calls do not wait until the lock is
-free again."""
+"""Longest wait for the lock, in a call and in `reset`. After a time-out, calls try the lock without waiting
+until one call gets it."""
 MOST_DEFERRED = 1000
-"""Reports of uses that wait for the lock. They are made in one go, while the other engines wait."""
+"""Limit of deferred reports of uses. The next call with the lock makes all of them; other engines wait."""
 REPORT_S = 1.0
-"""A shorter stop is not logged: on a busy machine the system can stop any process for a while."""
+"""Seconds without the lock before a warning: a busy system can stop any process for a shorter time."""
 CHECK_S, GRACE_S = 0.5, 1.0
 """Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
 a device still copies."""
@@ -68,22 +68,22 @@ class NodeManager(OffloadingManager):
 
     - A block may leave between `lookup` and `prepare_load`, because another process evicts it. `prepare_load`
       and `pin` then raise `GoneError`, and the caller looks the block up again. Pinned blocks do not leave.
-    - If the lock is not free in time, because a process is stopped inside a call, `lookup` returns MISS,
-      `prepare_store` None, and calls that report something are repeated before the next call. Of the uses
-      in a long stop the policy learns the first `MOST_DEFERRED`.
+    - If the lock is not free in time, because a process is stopped inside a call, `lookup` returns MISS and
+      `prepare_store` returns None. Reports such as `complete_load` are deferred until a call gets the lock;
+      reports of uses are lost after the first `MOST_DEFERRED`.
     - An engine that ends without `close` holds its pins and slots until another member notices, within
       seconds. An engine that dies inside a call empties the pool, because the state may be inconsistent.
-    - `reset` empties the pool for all engines. The events and `stats` are of all engines, the `counters` of
-      this engine.
+    - `reset` empties the pool for all engines. Events and `stats` cover all engines, `counters` only this
+      engine.
     - The admission rule of each engine counts only that engine's requests.
     - Engines can have shares of the pool, which limit evictions as the minimums of tenants do
-      (`OffloadingManager.set_tenants`); an engine is the tenant of all its requests. Blocks of engines that
-      have ended leave first, unless another engine loads them and so becomes their owner.
+      (`OffloadingManager.set_tenants`); an engine is the tenant of all its requests. Blocks of ended engines
+      are evicted first, unless another engine loads the blocks and so becomes their owner.
 
     Args:
         directory: the membership in the pool. `close` does not close it.
         share_blocks: number of blocks of this engine that other engines cannot evict while this engine runs.
-            Memory that the engine does not use is lent to the others.
+            Other engines may use the part of the share that this engine does not fill.
         capacity_blocks, policy, key_bytes, block_size: equal in all members.
         admission, enable_events, medium: as for `OffloadingManager`.
         clock: monotonic seconds.
@@ -94,10 +94,10 @@ class NodeManager(OffloadingManager):
     Thread: one in each process. Cost: about 0.5 us a call more than an `OffloadingManager`.
 
     Raises:
-        ConfigError: for policies that are not compiled, for a victim tier, which follows one device, and if
-            the shares of the running engines add up to more than the pool.
-        UnavailableError: without room in ``/dev/shm``, for a pool of another version, and while a process is
-            stopped inside a call.
+        ConfigError: for policies that are not compiled, for a victim tier (it follows a single device), and
+            if the shares of the running engines exceed the pool.
+        UnavailableError: if ``/dev/shm`` is full, the pool has another version, or a process is stopped
+            inside a call.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class NodeManager(OffloadingManager):
             self._announce()
 
     def _take_share(self, share_blocks: int) -> None:
-        """Give this engine its share. Raises `ConfigError`; then nothing has changed for the others."""
+        """Set the share of this engine. A `ConfigError` leaves the shares of the other engines unchanged."""
         number, tenants = self._directory.number, self._state.tenants
         living = [other for other in range(MAX_MEMBERS) if self._directory.is_alive(other)]
         take_share(tenants, number, share_blocks, living, self.capacity_blocks)
@@ -184,13 +184,13 @@ class NodeManager(OffloadingManager):
         self._update_owners()
 
     def _update_owners(self) -> None:
-        """Note which engines exist, after an engine has joined or left."""
+        """Record the existing engines as owners of blocks, after an engine has joined or left."""
         numbers = [number for number in range(MAX_MEMBERS) if self._directory.is_member(number)]
         update_owners(self._state.tenants, numbers)
 
     @staticmethod
     def _is_compiled(policy: CompiledPolicy) -> bool:
-        """Return True if no function of the policy is in Python, where its state could be private."""
+        """Return True if all functions of the policy are compiled: Python code could have private state."""
         overridden = [name for name in ("expect", "observe", "finished") if name in vars(type(policy))]
         return policy.is_compiled and not overridden
 
@@ -205,7 +205,7 @@ class NodeManager(OffloadingManager):
     # ---- the lock
 
     def _acquired(self, result: int, patience_s: float) -> bool:
-        """Continue after `try_lock`, if there is more to do; False if the lock is not free in time."""
+        """Handle the result of `try_lock`: wait, repair a torn state, catch up. False on time-out."""
         if result == BUSY:
             result = self._mutex.wait(patience_s)
         if result not in (ACQUIRED, NEWS, OWNER_DIED):
@@ -236,7 +236,7 @@ class NodeManager(OffloadingManager):
             mutex.unlock(self._door)
 
     def _failed(self, error: BaseException) -> None:
-        """Empty the pool before the lock is released, if an exception may have torn the state."""
+        """Empty the pool if an exception may have torn the state. The caller holds the lock."""
         if not isinstance(error, _BEFORE_A_CHANGE):
             self._interrupted()
 
@@ -276,7 +276,7 @@ class NodeManager(OffloadingManager):
             )  # fmt: skip
 
     def _catch_up(self) -> None:
-        """Learn of resets and burials by other members, then make the calls that had no lock."""
+        """Adopt the resets and burials of other members, then run the deferred calls."""
         if self._stalled_since:
             seconds, self._stalled_since = self._clock() - self._stalled_since, 0.0
             self._patience_s = PATIENCE_S
@@ -304,14 +304,14 @@ class NodeManager(OffloadingManager):
                 self._failed(error)
 
     def _announce(self) -> None:
-        """Make all members, and this one, catch up."""
+        """Notify all members of a change. This member catches up now, the others at their next lock."""
         self._numbers.news += 1
         self._catch_up()
 
     # ---- ends of other engines
 
     def _look_around(self) -> None:
-        """Release what dead engines hold. Cost: a comparison, and every `CHECK_S` a few system calls."""
+        """Release pins and slots of dead engines. Cost: a comparison; every `CHECK_S` a few system calls."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -431,8 +431,8 @@ class NodeManager(OffloadingManager):
             drop_in_flight: True if the caller guarantees that no transfer of this engine is under way. Then
                 completing an old plan of this engine does nothing.
 
-        Without the lock for `RESET_PATIENCE_S`, the reset happens before the next call of this engine that
-        gets the lock.
+        If the lock is not free in `RESET_PATIENCE_S`, the reset is deferred to the next call of this engine
+        that gets the lock.
         """
         try:
             with self._locked(self._patience_s and RESET_PATIENCE_S):
@@ -463,7 +463,7 @@ class NodeManager(OffloadingManager):
     def stats(self) -> ManagerStats:
         """Return the counters of all engines, use of the slots, and statistics of the policy, as a copy.
 
-        `tenants` is of the engines, if one has a share: ``own`` (this engine), ``others`` and ``ended``.
+        If an engine has a share, `tenants` has the keys ``own`` (this engine), ``others`` and ``ended``.
         """
         stats = super().stats()
         if self._state.has_tenants:
@@ -476,15 +476,15 @@ class NodeManager(OffloadingManager):
         """Return the events of all engines since the last call, in order.
 
         If this engine has missed events, or has joined a pool with blocks, the list begins with a reset,
-        followed by the current contents. Empty without the lock.
+        followed by the current contents. Returns an empty list if the lock is not free in time.
         """
         return self._read_events() if self._listens else []
 
     def close(self) -> None:
-        """Leave the pool. Call it when no transfer is in flight; otherwise the slots of the transfers stay
-        reserved until the processes of this engine have ended.
+        """Leave the pool. Call it when no transfer is in flight: slots in flight stay reserved until all
+        processes of this engine have ended.
 
-        Without the lock, the other members notice the end of this engine as they notice a kill. Idempotent.
+        If the lock is not free in time, other members detect the end of this engine like a kill. Idempotent.
         """
         if self._is_closed:
             return
@@ -569,11 +569,11 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "count_misses": _no_lock_all_busy,
     "take_events": lambda self: [],
 }
-"""Calls that return something, with their result when the lock is not free in time."""
+"""Calls that need an answer, and the answer if the lock is not free in time."""
 _REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
-"""Calls that report something. Without the lock they are made before the next call that gets it."""
+"""Calls that report something. If the lock is not free in time, they are deferred until a call gets it."""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
-"""Calls as `_REPEATED`, which a long stop would collect without end."""
+"""Calls deferred as `_REPEATED`, but at most `MOST_DEFERRED`, because a stop may be long."""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -608,9 +608,9 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return as `_repeated`, for a call whose first or second argument is a request.
+    """Return a function that defers calls of `method`, of which an argument is a request.
 
-    After `MOST_DEFERRED` calls a request only leaves the queue. The policy does not learn of its uses.
+    Beyond `MOST_DEFERRED` only the removal of a request from the queue is deferred; its uses are lost.
     """
     name = method.__name__
 

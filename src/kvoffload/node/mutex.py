@@ -30,7 +30,7 @@ class Door(Struct):
 
     Attributes:
         mutex, try_lock, unlock: addresses in this process: the mutex, and two functions of the C library.
-        news: one number in shared memory, which grows when members must read other numbers.
+        news: a number in shared memory that grows with each change that members must read.
         seen: the last value of `news` that this process has handled.
         num_calls: calls of `try_lock` since `NEWS` was returned.
     """
@@ -84,7 +84,7 @@ class Mutex:
         self.door = self._state.memory
 
     def acquire(self, timeout_s: float) -> int:
-        """Return `ACQUIRED`; `OWNER_DIED`: acquired, but the last owner died inside; or `BUSY`.
+        """Lock; return `ACQUIRED`, `OWNER_DIED` (acquired, but the last owner died inside), or `BUSY`.
 
         After `OWNER_DIED` the caller repairs the state and calls `repaired`.
         """
@@ -92,7 +92,7 @@ class Mutex:
         return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
 
     def wait(self, timeout_s: float) -> int:
-        """Return as `acquire`, after `try_lock` has returned `BUSY`."""
+        """Wait for the lock after `try_lock` has returned `BUSY`; return as `acquire`."""
         if timeout_s <= 0:
             return BUSY
         clock = time.CLOCK_MONOTONIC if self._has_clock else time.CLOCK_REALTIME
@@ -114,7 +114,7 @@ class Mutex:
         self._state.seen = int(self._state.news[0])
 
     def forget(self) -> None:
-        """Let the next `enter` that gets the lock return `NEWS`."""
+        """Cause the next `try_lock` that gets the lock to return `NEWS`."""
         self._state.seen = -1
 
     def repaired(self) -> None:
@@ -136,7 +136,7 @@ def check_platform() -> None:
 def try_lock(door: Door) -> int:
     """Lock without waiting; return `ACQUIRED`, `OWNER_DIED`, `BUSY`, or `NEWS`.
 
-    `NEWS`: acquired, and there are news, or this is every 16th call.
+    `NEWS`: acquired, and `Door.news` has changed, or this is the 16th call since the last `NEWS`.
     """
     result: int = call_c(door.try_lock, door.mutex)
     attempt = 0

@@ -1,6 +1,6 @@
 """Shares of a pool's engines: the engines are the tenants of the pool's blocks.
 
-Owns the number of each engine's tenant. The tenant 0 stands for engines that can have no share.
+Owns the number of each engine's tenant. Tenant 0 stands for all engines that cannot have a share.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvoffload.core.tenants import MAX_TENANTS, UNLIMITED, Tenants, TenantStats
 from kvoffload.errors import ConfigError
 
 MAX_OWNERS = MAX_TENANTS - 1
-"""Engines that own blocks: those with smaller numbers."""
+"""Number of engines that can own blocks. Engines with this number or a larger one own none."""
 
 KINDS = ("own", "others", "ended")
-"""Names in `shares_of`."""
+"""Keys of the dictionary that `shares_of` returns."""
 
 
 def owner_of(number: int) -> int:
-    """Return the tenant of an engine. Blocks of engines that cannot own blocks belong to the tenant 0."""
+    """Return the tenant of an engine; 0 for an engine that cannot own blocks."""
     return number + 1 if number < MAX_OWNERS else 0
 
 
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
-    """Set the share of an engine that joins, in blocks; the engine begins with the blocks of its tenant.
+    """Set the share, in blocks, of an engine that joins. The engine owns the existing blocks of its tenant.
 
     A restarted engine usually gets its old number, and so its old blocks.
 
@@ -50,7 +50,7 @@ def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int]
 
 
 def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
-    """Record which engines exist; the blocks of all others leave first. Cost: O(engines)."""
+    """Record the numbers of the existing engines. Blocks of ended engines are evicted first."""
     owners = np.zeros(MAX_TENANTS, np.bool_)
     owners[[owner_of(number) for number in numbers]] = True
     owners[0] = False
@@ -63,7 +63,7 @@ def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
 def shares_of(tenants: Tenants, own: int) -> dict[str, TenantStats]:
     """Return the counts of an engine (``own``), of the other engines, and of engines that have ended.
 
-    `loaded` and `evicted` only of the engine itself: a sum over engines would fall when one of them ends.
+    `loaded` and `evicted` are 0 except for ``own``: a sum over engines would fall when an engine ends.
     """
     kinds = np.full(MAX_TENANTS, 1)
     kinds[[bool(tenants.orphans >> owner & 1) for owner in range(MAX_TENANTS)]] = 2

@@ -38,11 +38,11 @@ class Numbers(Struct):
     """Numbers that all members share.
 
     Attributes:
-        news: grows when a member must read other fields: after a reset, a burial, or a change of listeners.
+        news: grows with each change that members must read: a reset, a burial, or a change of listeners.
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: events that were ever written to the ring.
-        has_shares: 1 from the time when the first engine with a share joined: blocks have owners.
+        has_shares: 1 after the first engine with a share has joined; from then on blocks have owners.
         num_buried: engines that ended without leaving. num_died_inside: engines that died inside a call.
     """
 
@@ -69,7 +69,7 @@ class StateFile:
 
     A file that is incomplete, damaged, or of another version, size or geometry is replaced if `is_alone`.
 
-    Raises: `UnavailableError` without room, and if other members use a file that should be replaced.
+    Raises: `UnavailableError` if memory is full, or if other members use a file that should be replaced.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class StateFile:
         return holds
 
     def close(self) -> None:
-        """Unmap the file, once no view of it is left. Idempotent."""
+        """Close the file, and unmap its memory unless a view of the memory is left. Idempotent."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -173,7 +173,7 @@ def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    """Return the counters of a pool's state, summed over the engines, its ``capacity`` and ``blocks``.
+    """Return the sums of all engines' counters, and the ``capacity`` and ``blocks`` of the pool.
 
     Reads without the lock, so counters can be one call apart. Empty if there is no state of this version.
     """
