@@ -89,8 +89,9 @@ class KVCache:
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
         """Forget every block, in RAM and in the tiers, for all machines: the weights have changed.
 
-        This process finds none of the blocks after the call. False if a tier has not confirmed the reset in
-        `timeout_s`: then other machines may find blocks, and this one after a crash. Call it again.
+        This process finds none of the blocks after the call. Returns False if a tier has not confirmed the
+        reset in `timeout_s`. Then other machines may still find blocks, and so may this machine after a
+        crash: call `reset` again.
         """
         limit = Limit(timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)
@@ -100,14 +101,14 @@ class KVCache:
         return self._owner.run(self._jobs.stats(), Limit(math.inf))
 
     def observe(self, observer: Observer) -> None:
-        """Report to a collector, in place of an earlier collector: `kvoffload.metrics.Collector` calls it."""
+        """Report counters to `observer`, in place of an earlier observer. `metrics.Collector` calls this."""
         self._owner.run(self._jobs.observe(observer), Limit(math.inf))
 
     def close(self, flush_s: float = _FLUSH_S) -> None:
         """End the running jobs, write the blocks of RAM to the tiers for at most `flush_s`, and close all.
 
         Loads that wait for a tier end at once with the tokens that are present. Later calls raise
-        `MisuseError`, except this one and the end of a request. An interrupted call writes no further blocks,
+        `MisuseError`, except `close` and the end of a request. An interrupted call writes no further blocks,
         closes all, and then raises.
         """
         limit = Limit(flush_s)

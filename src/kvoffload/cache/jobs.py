@@ -1,7 +1,7 @@
 """The jobs of requests: load a prefix, store blocks, finish, flush, close.
 
-Jobs are coroutines on the thread that owns the manager. They decide by the manager's plans, wait for tiers,
-and let other threads copy and verify bytes.
+Jobs are coroutines on the thread that owns the manager. They execute the manager's plans and wait for tiers.
+Other threads copy and verify the bytes.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ BlockIds = npt.NDArray[np.int64]
 
 _WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 _ATTEMPTS = 3
-"""Lookups of a load: after damage in RAM a tier may still have the block."""
+"""Most lookups of a load. After damage in RAM a tier may still have the block."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.005
 _LONGEST_DRAIN_PAUSE_S = 0.1
-"""A tier that failed to clear is cleared again at each attempt."""
+"""Longest pause between two attempts of a reset to drain. An attempt clears a tier that failed to clear."""
 
 
 class CacheStats(NamedTuple):
@@ -62,7 +62,7 @@ class Observer(Protocol):
     """A collector of metrics, such as `kvoffload.metrics.Collector`. Called by the owner's thread."""
 
     def count(self, metric: str, number: int = 1) -> None:
-        """Count blocks that the manager does not know of."""
+        """Add `number` to a metric that the manager does not count."""
 
     def update(self) -> None:
         """Copy the counters of the manager."""
@@ -105,7 +105,7 @@ class Jobs:
         """Load the leading blocks of `keys` from `first` on into the engine's blocks `ids`.
 
         Returns the number of leading blocks that are present: at least `first`. A damaged block is looked up
-        again, since a tier may have it, and else ends the prefix.
+        again, because a tier may have it; otherwise the damaged block ends the prefix.
         """
         async with work.turn:
             ctx = self._begun(work, keys)
@@ -139,7 +139,7 @@ class Jobs:
             return present
 
     async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
-        """Store the blocks of `keys` that RAM lacks from the engine's blocks `ids`; returns their number."""
+        """Store the blocks of `keys` that RAM lacks from the engine's blocks `ids`; return their number."""
         async with work.turn:
             plan = self._manager.prepare_store(keys, self._begun(work, keys))
             if plan is None:
@@ -279,6 +279,6 @@ class Jobs:
             self._ram.seal(keys[batch], slots[batch])
 
     def _chunks(self, count: int) -> list[slice]:
-        """Divide blocks, so that a block is still in the CPU's cache when it is copied after its check."""
+        """Divide blocks into chunks that fit the CPU's cache, because check and copy both read each block."""
         step = max(1, _CHUNK_BYTES // self._ram.block_bytes)
         return [slice(begin, begin + step) for begin in range(0, count, step)]

@@ -15,14 +15,14 @@ from kvoffload.errors import ConfigError
 
 KEY_BYTES = 32
 _FORMAT = 1
-"""Version of the keys and of the order of bytes in a slot; increment it with every change of either."""
+"""Version of the keys and of the byte order in a slot; increment it when keys or byte order change."""
 
 Tokens: TypeAlias = Any
 """Token ids: a sequence of ints, or a numpy array or torch tensor of one dimension."""
 
 
 def fingerprint(model: str, layout: dict[str, Any]) -> str:
-    """Return the text that identifies the producer of the blocks: all that determines KV besides tokens."""
+    """Return the text of a producer: everything besides the tokens that determines the bytes of a block."""
     fields = {"model": model, "layout": layout, "byteorder": sys.byteorder, "format": _FORMAT}
     return json.dumps(fields, sort_keys=True)
 

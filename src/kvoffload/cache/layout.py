@@ -100,7 +100,7 @@ class KVLayout:
 
         Args:
             kv: the tensors, as for `KVRequest.load_into`.
-            block_tokens: needed for ``batch``; otherwise it is the size of the axis ``token``.
+            block_tokens: tokens of a block. Required for the axis ``batch``; default: size of ``token``.
         """
         names = tuple(axes.split())
         _check_axes(names)
@@ -149,12 +149,12 @@ class KVLayout:
         }
 
     def views(self, kv: KVTensors, row: int | None = None, start: int = 0) -> list[View]:
-        """Divide tensors into views of blocks, ``(num_blocks, ...)``: of each layer keys, then values.
+        """Divide tensors into views of blocks, ``(num_blocks, ...)``; for each layer keys, then values.
 
         Args:
             kv: as `axes` describe.
             row: row of a sequence in the axis ``batch``.
-            start: position of its first token.
+            start: position of the sequence's first token in the row.
 
         Raises: `ConfigError` that names the first tensor and axis that differ from the layout.
         """

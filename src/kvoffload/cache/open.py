@@ -45,8 +45,9 @@ def open(
         ram: size of RAM: ``8GiB``, or a number of bytes.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: of RAM, as for `OffloadingManager`.
-        deadline_s: longest time that a load waits for tiers; the limit of every `timeout_s` of a load.
-        recompute_tokens_per_s: speed of the engine; tiers are then read only if that is faster.
+        deadline_s: longest time that a load waits for tiers; upper limit of a load's `timeout_s`.
+        recompute_tokens_per_s: tokens that the engine computes in a second; a tier is read only if reading is
+            faster. None: tiers are always read.
 
     Raises:
         ConfigError: all problems at once.

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Limit:
-    """The time limit of a job. A caller that gives up stops the wait earlier.
+    """The time limit of a job. A caller can end the job's wait earlier with `stop`.
 
     Thread: any.
     """
@@ -29,7 +29,7 @@ class Limit:
         self._until = time.monotonic() + timeout_s
 
     def stop(self) -> None:
-        """Let the job wait no longer."""
+        """Set the remaining time to 0."""
         self._until = 0.0
 
     def left_s(self) -> float:
@@ -93,8 +93,8 @@ class Owner:
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
         """Refuse new jobs, stop the limits of running jobs, run the last job, and end the thread.
 
-        An interrupt sets the limit of the last job to now. A second call does nothing, nor does a call in a
-        forked child.
+        An interrupt sets the limit of the last job to now. A second call, or a call in a forked child, does
+        nothing.
         """
         if self._is_elsewhere:
             last.close()

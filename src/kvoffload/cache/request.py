@@ -66,10 +66,11 @@ class KVRequest:
 
         Args:
             kv: the tensors of `KVLayout`.
-            block_ids: the engine's blocks for the request, in order. Without the axis ``block``: `row` and
-                `start`, the row of the sequence and the position of its first token.
-            present: leading tokens that the tensors already hold. They count, and whole
-                blocks of them are not loaded.
+            block_ids: the engine's blocks for the request, in order.
+            row, start: row of the sequence and position of its first token, for tensors with the axis
+                ``batch`` instead of ``block``.
+            present: leading tokens that the tensors already hold. They count in the result, and their whole
+                blocks are not loaded.
             timeout_s: longest wait for tiers, at most the cache's `deadline_s`, which is the default.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
