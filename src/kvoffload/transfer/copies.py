@@ -26,7 +26,7 @@ STREAM_FROM_BYTES = 16 * 1024
 
 
 STREAM_PARTS_FROM_BYTES = 2 * 1024
-"""The same for a part of a block, which is copied among many others."""
+"""Smallest part of a block that bypasses the caches: one call copies many parts."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -71,8 +71,8 @@ class PartTable(NamedTuple):
 def copy_parts(
     table: PartTable, rows: npt.NDArray[np.int64], pool: Blocks, slots: npt.NDArray[np.int64], to_pool: bool
 ) -> None:
-    """Copy rows that are spread over many arrays into slots of a pool, or back; in a slot all parts of a row
-    follow each other.
+    """Copy rows that are spread over many arrays into slots of a pool, or back. A slot has the parts of a row
+    one after the other.
 
     Args:
         rows, slots: as `check_rows` returns them. Row ``rows[i]`` belongs to slot ``slots[i]``.
@@ -91,7 +91,7 @@ def copy_parts(
 
 
 def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
-    """Return `rows` as contiguous int64, all of them in ``[0, num_rows)``.
+    """Convert `rows` to contiguous int64, and check that every row is in ``[0, num_rows)``.
 
     Raises: `IndexError` that names the first row out of range; `ValueError` for anything but a
     one-dimensional array of integers.

@@ -39,7 +39,7 @@ RowsArray = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """The copy plan of a batch: `starts` of its runs, as `coalesce` returns them, and `gathered`."""
+    """The copy plan of a batch: `starts` of its runs (see `coalesce`), and `gathered`."""
 
     starts: RowsArray
     gathered: bool

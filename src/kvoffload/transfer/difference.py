@@ -16,12 +16,12 @@ LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0
 difference between that type and float32 in random models of 4 to 80 layers, or more. Unrelated blocks differ
 by 1.4 to 1.8 (docs/canary.md)."""
 _TF32_LIMIT = 0.1
-"""For float32 on a device: kernels may multiply with the precision of float16."""
+"""Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""
 
 RUN_VALUES = 64
 """Values whose difference is judged together: about one head of one token, in every layout."""
 _LEAST_SHARE = 0.01
-"""A run smaller than this share of its block's root mean square is measured against that share."""
+"""Smallest divisor of a run's difference, as a share of the root mean square of the block."""
 
 
 def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
@@ -29,9 +29,9 @@ def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
 
     The block is divided into runs of `RUN_VALUES` values. The difference of a run is the root mean square of
     its differences, divided by the root mean square of its computed values: 0 for equal values, about 1.4 for
-    unrelated ones. Keys and values, heads and tokens differ in size by orders of magnitude, so a difference
-    relative to a whole layer would hide wrong values in a quiet head. Infinite for a value that is finite
-    in one block only.
+    unrelated values. Keys and values, heads and tokens differ in size by orders of magnitude, so a difference
+    relative to a whole layer would hide wrong values in a head of small values. Returns infinity if the
+    blocks differ in a value that is not finite.
     """
     kind = getattr(torch, value_type)
     computed_values, stored_values = (

@@ -111,7 +111,7 @@ class DeviceParts:
                 self._stream.synchronize()
 
     def _inference(self) -> Any:
-        """Return the only mode that may write to tensors of inference mode. A mode is of one thread."""
+        """Return the only mode that may write to inference tensors. Each thread has its own mode."""
         return self._torch.inference_mode()
 
     def _buffer(self, num_blocks: int, block_bytes: int) -> Any:

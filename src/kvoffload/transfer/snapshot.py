@@ -1,6 +1,6 @@
-"""Reads blocks of a tensor to host memory, after the work that its device has been given so far.
+"""Reads blocks of a tensor to host memory, after the work already submitted to the device.
 
-Slower than the copies of `cuda` and independent of them, so that it can check them.
+Independent of the copies of `cuda`, which audits check with it, and slower.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ torch: Any = untyped_torch
 
 
 def submitted_work(device: Any) -> Callable[[], None]:
-    """Return a function that waits for the work that `device` has been given so far.
+    """Return a function that waits for the work submitted to `device` so far, on CUDA to the current stream.
 
-    Any thread may call it. It raises `OSError` if the wait fails.
+    Any thread may call the function. It raises `OSError` if the wait fails.
     """
     if device.type == "cpu":
         return lambda: None
