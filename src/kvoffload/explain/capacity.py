@@ -31,7 +31,7 @@ def larger_hits(
     lose hits at a larger capacity.
 
     Args:
-        progress: receives the number of requests of all replays done; `num_replayed` is the total.
+        progress: receives the number of requests replayed so far in all replays, of `num_replayed`.
 
     Cost: one replay for each different capacity.
     """
@@ -49,7 +49,7 @@ def larger_hits(
 
 
 def num_replayed(trace: Trace) -> int:
-    """Return the number of requests that `larger_hits` replays, of all replays together."""
+    """Return the total number of requests in all replays of `larger_hits`."""
     return len(FACTORS) * trace.requests
 
 

@@ -69,9 +69,9 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True):
         token: number of the first differing token; null without token ids.
         requests, blocks: number of these requests, and of their blocks from the difference on.
         equal_tokens: tokens behind the differences that are equal again; null without token ids.
-        in_session: requests whose recorded session has an earlier prompt from which they differ there.
+        in_session: requests that differ from an earlier prompt of their own recorded session.
         request, nearest_request: the request with the most missing blocks, and the prompt it differs from.
-        difference: the difference of these two, if the recording has token ids.
+        difference: the difference between `request` and `nearest_request`, if the recording has token ids.
     """
 
     reason: str
@@ -93,7 +93,7 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
         slowest: blocks by the slowest place that held them: the name of a tier, or ``ram``.
         kept_s, since_s: medians of the times from store to eviction and from eviction to use; null without
             times.
-        kept_requests, since_requests: the same in requests.
+        kept_requests, since_requests: the same medians in numbers of requests.
     """
 
     slowest: dict[str, int]
@@ -108,8 +108,8 @@ class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         factor: the multiple.
-        evicted_hits: blocks that are hits here and are missed as evicted in the explained replay.
-        hits: all hits; fewer than with a smaller capacity if the policy loses more hits than it wins.
+        evicted_hits: hits at this capacity that the explained replay missed with the reason ``evicted``.
+        hits: all hits; can be fewer than at a smaller capacity, because a policy can lose hits.
     """
 
     factor: float
@@ -123,9 +123,10 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: tokens by source: ``gpu``, ``host``, a tier.
         replayed_tokens: tokens that the replay hits.
-        requests_with_less, tokens_less: requests for which the server had fewer tokens than the replay by at
-            least a block, and the sum of these tokens.
-        requests_with_more, tokens_more: the opposite.
+        requests_with_less, tokens_less: requests for which the server had at least a block less than the
+            replay, and the tokens that these requests had less.
+        requests_with_more, tokens_more: requests for which the server had at least a block more, and the
+            tokens that these requests had more.
     """
 
     tokens: dict[str, int]
@@ -141,18 +142,18 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tiers: names of the tiers behind RAM.
-        hits, misses: block references that were served, and the others.
+        hits, misses: block references that were served, and block references that were not.
         reasons: missing blocks of each reason; they add up to `misses`.
         meanings: meaning of each reason that occurs.
         capacities: hits with each larger capacity, the smallest first; null if none was tried.
         seen_before: blocks that were not admitted, by the number of earlier requests that had them.
-        differing: places at which prompts differ, by `equal_tokens` and `blocks`, the most first.
-        num_differing: number of all such places.
+        differing: places at which prompts differ, sorted by `equal_tokens` and `blocks`, the largest first.
+        num_differing: number of all places at which prompts differ.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
-        runs: the longest runs, first those that a cache or another prompt could have avoided; or all runs of
-            one request, in the order of its blocks.
+        runs: the longest runs, first the runs that a cache or another prompt could have avoided; or all runs
+            of one request, in the order of its blocks.
         num_runs: number of all runs.
-        decisions_sha256: digest of the decisions, equal to the one of ``kvoffload replay``.
+        decisions_sha256: digest of the decisions, equal to the digest of ``kvoffload replay``.
     """
 
     trace: str
@@ -258,7 +259,7 @@ def _runs(misses: Misses) -> tuple[_Int64s, _Int64s]:
 
 
 class _Facts:
-    """Numbers of missing blocks."""
+    """Computes the facts about missing blocks that an explanation lists."""
 
     def __init__(self, misses: Misses, tiers: list[str]) -> None:
         trace = misses.trace

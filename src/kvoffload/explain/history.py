@@ -32,7 +32,8 @@ NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
 """Number of each reason in `History.reasons`; 0 is a hit."""
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
-"""Reason of an absent block by the last decision about it. A stored block cannot be absent without one."""
+"""Reason of an absent block, by the last decision about the block (0: no decision). `STORED` and `PROMOTED`
+give `UNKNOWN`, because a stored block leaves only by a later decision."""
 for _decision, _reason in (
     (Decision.STORED, UNKNOWN),
     (Decision.PROMOTED, UNKNOWN),
@@ -55,8 +56,8 @@ class History:
             was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; request at which the block was last stored in RAM, or
             `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; number of the slowest tier that held the missing block
-            after the last offer that a tier took, from 1; 0 for none.
+        was_in_tier: shape ``(block_refs,)``, int8; number, from 1, of the slowest tier that had the missing
+            block when the block was last found in a tier; 0 for none.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """

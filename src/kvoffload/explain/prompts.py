@@ -21,7 +21,7 @@ _WINDOW = 16
 _MOST_COMPARED = 32_768
 """Tokens of a prompt that are compared behind the first difference."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
-"""Latest different continuations of a beginning: kept, and compared in full."""
+"""Number of the latest different continuations of a prefix that are kept, and that are compared in full."""
 _MOST_SHOWN = 4
 _ROOT = -1
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(_WINDOW)], np.uint64)
@@ -35,8 +35,8 @@ class BlockTokens:
 
     Attributes:
         ids: shape ``(unique_blocks, block_tokens)``, int64; token ids of each block.
-        prefixes: shape ``(unique_blocks,)``, int64; equal for blocks that end equal prefixes, also if their
-            ids in the trace differ because of a `cache_salt`.
+        prefixes: shape ``(unique_blocks,)``, int64; number of the token prefix that ends with the block.
+            Equal prefixes have equal numbers, even with different `cache_salt` and so different block ids.
     """
 
     ids: Tokens
@@ -51,7 +51,7 @@ class Difference:
         start: first token that differs.
         end: first token behind the difference, in this prompt; `start` if the rest is not equal again.
         equal_after: number of equal tokens from `end` on; 0 if the rest is not equal again.
-        shift: by how many tokens the equal rest is later in this prompt than in the earlier prompt.
+        shift: position of the equal rest in this prompt minus its position in the earlier prompt, in tokens.
         ours, theirs: token ids of the difference, up to four; from `start` on if the rest is not equal again.
     """
 
@@ -71,13 +71,13 @@ class Beginnings:
         known: shape ``(requests,)``; number of leading blocks that an earlier request had.
         nearest: shape ``(requests,)``; the latest earlier request that shares these blocks and has further,
             different blocks, or `NO_REQUEST`.
-        continues: shape ``(requests,)``, bool; the request continues an earlier prompt: all known blocks are
-            the earlier prompt, or no earlier prompt is longer. Also a prompt whose tokens are those of an
-            earlier prompt with another `cache_salt`, as far as the shorter of both goes.
+        continues: shape ``(requests,)``, bool; the request continues an earlier prompt: the known blocks are
+            the whole earlier prompt, or no earlier prompt goes on after the known blocks. Also True if one of
+            two prompts with different `cache_salt` begins with all tokens of the other.
         shares: shape ``(requests,)``, bool; the known blocks are a shared prompt (`Turns.is_shared_prompt`).
         differences: of requests that differ from the nearest prompt, if token ids are known.
-        other_tenant: shape ``(unique_blocks,)``, bool; the first use of the block ends a prefix that an
-            earlier request had with another `cache_salt`.
+        other_tenant: shape ``(unique_blocks,)``, bool; an earlier request had the prefix that ends with the
+            block, with another `cache_salt`.
     """
 
     known: npt.NDArray[np.int64]
@@ -195,10 +195,10 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request with the most equal tokens, of the latest that share `count` blocks.
+    """Return the request of `siblings` with the most equal tokens, and its difference.
 
-    Its difference is None if one prompt is the beginning of the other, with another `cache_salt`. None if all
-    share less than a block, in no known block.
+    The difference is None if one prompt is the beginning of the other, with another `cache_salt`. Returns
+    None if `count` is 0 and no sibling has a block of equal tokens.
     """
     children = np.array([child for child, _ in siblings])
     equal = tokens.ids[children] == tokens.ids[codes[count]]
@@ -232,7 +232,7 @@ def _equal_blocks(
 def _difference(
     tokens: Tokens, codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
 ) -> Difference:
-    """Compare two prompts from block `count` on, in which they differ."""
+    """Find the difference of two prompts whose first differing block is number `count`."""
     before, most = count * tokens.shape[1], -(-_MOST_COMPARED // tokens.shape[1])
     ours = tokens[codes[count : count + most]].reshape(-1)
     theirs = tokens[others[count : count + most]].reshape(-1)

@@ -23,7 +23,7 @@ _WITH_TOKENS = ("token_ids", "text")
 
 
 class _TokenKeys(Keys):
-    """Ids of blocks, with the tokens of each block, and the id that it had without a `cache_salt`."""
+    """Ids of blocks, with each block's tokens, and each block's id if there were no `cache_salt`."""
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -80,9 +80,8 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory for each token of different blocks: 37 bytes at the peak
-    with blocks of 16 tokens, 21 bytes with 64 tokens. `beginnings` adds 5 and 1 bytes to the
-    10 and 8 bytes that are kept.
+    Arguments and errors as for `convert`. Memory for each token of different blocks, with blocks of 16 and of
+    64 tokens: 37 and 21 bytes at the peak, later 10 and 8 bytes; `beginnings` adds 5 and 1 bytes.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

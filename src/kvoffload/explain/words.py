@@ -159,9 +159,9 @@ def facts(explained: Explanation) -> list[str]:
 
 
 def capacity_rows(explained: Explanation) -> list[tuple[str, str, str, str, str]]:
-    """Return rows of capacity, evicted blocks that are hits, their share, all hits, and the hit ratio.
+    """Return table rows: capacity, evicted blocks that become hits, their share, all hits, hit ratio.
 
-    The first row is the explained replay; empty if no larger capacity was tried.
+    The first row is the explained replay. The list is empty if no larger capacity was tried.
     """
     if explained.capacities is None:
         return []
