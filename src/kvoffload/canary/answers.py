@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 LEAST_LOGPROB = -100.0
-"""Servers send large negative numbers for a probability of 0."""
+"""Lower limit of log-probabilities. For a probability of 0 servers send various large negative numbers."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Difference:
     Positions after the first different token are not compared, because their contexts differ.
 
     Attributes:
-        size: difference of the log-probabilities of one token, a lower bound if one answer does not list it.
-        position: generated token with this difference, from 0.
+        size: difference of the log-probabilities of `token`; a lower bound if one answer does not list it.
+        position: number, from 0, of the generated token with this difference.
         token: the token whose log-probabilities differ most.
-        logprobs: its log-probabilities, in the reference and in the other answer; None if not listed.
+        logprobs: log-probability of `token` in the reference and in the other answer; None if not listed.
         diverges_at: position of the first different token; None if all tokens are equal.
     """
 
@@ -63,7 +63,9 @@ def compare(reference: Answer, other: Answer) -> Difference:
 
 
 def _difference(expected: Mapping[str, float], actual: Mapping[str, float], token: str) -> float:
-    """Return the difference of a token that one of these lists has; 0 if the other list is empty."""
+    """Return the difference of a token's log-probabilities; if one list lacks the token, a lower bound of
+    the difference; if one list is empty, 0.
+    """
     if not expected or not actual:
         return 0.0
     # A token that is not listed has at most the least log-probability of the list.

@@ -49,7 +49,7 @@ _CITIES = [
 ]
 _CHARACTERS_PER_TOKEN = 4
 _FAMILY_SHARE = 3
-"""Prompts of a family: with a common beginning, or the turns of one conversation."""
+"""Number of prompts in a family: prompts with a common beginning, or the turns of one conversation."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def generated(
     tokenize: Tokenize,
     token_ids: range | None = None,
 ) -> list[Prompt]:
-    """Generate prompts: half of them alone, a quarter with common beginnings, a quarter conversations.
+    """Generate prompts: half are single, a quarter share beginnings, a quarter are turns of conversations.
 
     With `token_ids` prompts are random token ids of this range, for servers whose tokenizer knows no English.
     Raises `ConfigError` if the server's tokenizer maps the prompts to too few tokens.
@@ -137,7 +137,7 @@ class _Builder:
         return [self._cut(records, length) for length in lengths]
 
     def shared(self, lengths: Sequence[int]) -> list[str | tuple[int, ...]]:
-        """Prompts whose first halves are equal."""
+        """Build prompts whose first halves are equal."""
         common = self._records(max(lengths))
         contents = []
         for length in lengths:
@@ -147,7 +147,7 @@ class _Builder:
         return contents
 
     def _records(self, length: int) -> list[Any]:
-        """Token ids, or pieces of text of about one token each."""
+        """Return `length` token ids, or pieces of text of about one token each."""
         if self._ids is not None:
             return [self._rng.choice(self._ids) for _ in range(length)]
         text = ""
@@ -184,7 +184,7 @@ class _Builder:
 
 
 def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
-    """Return a prompt of about `length` tokens that no cache can have, of the tokens of a prompt."""
+    """Return a random prompt of about `length` tokens of the prompt `like`, which no cache has."""
     if isinstance(like.content, str):
         pieces = like.content.split() or ["filler"]
         return Prompt("filler", " ".join(rng.choice(pieces) for _ in range(length)), "filler")

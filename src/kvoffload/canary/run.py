@@ -1,4 +1,4 @@
-"""A run of the canary, which gets each answer from computation, from the device and from the tiers."""
+"""A run of the canary: each prompt is answered from computation, from the device and from the tiers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from kvoffload.canary.verdict import LEAST_ALARM, LEAST_DEVICE_ALARM, Judgement,
 from kvoffload.errors import CanaryError
 
 _FILLING = 1.25
-"""Filler tokens for each token of the device's cache: blocks are dropped in another order than asked."""
+"""Filler tokens for each token of the device's cache. More than 1, because the device need not drop the oldest
+blocks first."""
 _MOST_DIFFERENCES = 10
 _MOST_FILLER_TOKENS = 4096
 
@@ -53,7 +54,7 @@ class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
         requests: prompts sent, without fillers.
         tier_tokens, device_tokens: prompt tokens from the tiers and from the device's cache.
         differing: answers with another token than the reference.
-        median, largest: differences from the reference in log-probability.
+        median, largest: median and largest difference from the reference, in log-probability.
     """
 
     name: str
@@ -82,11 +83,11 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a run.
 
     Attributes:
-        reasons: why this verdict, one sentence each.
+        reasons: reasons for the verdict, one sentence each.
         noise: largest difference of sound answers.
         threshold: differences above it are alarms.
         confidence: see `verdict.Judgement`.
-        differences: the largest differences from caches, largest first.
+        differences: the largest differences of answers from caches, in descending order.
         tokens_sent: prompt tokens, with fillers.
     """
 
@@ -174,7 +175,7 @@ class Canary:
         return _Phase(name, answers, self._server.counters().since(before))
 
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
-        """Store each prompt and ask it again at once, while the device still has its blocks."""
+        """Send each prompt twice in a row: the second answer comes from the device's cache."""
         name = "from the device"
         self._on_phase(name)
         answers: list[Answer | None] = []
@@ -287,7 +288,7 @@ class _Phases:
         ]
 
     def largest_differences(self) -> list[DifferenceReport]:
-        """Return the largest differences from caches, largest first."""
+        """Return the largest differences of answers from caches, in descending order."""
         rows = [
             DifferenceReport(
                 phase=phase.name,

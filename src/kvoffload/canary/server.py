@@ -27,8 +27,8 @@ class Counters:
     Attributes:
         tier_tokens: prompt tokens loaded from behind the device.
         device_tokens: prompt tokens found in the device's prefix cache.
-        preemptions: requests that lost their blocks while they ran. They may come back from the tiers, and
-            vLLM does not count that as hits.
+        preemptions: requests that lost their blocks while they ran. The tiers may load these blocks again,
+            which vLLM does not count as hits.
     """
 
     tier_tokens: float | None
@@ -149,7 +149,7 @@ class Server:
         return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
-        """Return the tokens of a block and of the device's whole KV cache, as vLLM reports them."""
+        """Return the tokens of a block and of the device's KV cache, as vLLM reports them; None if unknown."""
         for sample in self._samples():
             if sample.name == "vllm:cache_config_info":
                 labels = sample.labels

@@ -10,9 +10,9 @@ from enum import Enum
 NOISE_FACTOR = 4.0
 """A difference is an alarm if it exceeds this many times the largest difference of sound answers."""
 LEAST_ALARM = 0.02
-"""And if it exceeds this log-probability: no measured noise is exactly 0 in the next run."""
+"""An alarm also needs a difference above this log-probability: noise of 0 can grow in the next run."""
 LEAST_DEVICE_ALARM = 0.5
-"""The same for answers from the device's cache, whose rounding differs from that of all measured noise."""
+"""`LEAST_ALARM` of answers from the device's cache, which round differently from all answers in the noise."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
@@ -22,7 +22,7 @@ class Verdict(str, Enum):
     EQUAL: the tokens of all answers are equal, and no difference exceeds the noise.
     WITHIN_NOISE: some token or log-probability differs, but not more than sound answers do.
     DIFFERENT: an answer from a cache differs by more than the noise.
-    NOT_SHOWN: the server reports no hits in its tiers, so that nothing is known about them.
+    NOT_SHOWN: the server reports no hits in its tiers, so nothing is known about the tiers.
     """
 
     EQUAL = "equal"
@@ -33,16 +33,16 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """Differences from a cache against the noise.
+    """The comparison of a cache's differences with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`, or if so many exceed all noise that chance is
-            ruled out.
+        is_alarm: True if a difference exceeds `threshold`, or if at least half of the differences exceed all
+            noise, and these are too many for chance.
         threshold: in log-probability.
         noise: largest difference of sound answers.
         largest: largest difference of answers from the cache.
-        confidence: probability that noise would not have produced as many differences above all noise; 0 if
-            no difference is above.
+        confidence: 1 minus the probability that chance puts as many differences above all noise; 0 if no
+            difference is above.
     """
 
     is_alarm: bool
@@ -69,7 +69,7 @@ def judge(noise: Sequence[float], measured: Sequence[float], least_alarm: float 
 
 
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
-    """1 - the probability that the k largest of all differences are `measured`, in random order.
+    """Return 1 minus the probability that in a random order the k largest differences are all `measured`.
 
     The exact permutation test for the number k of measured differences above all noise.
     """
