@@ -1,7 +1,6 @@
 """Alarms on the metrics, and their form as a rule file for Prometheus.
 
-The only place of expressions, causes and remedies: ``docs/operations.md`` repeats them, and a test compares
-both.
+Owns the expressions, causes and remedies. ``docs/operations.md`` repeats them, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ RUNBOOK: Final = "docs/operations.md"
 _PREFIX = "PREFIX_"
 """Placeholder in expressions for the prefix of the metrics."""
 _SCOPE = "job, namespace, model_name, manager"
-"""Labels that survive a restart: instances and engines are added up. A missing label is empty."""
+"""Labels that survive a restart. Expressions sum over instances and engines. A missing label is empty."""
 _ENGINE = f"instance, engine, {_SCOPE}"
 
 
@@ -56,7 +55,7 @@ class Alarm:
 
 
 def alarms(prefix: str) -> list[Alarm]:
-    """Return the alarms for metrics with this prefix; the library has no alarms for features of vLLM."""
+    """Return the alarms for metrics with this prefix. `LIBRARY_PREFIX` has no alarms for vLLM's features."""
     known = {
         family.series_name("") for family in FAMILIES if prefix != LIBRARY_PREFIX or not family.is_of_vllm
     }
@@ -101,7 +100,7 @@ def _lookups(period: str, offset: str = "") -> str:
 
 
 def _grew(counter: str, period: str) -> str:
-    """A counter grew in the period, or was first scraped above 0 in it.
+    """Return PromQL that is true if a counter grew in the period, or was above 0 when first scraped in it.
 
     vLLM shows a counter from the first step on, so `increase` misses events of that step. The comparison with
     earlier values keeps an engine that could not be scraped for hours from raising old alarms again.
@@ -118,7 +117,7 @@ _CANARY_FAILS = f"""{_CANARY_FAILED}
 and ignoring (result) changes((
   kvoffload_canary_last_run_timestamp_seconds and ignoring (result) {_CANARY_FAILED}
 )[2d:5m]) > 0"""
-"""Two of the runs of two days failed, and the last run did."""
+"""At least two runs in two days failed, among them the last run."""
 
 _HALVED = f"""({_ratio("1h")} < 0.5 * ({_ratio("1h", "1d")}))
 unless ({_ratio("1h")} >= 0.5 * ({_ratio("1h", "7d")}))

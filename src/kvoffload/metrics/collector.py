@@ -50,8 +50,8 @@ class Collector:
 
     Thread: `update` and `count` are for the scheduler's thread, as all calls of the manager. `collect` may
     run in any thread, at any time: it reads only the values of the last `update`, which are replaced as a
-    whole and never changed. So a scrape never calls the manager or a tier, and all its values are of one
-    moment. Before the first `update` there are no values.
+    whole and never changed. So a scrape never calls the manager or a tier, and all its values come from one
+    `update`. Before the first `update` the metrics have no values.
 
     Raises: `ConfigError` if `prometheus_client` is not installed.
     """
@@ -94,7 +94,7 @@ class Collector:
         self._values = values
 
     def describe(self) -> list[Any]:
-        """Return the metrics without values, from which a registry notices equal names."""
+        """Return the metrics without values. A registry detects duplicate names from them."""
         return [self._family(family, ()) for family in FAMILIES if not family.is_of_vllm]
 
     def collect(self) -> list[Any]:

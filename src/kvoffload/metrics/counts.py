@@ -23,7 +23,7 @@ from kvoffload.tiering.manager import AnyManager, TieredManager
 
 
 class Value(NamedTuple):
-    """The value of a family, and of its labels."""
+    """A value of the metric family `name`, with the values of the family's labels."""
 
     name: str
     labels: tuple[str, ...]

@@ -13,7 +13,7 @@ from typing import Final
 from kvoffload.core.miss_reasons import LIVE_REASONS
 
 VLLM_PREFIX: Final = "vllm:kvoffload_"
-"""When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
+"""Contains ``vllm``: when an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
 LIBRARY_PREFIX: Final = "kvoffload_"
 
 UNRECORDED = "unrecorded_requests"
@@ -68,7 +68,7 @@ TENANT_COUNTERS = {
     "tenant_evicted_blocks": "With tenants: blocks of the tenant that were evicted.",
 }
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
-"""Metrics of each tenant that has a quota, and of all others as ``other``, with the label ``tenant``.
+"""Metrics with the label ``tenant``: each tenant with a quota, and ``other`` for all other tenants.
 
 In a shared pool whose engines have shares the tenants are ``own`` (this engine), ``others`` and ``ended``.
 """
@@ -79,7 +79,7 @@ WHAT_IF = {
     WHAT_IF_GAIN: "With what_if: estimated hit ratio minus that of the current setting, by setting.",
     "what_if_gain_error": "With what_if: half the width of the gain's 95 % interval, by setting.",
 }
-"""Gauges with the label ``setting``: ``current``, ``policy=hazard``."""
+"""Gauges with the label ``setting``, such as ``current`` or ``policy=hazard``."""
 NOT_PROMOTED = "not_promoted_blocks"
 NOT_OFFERED = "not_offered_blocks"
 NOT_PROMOTED_REASONS = {

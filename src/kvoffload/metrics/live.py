@@ -59,7 +59,7 @@ class Reading:
 def read(samples: list[Sample], time_s: float) -> Reading:
     """Sort the samples of a scrape by engine.
 
-    Engines without metrics of kvoffload are left out, and values that are not finite.
+    Skips engines without metrics of kvoffload, and values that are not finite.
     """
     values: dict[str, dict[Key, float]] = defaultdict(lambda: defaultdict(float))
     ours = set[str]()
@@ -97,10 +97,10 @@ _KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAM
 class TierRates:
     """A tier in an interval. Rates are per second; `faults` count since the server's start.
 
-    A rate is None in the tier's first interval, and a gauge if the server does not report it.
+    A rate is None in the tier's first interval. A gauge is None if the server does not report it.
 
     Attributes:
-        capacity: None if it is unknown, as of a server.
+        capacity: None if unknown, as for a shared server.
         write_budget_bytes: None without a limit.
     """
 
@@ -139,16 +139,17 @@ class TenantShown:
 
 @dataclass(frozen=True)
 class EngineRates:
-    """An engine in an interval. Rates are blocks per second unless named; `faults` count since its start.
+    """An engine in an interval. Rates are blocks per second unless named; `faults` count since the start.
 
-    A rate is None if the server does not report the metric, or did not at the start of the interval.
+    A rate is None unless the server reported the metric at the start and at the end of the interval.
 
     Attributes:
-        hit_ratio: of the looked-up blocks of the interval; None if there were none.
+        hit_ratio: hits over looked-up blocks of the interval; None without lookups.
         ram_hits: hits that came from RAM.
-        what_if: the current setting of RAM, then the settings to try; empty without them.
+        what_if: estimates for the current setting of RAM, then for each setting to try; empty without
+            ``what_if``.
         tenants: tenants with quotas, or the engines of a shared pool with shares, most blocks first.
-        is_restarted: True if a counter fell: it counts from 0 again.
+        is_restarted: True if a counter fell, because the engine counts from 0 again.
     """
 
     engine: str
@@ -267,7 +268,7 @@ class _Engine:
         return self._after.get((metric, label))
 
     def _rate(self, metric: str, label: str = "") -> float | None:
-        """Return the increase per second; a counter that fell has counted from 0 again."""
+        """Return the increase per second; None if a scrape lacks the metric. A counter that fell began at 0."""
         value, before = self._value(metric, label), self._before.get((metric, label))
         if value is None or before is None:
             return None
@@ -279,7 +280,7 @@ class _Engine:
 
 
 def _without(hits: float | None, parts: list[float | None]) -> float | None:
-    """Return the hits that are none of the parts; None if a number is unknown."""
+    """Return `hits` minus the sum of `parts`; None if a number is unknown."""
     known = [part for part in parts if part is not None]
     return None if hits is None or len(known) < len(parts) else max(0.0, hits - sum(known))
 
