@@ -38,10 +38,10 @@ OF_ENGINES = (
     "what_if",
     "what_if_sample",
 )
-"""Options that an engine takes from the environment and from a file. vLLM's flag alone can set the others."""
+"""Options that an engine reads from the environment and from a file. Only vLLM's flag can set other options."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options of the admission rule. If any of these options is given, lower layers cannot set the others."""
+"""Options that set the admission rule together. If a layer has one of them, lower layers set none of them."""
 
 
 def gathered(
@@ -71,7 +71,7 @@ def gathered(
 
 
 def _check_environment() -> None:
-    """Refuse misspelt variables. Other names with the prefix may belong to something else."""
+    """Refuse misspelt variables. Other names with the prefix are allowed: they may have another purpose."""
     known = {name.upper() for name in (*OF_ENGINES, "config")}
     names = (name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in names:

@@ -300,7 +300,7 @@ def read_options(
 
 
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Read options that are the value of the option `field`; errors name ``field.option``."""
+    """Read a group of options that is the value of the option `field`; errors name ``field.option``."""
     try:
         return read_options(options, given, field)
     except CombinedConfigError as several:

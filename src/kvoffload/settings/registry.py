@@ -24,7 +24,7 @@ class Parameter(NamedTuple):
 
     Attributes:
         kind: type with bounds.
-        allowed: the same in words.
+        allowed: type and bounds in words.
     """
 
     name: str
@@ -43,8 +43,8 @@ class Registry(Generic[T]):
     Parameters follow behind commas: ``s3fifo,small_share=0.2``. A parameter is a public attribute with an
     annotation and a default, and no ``ClassVar``. The first value may follow a colon: ``reuse:2``.
 
-    Classes are imported on demand. A class from a file can be unpickled only in a process that has found the
-    same text before: send the text to other processes, not the class.
+    Classes are imported on demand. A process can unpickle a class from a file only after `find` with the same
+    text: send the text to other processes, not the class.
 
     Args:
         field: name in error messages: ``policy``.
@@ -120,7 +120,7 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class, and for a known name the text after its colon."""
+        """Return the class, and the text after the colon of a known name; None without such text."""
         known, colon, text = name.partition(":")
         value = text if colon else None
         # Built-in classes first: entry points are read from the files of every installed package.

@@ -20,8 +20,8 @@ INTERVAL_S = 1.0
 class WatchedFile(Generic[T]):
     """A JSON object in a file, read again whenever the file changes.
 
-    A missing file is no error: it has no settings yet. Write a new version beside the file and rename it, so
-    that no half of a version is read.
+    A missing file is no error: the user has given no settings yet. To change the file, write a new file and
+    rename it to `path`, so that no incomplete version is read.
 
     Args:
         path: the file.
