@@ -200,11 +200,11 @@ def time_server(
 ) -> ServerTimes:
     """Send prompts of these lengths, one at a time, and time the answers.
 
-    Each round sends a prompt of every length that the model takes, in random order. Every prompt is random,
+    Each round sends a prompt of every length that the model accepts, in random order. Every prompt is random,
     so that no cache has it.
 
     Raises:
-        ConfigError: the model takes fewer than 3 of the lengths; the server does not stream each token.
+        ConfigError: the model accepts fewer than 3 of the lengths; the server does not stream each token.
     """
     limit = server.max_tokens
     usable = [length for length in lengths if limit is None or length + _ANSWER_TOKENS <= limit]
