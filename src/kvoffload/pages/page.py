@@ -184,7 +184,7 @@ def _compressed(source: str) -> str:
 
 
 def _plotly_js(path: Path | None = None) -> str:
-    """Return the source of plotly.js. Raises `ConfigError` about the report `path` without plotly."""
+    """Return the source of plotly.js. Raises `ConfigError` for the report `path` if plotly is missing."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
