@@ -98,9 +98,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A compared quantity.
 
     Attributes:
-        name: for people. unit: ``requests``, ``share``, ``bytes``, ``s``.
-        server, predicted: the two values. difference: predicted - server: of shares in points of 1, of the
-            others relative to the server's value.
+        name: name for users. unit: ``requests``, ``tokens``, ``share``, ``bytes``, ``s``.
+        server, predicted: the two values.
+        difference: predicted - server. Except for the unit ``share`` divided by the server's value.
         limit: largest absolute difference that counts as close.
         is_close: True if the difference is within the limit.
     """
@@ -118,9 +118,9 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """A server beside the prediction of its recording; the fields are the keys of its JSON object.
 
     Attributes:
-        verdict: ``close``: every row is within its limit. ``different``: a row is not. ``not-comparable``:
-            server and recording have different requests.
-        rows: the quantities that both sides have.
+        verdict: ``close``: every row is within its limit. ``different``: a row exceeds its limit.
+            ``not-comparable``: server and recording have different requests.
+        rows: quantities that both the server and the prediction have.
         settings: differences between the server's set-up and the predicted one, as sentences.
     """
 
