@@ -18,8 +18,8 @@ from kvoffload.canary.verdict import LEAST_ALARM, LEAST_DEVICE_ALARM, Judgement,
 from kvoffload.errors import CanaryError
 
 _FILLING = 1.25
-"""Filler tokens for each token of the device's cache. More than 1, because the device need not drop the oldest
-blocks first."""
+"""Filler tokens for each token of the device's cache. More than 1, because the device may drop new blocks
+before old blocks."""
 _MOST_DIFFERENCES = 10
 _MOST_FILLER_TOKENS = 4096
 

@@ -149,7 +149,7 @@ class Server:
         return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
-        """Return the tokens of a block and of the device's KV cache, as vLLM reports them; None if unknown."""
+        """Return the tokens of a block and of the device's KV cache, from vLLM's metrics; None if unknown."""
         for sample in self._samples():
             if sample.name == "vllm:cache_config_info":
                 labels = sample.labels

@@ -268,7 +268,7 @@ class _Engine:
         return self._after.get((metric, label))
 
     def _rate(self, metric: str, label: str = "") -> float | None:
-        """Return the increase per second; None if a scrape lacks the metric. A counter that fell began at 0."""
+        """Return the increase per second; None if a scrape lacks the metric. A fall means a restart at 0."""
         value, before = self._value(metric, label), self._before.get((metric, label))
         if value is None or before is None:
             return None

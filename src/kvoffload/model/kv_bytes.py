@@ -74,7 +74,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
 
 
 def sliding_layers(model: str) -> tuple[int, int]:
-    """Return the number of layers with a sliding window, and of all layers; (0, 0) without a file.
+    """Return the number of layers with a sliding window, and of all layers; (0, 0) if unknown.
 
     vLLM frees the blocks of such layers outside the window, so a GPU holds more tokens of the model.
     """
@@ -93,7 +93,7 @@ def sliding_layers(model: str) -> tuple[int, int]:
 
 
 def _config_file(model: str) -> Path | None:
-    """Return the configuration of a model, or None for a model of the built-in table or an unknown one."""
+    """Return the path of a model's configuration; None for a built-in or an unknown model."""
     place = Path(model)
     if place.is_dir():
         place = place / "config.json"
@@ -175,7 +175,7 @@ def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> i
 
 
 def _in_hub_cache(model: str) -> Path | None:
-    """Return the path of a downloaded model's configuration."""
+    """Return the path of a model's configuration in the Hugging Face cache, or None."""
     configs = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
     return configs[-1] if configs else None
 
@@ -184,7 +184,7 @@ def snapshots(model: str, download_dir: str = "") -> list[Path]:
     """List the directories of a model's revisions in the local Hugging Face cache, named by commit.
 
     Args:
-        download_dir: a further cache, where the engine keeps weights.
+        download_dir: a second cache, in which the engine stores weights; empty for none.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = Path(os.environ.get("HF_HOME") or f"{caches}/huggingface").expanduser()

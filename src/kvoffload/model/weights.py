@@ -45,7 +45,7 @@ def weights_identity(model: str, download_dir: str = "") -> str:
 
     Args:
         model: a directory, or the name of a model in the local Hugging Face cache.
-        download_dir: a further cache, where the engine keeps weights.
+        download_dir: a second cache, in which the engine stores weights; empty for none.
 
     Cost: the first call reads every file.
     Raises: `ConfigError` if the weights are absent, or if the cache has several revisions, because it is
@@ -102,7 +102,7 @@ def _remembered() -> dict[str, str]:
 
 
 def _remember(digests: dict[str, str]) -> None:
-    """Write the cache of digests. After a failure, the files are read again."""
+    """Write the cache of digests. A failure is ignored: the next call reads the files again."""
     with contextlib.suppress(OSError):
         _memory().parent.mkdir(parents=True, exist_ok=True)
         # Atomic, because several engines may start at once.

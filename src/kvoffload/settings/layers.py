@@ -38,7 +38,7 @@ OF_ENGINES = (
     "what_if",
     "what_if_sample",
 )
-"""Options that an engine reads from the environment and from a file. Only vLLM's flag can set other options."""
+"""Options that an engine reads from the environment and from a file. vLLM's flag alone sets other options."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
 """Options that set the admission rule together. If a layer has one of them, lower layers set none of them."""

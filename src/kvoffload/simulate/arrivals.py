@@ -88,7 +88,8 @@ class Shares:
         requests_of: numbers of each engine's requests, in order.
 
     Attributes:
-        of_engines: the arrivals of each engine. Begin all of them, then `begin` this object.
+        of_engines: the arrivals of each engine. Call `begin` of each engine's arrivals first, then of this
+            object.
     """
 
     def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:

@@ -63,7 +63,8 @@ _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""Layers times hidden size, a factor of attention's cost: of Llama 3.1 8B, with the exponent up to 70B."""
+"""Layers times hidden size of Llama 3.1 8B, its parameters, and the exponent with which layers times hidden
+size grow with the parameters, up to 70B. Attention's cost is proportional to layers times hidden size."""
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:

@@ -67,8 +67,8 @@ class _Step:
 class _Generating:
     """Requests that generate answers, one token each per token time.
 
-    `tokens` counts the tokens that a single request would have generated since the run began. So the end of
-    each request is a fixed count.
+    `tokens` counts the tokens that a single request would have generated since the run began. So each request
+    ends at a fixed value of `tokens`.
     """
 
     def __init__(self, tokens_per_s: float) -> None:
@@ -108,7 +108,8 @@ class Engine:
     """A single run of one engine's requests. Use once: construct, `begin`, run the events, `check_ended`.
 
     Attributes:
-        came_s, began_s, loaded_s, first_token_s: times of each request, in seconds since the run began.
+        came_s, began_s, loaded_s, first_token_s: times of each request's arrival, start, end of loading and
+            first token, in seconds since the run began.
         device_hits, prefill_s, prefill_tokens, busy_s, most_waiting: as in `TimedOutcome`.
         ended_s: end of the last request.
         links, tiers: reports at the end of the last request.

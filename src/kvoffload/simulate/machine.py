@@ -44,7 +44,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         name: name of a class or of the measured host.
-        model: model whose prefill and decode speeds these are.
+        model: model of the prefill and decode speeds.
         prefill_s_per_token, prefill_s_per_token_squared, step_s: see above.
         decode_tokens_per_s: generation speed of one request while other requests generate, too.
         load_bytes_per_s, store_bytes_per_s: copies from RAM to the device, and from the device to RAM.
@@ -87,8 +87,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return linear * (end - start) + squared * (end * end - start * start)
 
     def break_even_tokens(self, bytes_per_token: float, *, from_disk: bool = False) -> float:
-        """Compute the shortest prompt for which loading is as fast as computing, on an idle machine, in
-        tokens; infinite if loading is always slower."""
+        """Return the prompt length, in tokens, from which loading is as fast as computing on an idle machine;
+        infinity if loading is always slower."""
         fixed = self.value("copy_latency_s")
         per_token = bytes_per_token / self.value("load_bytes_per_s")
         if from_disk:

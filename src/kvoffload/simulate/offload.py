@@ -85,7 +85,7 @@ class Offload(NoOffload):
 
     Args:
         wake: called at the end of each job for which a request may wait.
-        ram: RAM that several engines share; None: RAM of this engine.
+        ram: RAM that several engines share; None: this engine has its own RAM.
     """
 
     def __init__(

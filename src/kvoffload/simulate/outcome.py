@@ -13,7 +13,7 @@ from kvoffload.simulate.report import Distribution, LinkReport, TimedOutcome, Ti
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of links of each engine with a shared RAM, load and store; further links are those of the tiers."""
+"""Number of an engine's own links if engines share RAM: load and store. Further links belong to the tiers."""
 
 
 def outcome_of(

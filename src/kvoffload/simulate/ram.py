@@ -23,7 +23,7 @@ from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""Most seconds of queued writes, at the end of a run, of a tier that keeps up."""
+"""Limit of a tier's queued writes at the end of a run. A tier with a longer queue does not keep up."""
 
 
 class Ram:
@@ -32,7 +32,7 @@ class Ram:
     Args:
         trace: the requests of all engines that use this RAM.
         whole: the requests of all engines that use the tiers behind this RAM; None: `trace`.
-        beside: RAM of another engine, whose tiers this RAM shares; None: the tiers are made here.
+        beside: RAM of another engine, whose tiers this RAM shares; None: this RAM has its own tiers.
 
     Attributes:
         manager: the manager of this RAM.
@@ -142,7 +142,7 @@ class Ram:
             wake()
 
     def poll(self) -> None:
-        """Take up ended jobs of the tiers."""
+        """Handle the jobs that tiers have ended."""
         if self._tiered is not None:
             self._tiered.poll()
 

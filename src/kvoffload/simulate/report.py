@@ -70,8 +70,8 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``ram``, or the tier's name, with a number if several tiers have one name.
         hit_blocks: blocks that requests loaded from this tier.
-        written, evicted: RAM's include promotions from lower tiers.
-        not_offered: blocks that RAM evicted before a slow tier accepted them, of all tiers together. For RAM:
+        written, evicted: blocks written and evicted; for RAM with promotions from tiers.
+        not_offered: blocks that RAM evicted before a slow tier accepted them, summed over all tiers. For RAM:
             blocks offered while all slots were in use.
         keeps_up: True if `not_offered` is 0 or the tier is RAM, and at most 30 s of writes were queued when
             the last request ended.
@@ -91,8 +91,8 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         requests: number of requests; all are served, however late.
         seconds: time from the first arrival to the end of the last request.
-        device_hit_blocks, offload_hit_blocks, hit_ratio: block references found on the device and loaded, and
-            their share of all references.
+        device_hit_blocks, offload_hit_blocks, hit_ratio: block references found on the device; block
+            references loaded; the share of both in all references.
         prefill_s, prefill_tokens: time of steps that computed prompts, and computed tokens of full blocks.
         device_busy_share: share of the run in which the device was busy.
         ttft_s: time from the arrival of a request to its first token.
@@ -155,8 +155,8 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
         ttft_p50_ratio, ttft_p90_ratio: time to first token without offloading over the time with offloading.
         break_even_tokens: shortest prompt for which loading from RAM beats computing on an idle machine;
             null if there is none.
-        instances, routing, shared_ram: engines, as in `ReplayReport`. Sizes and `max_running` are of one
-            engine, totals of all engines. Shares of time are means over all engines.
+        instances, routing, shared_ram: engines, as in `ReplayReport`. Sizes and `max_running` apply to each
+            engine; totals cover all engines. Shares of time are means over all engines.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         version: version of kvoffload.
     """

@@ -190,7 +190,7 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
 
 @kernel
 def _first_fault(links: I32Matrix, num_positions: int) -> int:
-    """Walk every list; return a row with wrong links or size, `len(links)` for a lost row, or -1."""
+    """Walk every list; return a row with wrong links or size, `len(links)` if a row is lost, -1 if sound."""
     num_listed = 0
     for sentinel in range(num_positions, links.shape[0]):
         row, size = sentinel, 0

@@ -10,7 +10,7 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """A call of a policy that does not return. A `BaseException`, so that Hypothesis does not shrink it."""
+    """Error of a policy's call that does not return. Hypothesis does not shrink a `BaseException`."""
 
 
 class CallLimit:

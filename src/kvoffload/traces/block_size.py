@@ -25,9 +25,9 @@ class Header(msgspec.Struct, omit_defaults=True):
         kvoffload_trace: version of the header.
         block_tokens: tokens in one block.
         source: origin of the file.
-        assumed: assumption that replaces data that the source lacks; empty if there is none.
-        in_order: False if lines are known to be out of order, as those of a recorder, which writes requests
-            when they end. A reader sorts them without a warning.
+        assumed: assumption in place of data that the source lacks; empty for none.
+        in_order: False if lines may not be in order of arrival, as in recordings, which have requests in
+            order of their ends. A reader then sorts without a warning.
     """
 
     kvoffload_trace: Literal[1]

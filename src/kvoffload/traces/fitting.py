@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Block references of a trial. For a larger recording a trial has fewer sessions, at the same load so that as
-many sessions overlap."""
+"""Block references of a trial, about. Trials for a larger recording have fewer sessions, at the same load, so
+that the same number of sessions overlaps."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -161,7 +161,7 @@ class _Search:
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try a workload, and scale each parameter towards the recording's mean."""
+        """Try a workload; return the workload with each parameter scaled towards the recording's mean."""
         got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _PROGRESS_LINES = 256
 _LONGEST_LINE = 256 << 20
-"""Bytes. A request of a million tokens in blocks of 16 has half a megabyte; text has a few."""
+"""Longest line in bytes. A request of a million tokens has about 0.5 MB as ids, a few MB as text."""
 
 
 class BadLineError(Exception):

@@ -14,9 +14,9 @@ from kvoffload.traces.trace import Trace
 def at_load(trace: Trace, load: float) -> Trace:
     """Multiply the arrival rate of sessions by `load`.
 
-    Gaps within a session stay, because users do not think faster under load. So the recording becomes shorter
-    by at most the factor `load`. Sessions as in `statistics.describe`. Cost: 0.2 s per million block
-    references.
+    Gaps within a session do not change, because users do not think faster under load. So the recording
+    becomes shorter by at most the factor `load`. `statistics.describe` defines sessions. Cost: 0.2 s per
+    million block references.
     """
     if convert("load", load, Positive) == 1 or not trace.requests:
         return trace
@@ -32,7 +32,7 @@ def at_load(trace: Trace, load: float) -> Trace:
 def one_session_in(trace: Trace, number: int) -> Trace:
     """Keep every `number`-th session; sessions are ordered by their first request.
 
-    Sessions as in `statistics.describe`. Cost: 0.2 s per million block references.
+    `statistics.describe` defines sessions. Cost: 0.2 s per million block references.
     """
     if number == 1 or not trace.requests:
         return trace

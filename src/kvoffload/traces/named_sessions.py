@@ -23,7 +23,7 @@ class SessionNames(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 SESSION_FIELDS = ("session", "session_id", "conversation_id", "chat_id")
-"""Fields that name a session, the first present one counts."""
+"""Fields that name a session. The first field with a name counts."""
 
 
 def first_name(*values: object) -> str:
@@ -40,8 +40,8 @@ class NamedSessions:
     With `parent_chat_id`, as in Qwen-Bailian's recordings, `chat_id` names a single request. The session is
     then named by the first chat of the chain of parents.
 
-    Memory: the last 131,072 chats. A request whose parent was forgotten, or comes later, gets the parent's
-    name.
+    Memory: the last 131,072 chats. A request whose parent was forgotten, or has not occurred yet, gets the
+    parent's name.
     """
 
     def __init__(self) -> None:

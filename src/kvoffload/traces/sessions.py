@@ -134,7 +134,7 @@ class _Server:
                 time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
 
     def _continues(self, turns: int, mean_turns: float) -> bool:
-        """Draw whether another turn follows. Turns are beta-geometric, so long sessions tend to continue."""
+        """Return True, at random, if another turn follows. Numbers of turns are beta-geometric."""
         a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
         return self._random() * (a + b + turns - 1) < a + turns - 1
 

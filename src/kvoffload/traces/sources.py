@@ -17,7 +17,7 @@ from kvoffload.traces.trace import SECONDS, Trace
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _MOST_PER_S = 1000
-"""Higher rates of requests are implausible for one recording; busy fleets have hundreds a second."""
+"""Highest plausible rate of requests in a recording. Busy fleets have hundreds a second."""
 
 
 def load_trace(

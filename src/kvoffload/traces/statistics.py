@@ -44,14 +44,15 @@ class TraceStatistics:
         output_tokens: tokens generated per request.
         sessions: number of sessions; inferred sessions include sub-agents.
         named_share: share of the requests whose session the recording names.
-        unambiguous_share: share of the other requests whose inference is unambiguous; None if there are none.
+        unambiguous_share: share of unambiguous inferences among requests without a named session; None
+            without such requests.
         turns_per_session, mean_turns: requests of a session.
         turn_gap_s: time from a turn to the next.
         new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
         concurrent_sessions: mean number of sessions that are between their first and last request.
         reuse_time_s: time from a use of a block to its next use.
         reuse_distance_blocks: distinct blocks used between two uses of a block, if requests use blocks from
-            tail to head. An LRU cache with a larger capacity hits.
+            tail to head. An LRU cache with a capacity above this distance hits.
         ceiling: share of references whose block was used before: the hit ratio of an unlimited cache.
         repeated_in_session: share of references whose block the same session introduced before.
         shared_by_sessions: share of references whose block another session introduced.
@@ -94,7 +95,7 @@ class Turns:
         first_seen: shape ``(unique_blocks,)``; position in `refs` of the first use of each code.
         new_blocks: shape ``(requests,)``; number of blocks that no earlier request had.
         previous_turn: shape ``(requests,)``; the request that each request continues, or -1. In a named
-            session: the request whose blocks it continues, or the latest earlier request.
+            session: the earlier request of the session with the continued blocks, else the latest.
         session_of: shape ``(requests,)``; session of each request.
         is_named: shape ``(requests,)``; the recording names the session.
         is_unambiguous: shape ``(requests,)``; the inference is unambiguous.
@@ -210,7 +211,7 @@ def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
 def _previous_turns(
     trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s, fan_out: _Int64s
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
-    """Return for each request the earlier request that it continues, or `_NONE`, and if that is unambiguous.
+    """Return for each request the request that it continues, or `_NONE`; and a mask of unambiguous results.
 
     `shared` has for each request the number of its leading blocks that earlier requests used.
     """
@@ -233,9 +234,9 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Return the previous turns, for requests of named sessions within the session.
+    """Return the previous turns, corrected for named sessions: both turns are in the same session.
 
-    The inferred turn counts if it is in the same session; else the latest earlier request of the session.
+    An inferred turn counts if it is in the same session; otherwise the session's latest earlier request does.
     """
     by_session = np.argsort(named, kind="stable")
     follows = np.flatnonzero(named[by_session[1:]] == named[by_session[:-1]])

@@ -16,7 +16,7 @@ from kvoffload.core.hints import NO_HINTS, Hints
 
 SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
-"""Requests of one session from which a constant field is more likely than a long conversation."""
+"""Number of requests from which a single session for all requests is probably a constant field."""
 
 
 def codes_by_appearance(

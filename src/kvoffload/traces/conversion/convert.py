@@ -48,8 +48,8 @@ class Converted:
 
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
-        unordered_requests: requests that were earlier than a request before them; readers of the trace sort
-            them.
+        unordered_requests: requests with an earlier time than a preceding request. Readers of the trace sort
+            all requests by time.
         remarks: notes of the source for the user.
     """
 
@@ -142,7 +142,7 @@ def _wrong_tokenizer(problem: ConfigError, tokenizer: Path | None) -> Missing:
 
 
 def _missing(source: Source, place: str) -> list[Missing]:
-    """Return the required options that were not given; what cannot be read twice is not read here."""
+    """Return the required options that were not given. Reads the first record, if it can be read twice."""
     if Path(place) == STDIN or is_address(place):
         return source.missing(b"")
     _, first = next(iter(source.records(place)), (0, b""))
@@ -234,7 +234,7 @@ def _write_lines(
 
 
 def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
-    """Rewrite a trace whose lines turned out not to be in order: its header says so, and times begin at 0."""
+    """Rewrite a trace with unordered lines: set `in_order` to False in its header, add `shift_ms` to times."""
     shifted = partial.with_name(partial.name + ".shifted")
     try:
         with (

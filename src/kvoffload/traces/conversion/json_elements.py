@@ -19,7 +19,7 @@ _SEPARATORS = re.compile(r"[ \t\r\n,]*")
 
 
 def is_array(path: Path) -> bool:
-    """Return True if a file is a single JSON array; False for JSON lines, also if each line is an array."""
+    """Return True if a file is a single JSON array; False for JSON lines, even if each line is an array."""
     first = next((text.strip() for _, text in numbered_lines(path)), b"")
     return first.startswith(b"[") and (first == b"[" or first[1:].lstrip().startswith(b"{"))
 
@@ -67,7 +67,7 @@ class _Buffer:
 
     @property
     def wanted_bytes(self) -> int:
-        """Number of bytes to read next. It doubles the buffer, because parsing restarts at the element."""
+        """Number of bytes to read next: doubles the buffer, because each attempt parses an element anew."""
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:

@@ -24,7 +24,8 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
     Args:
-        lost: the first element counts lost batches, which show as gaps in the publisher's numbers.
+        lost: a list whose first element this call increases by each lost batch (a gap in the publisher's
+            numbers).
 
     Thread: any. On the main thread Ctrl-C ends the iteration between two batches; on another thread, close
     the iterator.

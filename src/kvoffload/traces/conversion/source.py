@@ -63,7 +63,7 @@ class Missing:
     Attributes:
         problem: the error for the user.
         flag: the option: ``--tokenizer``; empty for the output.
-        example: a value of the option; of ``--from``, a parameter of the kind: ``per_minute=60``.
+        example: a value of the option; for ``--from`` a parameter of the source, ``per_minute=60``.
     """
 
     problem: ConfigError
@@ -102,9 +102,9 @@ class Source(ABC):
         return numbered_lines(Path(place), progress)
 
     def missing(self, record: bytes) -> list[Missing]:
-        """Return the required options that were not given, as far as the first record shows.
+        """Return the required options that were not given, judging by the first record.
 
-        An unreadable record shows nothing. Raises nothing.
+        Returns an empty list for an unreadable record. Raises nothing.
         """
         return []
 
@@ -135,7 +135,7 @@ SOURCES: Registry[Source] = Registry("from", Source, "kvoffload.traces.conversio
 
 
 _LEVELS = ("debug ", "info ", "warning ", "error ", "(apiserver", "(enginecore")
-"""Beginnings of the lines of vLLM's log, in small letters."""
+"""Prefixes of lines in vLLM's log, in lower case."""
 
 
 def kind_of(path: Path) -> type[Source]:

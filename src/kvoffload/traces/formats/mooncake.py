@@ -9,11 +9,11 @@ occurrences of an id have the same predecessor. A line that breaks these rules i
 
 The first line may be a `Header`. Headers may also occur later, in concatenated files.
 
-Requests are sorted by time if their lines are not in order; unless a header announces that, a warning of the
-logger ``kvoffload.traces`` names their number.
+Requests are sorted by time if the lines are not in order. The logger ``kvoffload.traces`` then warns with the
+number of late requests, unless a header has ``"in_order": false``.
 
-Variants of other writers are accepted: ids that are texts or wider numbers (which are renumbered), and times
-in seconds (all times are in seconds if any time has a fraction; `load_trace` can be told so, too).
+Variants of other writers are accepted. Ids that are texts or wider numbers are renumbered. All times count as
+seconds if any time has a fraction, or if `load_trace` gets the `time_unit` ``s``.
 """
 
 from __future__ import annotations
@@ -298,12 +298,12 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def prompt_tokens(self) -> _Int64s | None:
-        """Return the length of each prompt; None if all are whole blocks, as a file without lengths has."""
+        """Return the tokens of each prompt; None if all are whole blocks, as in files without real lengths."""
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
     def named_sessions(self) -> npt.NDArray[np.int32] | None:
-        """Return `Trace.sessions`. If no name occurs twice, the names are of requests, and are ignored."""
+        """Return `Trace.sessions`; None if no name occurs twice, because then names identify requests."""
         numbers = _int64s(self.sessions)
         named = numbers[numbers != _NO_SESSION]
         different, codes, _ = codes_by_appearance(named)
@@ -351,7 +351,7 @@ class _Requests:
         return block_ids, refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise for the id at `position`, whose predecessor differs from its predecessor at `first`."""
+        """Raise `BadLineError`: the id at `position` has another predecessor than at `first`, its first use."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"

@@ -32,9 +32,9 @@ class _Open:
 class KVEvents(Source):
     """Batches in vLLM's encoding, as JSON lines or live from vLLM's publisher (``tcp://host:port``).
 
-    Requests are inferred: blocks that follow one another within `gap_s` seconds form one request, and its
-    ancestor blocks are the cached prefix of the prompt. After the first batch, single blocks count as
-    generated. A request that computed no whole block leaves no event, so the trace has less reuse than the
+    Requests are inferred: blocks that follow one another within `gap_s` seconds form one request. The
+    ancestors of these blocks are the cached prefix of the prompt. After the first batch, single blocks count
+    as generated. A request that computed no whole block leaves no event, so the trace has less reuse than the
     engine. Only events of the GPU's cache and of the first KV group count.
 
     Memory: proportional to the blocks in the GPU's cache.
