@@ -72,8 +72,8 @@ def option(default: Any = dataclasses.MISSING, help: str | None = None, *flags: 
 
     Args:
         flags: spellings, if not ``--field-name``.
-        details: `setting` (name in the environment and in ``--config``), `metavar`, and whatever else
-            `click.option` takes.
+        details: `setting` (name in the environment and in ``--config``), `metavar`, and other arguments of
+            `click.option`.
     """
     return field(default=default, metadata={"help": help, "flags": flags, **details})
 
@@ -260,7 +260,7 @@ class ModelOptions:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn, once a command, that a GPU holds more tokens of a model with sliding windows than computed."""
+    """Warn, once a command, if a model has sliding windows: a GPU then holds more tokens than computed."""
     context = click.get_current_context(silent=True)
     count, num_layers = kv_bytes.sliding_layers(model)
     if count and context is not None and not context.meta.get(_WARNED_OF_WINDOWS):

@@ -68,7 +68,7 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
     output: Path | None = option(None, "Write the report to a file.")
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
-        """Check the capacities, as far as that is possible before the trace is read."""
+        """Check the capacities as far as possible before the trace is read."""
         with problems:
             parse_capacity("capacity", self.capacity, block_bytes, ANY_TRACE)
         with problems:
@@ -204,7 +204,8 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         return parse_injection(self.inject, self.seed) if self.inject else None
 
     def data(self, trace: Trace, config: ReplayConfig) -> list[DataPlane]:
-        """Create a data plane for each manager; none without bytes. Raises `ConfigError` if memory lacks."""
+        """Create a data plane for each manager; an empty list for ``--no-data``. Raises `ConfigError` if the
+        blocks do not fit in the free memory."""
         if self.no_data:
             return []
         managers = config.instances if self.has_managers else 1

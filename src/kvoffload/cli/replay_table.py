@@ -125,7 +125,7 @@ def _summary(report: ReplayReport) -> RenderableType:
 
 
 def _instances(report: ReplayReport) -> str:
-    """Describe how several engines share."""
+    """Describe RAM, routing and shared hits of several engines."""
     ram = "RAM of the given size each"
     if report.shared_ram:
         ram = f"one pool of RAM, {report.instances} times the given size"

@@ -111,7 +111,7 @@ class Lines:
         self._of = ""
 
     def update(self, now: Progress) -> None:
-        """Print a line if one is due. No line is printed at the end, when the results follow."""
+        """Print a line if one is due, but not at the end, because the results follow."""
         if now.refs_done == 0 or now.of != self._of:
             # The replays begin, or another kind of replays: restart the estimate.
             self._began_s = self._last_s = self._clock_s()

@@ -32,7 +32,7 @@ _BAR_CELLS = 6
 _MOST_NAME = 14
 _MOST_TENANTS = 8
 _UNITS = ((1e7, 1e6, "M"), (1e4, 1e3, "k"))
-"""Rates from the first number on are shown in the unit."""
+"""Smallest rate that is shown in the unit, size of the unit, name of the unit."""
 _FAULTS = {
     "verification_failures": "damaged in RAM",
     "failed_load_blocks": "failed loads",
@@ -114,7 +114,7 @@ def _scrape(url: str) -> Reading:
 
 
 def _watch(url: str, before: Reading, interval_s: float) -> None:
-    """Show intervals until the user presses q. An answer that fails is shown, and asked for again."""
+    """Show intervals until the user presses q. The error of a failed scrape is shown until the next scrape."""
     console = Console(highlight=False)
     with (
         _keys() as keyboard,
@@ -132,7 +132,7 @@ def _watch(url: str, before: Reading, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int | None]:
-    """Let single keys through, without Enter. Yields standard input, or None if it is no terminal."""
+    """Read keys without Enter. Yields the file descriptor of standard input; None if it is no terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -210,7 +210,7 @@ def _hits_of_tiers(engine: EngineRates) -> float | None:
 
 
 def _short_tier(name: str) -> str:
-    """Return a tier's name without its middle, if it is long: neither place nor number is lost."""
+    """Return a tier's name; a long name loses its middle, but neither place nor number."""
     shown, half = printable(name), _MOST_NAME // 2
     return shown if len(shown) <= _MOST_NAME else f"{shown[: half - 1]}~{shown[-half:]}"
 

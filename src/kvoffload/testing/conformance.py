@@ -106,7 +106,7 @@ class PolicyConformance:
 
     @fatal
     def test_it_is_found_and_says_its_name(self) -> None:
-        """Check that the policy can be found and has a name, and the types in `stats` and `order`."""
+        """Check that the policy can be found, has a name, reports numbers in `stats` and an empty `order`."""
         policy_class = POLICIES.find(self.policy)
         missing = sorted(getattr(policy_class, "__abstractmethods__", ()))
         assert not missing, f"{policy_class.__name__} does not implement {', '.join(missing)}"
@@ -134,7 +134,7 @@ class PolicyConformance:
 
     @fatal
     def test_protection(self) -> None:
-        """Check that no block is evicted that is pinned, in flight, or of the storing request."""
+        """Check that blocks that are pinned, in flight, or of the storing request are not evicted."""
 
         def check(roles: list[str], touched: list[int], offered: int) -> None:
             _check_protection(_manager(self.policy, len(roles)), roles, touched, offered)
@@ -200,7 +200,7 @@ class PolicyConformance:
     # ---- as a victim tier
 
     def test_life_as_a_victim_tier(self) -> None:
-        """Check random histories of a victim tier, where blocks leave the order for the device and return."""
+        """Check random histories of a victim tier, whose duplicates leave the policy's order and return."""
         _run_machine(
             manager_machine(
                 self.policy,
@@ -214,7 +214,7 @@ class PolicyConformance:
     def test_it_is_told_of_blocks_that_return(self) -> None:
         """Check that `access` marks exactly the dropped blocks that were used again.
 
-        A policy that observes all traffic, or that ignores uses, gets no such report.
+        A policy that observes all traffic, or that ignores uses, gets no marks (`needs_returns`).
         """
         policy_class = POLICIES.find(self.policy)
         accesses: list[tuple[bytes, bool]] = []

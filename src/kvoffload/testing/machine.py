@@ -2,7 +2,8 @@
 
 The completion, failure and loss of jobs are rules, so a single-threaded test explores every interleaving of
 completions. The model checks that every victim was evictable, that duplicates of a victim tier leave first,
-and that nothing else changes. The model has no order: tests of a policy check that victims are *right*.
+and that nothing else changes. The model has no order of eviction: only tests of a policy check that the
+victims are *right*.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -50,7 +51,7 @@ batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
 
 @dataclass
 class Request:
-    """An inference request and its path so far, which protects its blocks.
+    """An inference request and its path so far. Stores of the request do not evict blocks of the path.
 
     `accessed` holds the keys that the request has touched or stored.
     """
@@ -62,7 +63,8 @@ class Request:
 
 @dataclass
 class Job:
-    """A transfer in flight. A `reset` makes the transfer stale (its blocks are forgotten) or void (lost)."""
+    """A transfer in flight. After a `reset` the job is `stale`: its blocks are forgotten. After a reset with
+    `drop_in_flight` the job is `void`: its completion has no effect."""
 
     plan: LoadPlan | StorePlan
     stale: bool = False
@@ -369,7 +371,7 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- checks of plans
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
-        """Check a plan of path blocks: the head of the missing blocks, as far as admitted and with room."""
+        """Check a plan of path blocks: it has the leading missing blocks that are admitted and have room."""
         stored = len(plan.keys)
         assert plan.keys == missing[:stored], "not the head of the missing blocks"
         assert stored + plan.num_dropped + plan.num_refused == len(missing), (
@@ -409,10 +411,10 @@ class ManagerMachine(RuleBasedStateMachine):
     # ---- private
 
     def _begun(self, request: Request, hints: Hints) -> None:
-        """Called when a request has begun; machines with quotas note its tenant."""
+        """Called when a request has begun. Subclasses with quotas record the request's tenant."""
 
     def _stored(self, request: Request, plan: StorePlan) -> None:
-        """Called when a store has begun; machines with quotas check the quotas."""
+        """Called when a store has begun. Subclasses with quotas check the quotas."""
 
     def _limit(
         self, request: Request, num_missing: int, may_leave: set[bytes], num_free: int

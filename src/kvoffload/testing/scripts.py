@@ -77,7 +77,7 @@ def play(
 ) -> list[Any]:
     """Play a script; return each step's name, decision, and result of `after_step`.
 
-    Requests begin and end with these `hints`, in turn.
+    Each beginning and end of a request takes the next element of `hints`, cyclically.
     """
     player = Player(manager, hints)
     return [(step[0], player.play(step), after_step(manager)) for step in script]
@@ -133,12 +133,12 @@ class Player:
         return self.manager.discard(keys[:1])
 
     def wait(self, number: int, keys: list[bytes]) -> None:
-        """Let a request wait in the queue."""
+        """Look up blocks of a request, and expect the request: it waits in the engine's queue."""
         self.manager.lookup(keys, self.contexts[number])
         self.manager.expect(self.contexts[number])
 
     def serve(self, number: int, keys: list[bytes]) -> None:
-        """Take a request out of the queue."""
+        """Withdraw a request from the queue."""
         self.manager.withdraw(self.contexts[number])
 
     def finish(self, number: int, keys: list[bytes]) -> None:

@@ -18,7 +18,7 @@ SHRINK_CPU_S = 5.0
 
 
 class _TimeIsUp(BaseException):
-    """Shrinking has used its time. A `BaseException`, so that Hypothesis stops."""
+    """Error after the time limit of shrinking. Hypothesis stops at a `BaseException`."""
 
 
 def check_examples(
@@ -59,7 +59,7 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
 class _Limit:
     """Raises `_TimeIsUp` after an example, when the first failure was more than `SHRINK_CPU_S` ago.
 
-    Not before an example: Hypothesis requires that equal examples draw equally.
+    Raises only after an example, because Hypothesis requires that equal examples draw equally.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class _Limit:
         self._failed_at_s: float | None = None
 
     def after_example(self) -> None:
-        """Note a failure, or stop. Called in a ``finally`` block, where `sys.exc_info` is set."""
+        """Record the first failure, or raise `_TimeIsUp`. Call in a ``finally`` block, for `sys.exc_info`."""
         error, now_s = sys.exc_info()[1], time.process_time()
         is_failure = isinstance(error, Exception) and not isinstance(error, HypothesisException)
         if self._failed_at_s is None:

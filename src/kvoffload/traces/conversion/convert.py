@@ -234,7 +234,7 @@ def _write_lines(
 
 
 def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
-    """Rewrite a trace with unordered lines: set `in_order` to False in its header, add `shift_ms` to times."""
+    """Rewrite a trace with unordered lines: the header gets `in_order` False, times begin at 0."""
     shifted = partial.with_name(partial.name + ".shifted")
     try:
         with (

@@ -298,7 +298,7 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def prompt_tokens(self) -> _Int64s | None:
-        """Return the tokens of each prompt; None if all are whole blocks, as in files without real lengths."""
+        """Return the tokens of each prompt; None if all are whole blocks: the file has no real lengths."""
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
@@ -351,7 +351,7 @@ class _Requests:
         return block_ids, refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise `BadLineError`: the id at `position` has another predecessor than at `first`, its first use."""
+        """Raise `BadLineError`: the id at `position` has another predecessor than at its use at `first`."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
