@@ -99,7 +99,7 @@ _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
 class Lines:
-    """Sentences for the terminal, one on a line: indented, wrapped at words, but not between number and unit."""
+    """Sentences for the terminal, one on a line: indented, wrapped at words, but not before a unit."""
 
     def __init__(self, lines: Iterable[str], style: str = "", indent: str = "  ") -> None:
         self._lines, self._style, self._indent = list(lines), style, indent

@@ -114,7 +114,7 @@ def _scrape(url: str) -> Reading:
 
 
 def _watch(url: str, before: Reading, interval_s: float) -> None:
-    """Show intervals until the user presses q. The error of a failed scrape is shown until the next scrape."""
+    """Show intervals until the user presses q. The error of a failed scrape stays until the next scrape."""
     console = Console(highlight=False)
     with (
         _keys() as keyboard,

@@ -40,9 +40,9 @@ class Collector:
 
     A `KVCache` calls `count` and `update` itself: ``Collector(cache, name="chat")`` is enough.
 
-    ``kvoffload metrics --source library`` lists the metrics. A registry takes one `Collector`, so each
-    manager of a process needs a registry with an address of its own. The label tells managers apart in
-    Prometheus, also after a restart at another address.
+    ``kvoffload metrics --source library`` lists the metrics. A registry accepts one `Collector`, so each
+    manager of a process needs its own registry at its own address. The label identifies the manager in
+    Prometheus, even after a restart at another address.
 
     Args:
         manager: a manager, or the cache of `kvoffload.open`.

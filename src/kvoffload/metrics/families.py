@@ -125,7 +125,7 @@ TIER_GAUGES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A metric: its name without prefix, what it counts, and its own labels.
+    """A metric: name without prefix, type, meaning, and labels of its own.
 
     Attributes:
         is_counter: False for a gauge. Prometheus appends ``_total`` to the names of counters.

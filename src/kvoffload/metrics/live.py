@@ -45,7 +45,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Reading:
-    """One scrape: the values of each engine, by metric and label.
+    """A scrape: the values of each engine, by metric and label.
 
     Attributes:
         time_s: monotonic time of the scrape.

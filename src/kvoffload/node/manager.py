@@ -608,7 +608,7 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that defers calls of `method`, of which an argument is a request.
+    """Return a function that defers calls of `method`. One argument of `method` is a request.
 
     Beyond `MOST_DEFERRED` only the removal of a request from the queue is deferred; its uses are lost.
     """

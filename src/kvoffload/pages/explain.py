@@ -39,7 +39,7 @@ def explanation_page(explained: Explanation, command: str) -> str:
 
 
 def summary(explained: Explanation) -> str:
-    """State what was replayed, and the misses."""
+    """Describe the replay and its misses in a sentence."""
     share = percent(explained.misses / max(1, explained.block_refs))
     behind = f", {' and '.join(explained.tiers)} behind" if explained.tiers else ""
     return (

@@ -78,7 +78,7 @@ class Ram:
         )
 
     def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
-        """Open a tier with one disk of its own, or several striped disks."""
+        """Open a tier on one simulated disk, or on several striped disks."""
         if not isinstance(options, SizedTierOptions):
             raise ConfigError(
                 "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."

@@ -393,7 +393,7 @@ class ManagerMachine(RuleBasedStateMachine):
         room: int,
         num_given: int,
     ) -> None:
-        """Check a plan of blocks that the device drops, each of which may enter independently."""
+        """Check a plan of blocks that the device drops. Each block may enter independently of the others."""
         considered, dropped = admitted[:room], admitted[room:]
         stored = list(plan.keys)
         refused = [key for key in considered if key not in stored]
