@@ -1,4 +1,4 @@
-"""The one thread that owns the manager, and calls into it from threads and from `asyncio`.
+"""The thread that owns the manager, and calls from other threads and from `asyncio` into this thread.
 
 The thread runs an event loop, and a job is a coroutine on it. Does not know what jobs do.
 """

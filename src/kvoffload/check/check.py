@@ -13,8 +13,8 @@ from kvoffload.text import duration, percent, size
 from kvoffload.traces.trace import Trace
 
 HIT_POINTS, TTFT_SHARE, BYTES_SHARE, REQUESTS_SHARE = 0.02, 0.15, 0.1, 0.02
-"""Largest differences that count as close: hits as a share of the prompt tokens, the others as a share of the
-server's value."""
+"""Largest differences that count as close: for hits a share of the prompt tokens, for other quantities a
+share of the server's value."""
 _PLACE_TEXTS = {GPU: "hits on the GPU", RAM: "hits in RAM", TIERS: "hits in tiers"}
 
 
@@ -115,13 +115,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A server beside the prediction of its recording; the fields are the keys of its JSON object.
+    """A server compared with the prediction of its recording; the fields are the keys of the JSON object.
 
     Attributes:
         verdict: ``close``: every row is within its limit. ``different``: a row exceeds its limit.
             ``not-comparable``: server and recording have different requests.
         rows: quantities that both the server and the prediction have.
-        settings: differences between the server's set-up and the predicted one, as sentences.
+        settings: differences between the server's set-up and the predicted set-up, as sentences.
     """
 
     verdict: str

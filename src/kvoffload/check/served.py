@@ -15,7 +15,7 @@ from kvoffload.metrics.scrape import Sample, samples
 GPU, RAM, TIERS = "gpu", "ram", "tiers"
 PLACES = (GPU, RAM, TIERS)
 _PLACE_OF_SOURCE = {"device": GPU, "host": RAM}
-"""vLLM's names of sources. All others are tiers behind RAM, or other engines."""
+"""vLLM's names of sources. Other names are tiers behind RAM, or other engines."""
 _TIMEOUT_S = 10.0
 _NEEDED = "vLLM's metrics with offloading by kvoffload"
 

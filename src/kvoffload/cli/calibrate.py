@@ -41,7 +41,7 @@ class CalibrateOptions:
     quiet: bool = option(False, "Show no progress.")
 
     def calibration(self) -> Calibration:
-        """Return the measurements to make. Raises `ConfigError`."""
+        """Return the options of the measurements. Raises `ConfigError`."""
         return Calibration(
             self.name, self.disk, self.url, self.served_model, self.block_bytes, self.total_bytes,
             self.repeats, self.step_tokens,

@@ -1,4 +1,4 @@
-"""``kvoffload canary``: a server's answers from its caches against its computed answers."""
+"""``kvoffload canary``: compare a server's answers from its caches with its computed answers."""
 
 from __future__ import annotations
 

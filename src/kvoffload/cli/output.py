@@ -146,7 +146,7 @@ def _natural_width(table: Table) -> int:
 
 
 def _as_list(table: Table) -> Iterator[RenderableType]:
-    """Render each row as its first cell, and the further cells that are not empty below it."""
+    """Render each row as two lines: the first cell, and the other cells that are not empty."""
     labels = [heading.removesuffix("#") for heading in table.headings]
     for row, mark in zip(table.rows, table.marks or [""] * len(table.rows), strict=True):
         style = _STYLES.get(mark, "")

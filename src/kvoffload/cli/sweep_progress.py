@@ -99,7 +99,7 @@ def shown(
 
 
 class Lines:
-    """Progress lines for a log: at most one for each tenth, and none within 30 seconds of the last.
+    """Progress lines for a log: at most one for each tenth of the work, at least 30 seconds apart.
 
     The share counts block references, not rows: a row of a long trace takes longer.
     """

@@ -1,7 +1,7 @@
 """The history of each block in a replay, and the reason of each missing block.
 
-`History` observes one replay. It keeps flat arrays: the last decision about each block, and for each missing
-block reference the reason and the decision that caused it. Knows no prompts: all first uses are `NEVER_SEEN`.
+`History` observes one replay. Its arrays have the last decision about each block, and the reason and cause of
+each missing block reference. Knows no prompts: all first uses are `NEVER_SEEN`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _WITH_TOKENS = ("token_ids", "text")
 
 
 class _TokenKeys(Keys):
-    """Ids of blocks, with each block's tokens, and each block's id if there were no `cache_salt`."""
+    """Ids of blocks, with the tokens of each block, and the id that each block has without `cache_salt`."""
 
     def __init__(self) -> None:
         super().__init__(b"")

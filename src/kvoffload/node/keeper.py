@@ -20,7 +20,7 @@ from pathlib import Path
 
 MEMBERS = "members"
 MAX_MEMBERS = 64
-"""Most engines that can use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
+"""Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
 """Words of the file `MEMBERS`, float64: time of the last use; seconds from the last use to the removal."""
 _KEEPER_BYTE = MAX_MEMBERS

@@ -49,7 +49,7 @@ PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock, in a call and in `reset`. After a time-out, calls try the lock without waiting
 until one call gets it."""
 MOST_DEFERRED = 1000
-"""Limit of deferred reports of uses. The next call with the lock makes all of them; other engines wait."""
+"""Limit of deferred reports of uses. The next call with the lock executes all, while other engines wait."""
 REPORT_S = 1.0
 """Seconds without the lock before a warning: a busy system can stop any process for a shorter time."""
 CHECK_S, GRACE_S = 0.5, 1.0

@@ -175,7 +175,8 @@ def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
 def read_counts(path: Path) -> dict[str, int]:
     """Return the sums of all engines' counters, and the ``capacity`` and ``blocks`` of the pool.
 
-    Reads without the lock, so counters can be one call apart. Empty if there is no state of this version.
+    Reads without the lock, so counters can be one call apart. Returns an empty dictionary without a
+    state of this version.
     """
     stride, first = aligned(8 * Cache.num_words), Cache.fields["stored"].at
     try:

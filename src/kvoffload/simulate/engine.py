@@ -65,7 +65,7 @@ class _Step:
 
 
 class _Generating:
-    """Requests that generate answers, one token each per token time.
+    """Requests that generate answers, at one token per request and token time.
 
     `tokens` counts the tokens that a single request would have generated since the run began. So each request
     ends at a fixed value of `tokens`.

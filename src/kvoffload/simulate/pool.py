@@ -91,7 +91,7 @@ class DevicePool:
                 self._holders[code] = 1
 
     def release(self, lease: Lease) -> None:
-        """Free the blocks of an ended request. One of two copies stays, as the most recent block."""
+        """Free the blocks of an ended request. One of two copies stays known, as the most recent block."""
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
             if code not in lease.copies:

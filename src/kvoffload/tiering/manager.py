@@ -52,12 +52,12 @@ class TieredManager:
     of the path; meanwhile the answer is RETRY, for at most the tier's `probe_timeout_s` in all.
 
     **Do no harm.** A read that is expected to take longer than computing the blocks is shortened until it
-    pays, or skipped; every 10 s one runs in full, as a trial. If several tiers have a block, the tier with the
-    shortest expected read is chosen, or the first tier while the time to compute is unknown. A tier whose
-    last three reads delivered nothing is not read for 10 s. A request gets MISS instead of RETRY after it has
-    waited for the time to compute the blocks, or for `deadline_s`. A tier whose oldest job is late by four
-    deadlines gets no new jobs until it answers. An exception in a call of a tier counts as a miss and as a
-    failure of the tier (`GuardedTier`).
+    pays, or skipped. Every 10 s one read runs in full, as a trial. If several tiers have a block, the read
+    uses the tier that is expected to be fastest, or the first tier while the time to compute is unknown. A
+    tier whose last three reads delivered nothing is not read for 10 s. A request gets MISS instead of RETRY
+    after it has waited for the time to compute the blocks, or for `deadline_s`. A tier whose oldest job is
+    late by four deadlines gets no new jobs until it answers. An exception in a call of a tier counts as a
+    miss and as a failure of the tier (`GuardedTier`).
 
     Args:
         capacity_blocks, and all keywords not listed here: as for `OffloadingManager`.

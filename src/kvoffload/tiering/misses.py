@@ -10,7 +10,7 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return the change of the miss counts, by code, when the tiers' blocks of a prefix are counted as such.
+    """Return the change of the miss counts, by code, from a recount of a prefix with the blocks of tiers.
 
     Args:
         codes: `miss_record` code of each block of the prefix, as RAM counted it.

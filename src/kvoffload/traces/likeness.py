@@ -76,7 +76,8 @@ def comparable(trace: Trace) -> Trace:
 def resemblance(trace: Trace) -> dict[str, float]:
     """Return the distance of a trace to each built-in workload, nearest first. Deterministic.
 
-    Sessions of both are inferred. Cost: a second to generate the workloads, plus `describe`.
+    Sessions are inferred, in the trace and in the workloads. Cost: a second to generate the workloads, plus
+    `describe`.
     """
     trace = comparable(trace)
     own = features(describe(trace))

@@ -72,8 +72,8 @@ class Trace:
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
         skipped_lines: bad lines that were skipped on request.
-        time_unit: unit of the times in the file, as it was read: ``s`` or ``ms``; empty if the file
-            does not state the unit, and ms was assumed.
+        time_unit: unit of the times in the file: ``s`` or ``ms``; empty if the file does not state the unit,
+            and ms was assumed.
         hints: hints of the requests; None if there are none.
         prompt_tokens: shape ``(requests,)``, int64; length of each prompt, with the tokens after its last
             whole block; None if the source counts whole blocks only.

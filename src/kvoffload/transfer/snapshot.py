@@ -1,6 +1,6 @@
 """Reads blocks of a tensor to host memory, after the work already submitted to the device.
 
-Independent of the copies of `cuda`, which audits check with it, and slower.
+Independent of `cuda`, so that audits can check the copies of `cuda`; slower than these copies.
 """
 
 from __future__ import annotations
