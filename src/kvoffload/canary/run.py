@@ -175,7 +175,7 @@ class Canary:
         return _Phase(name, answers, self._server.counters().since(before))
 
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
-        """Send each prompt twice in a row: the second answer comes from the device's cache."""
+        """Send each prompt twice in a row; return the second answers, if from the device's cache alone."""
         name = "from the device"
         self._on_phase(name)
         answers: list[Answer | None] = []

@@ -10,9 +10,9 @@ from enum import Enum
 NOISE_FACTOR = 4.0
 """A difference is an alarm if it exceeds this many times the largest difference of sound answers."""
 LEAST_ALARM = 0.02
-"""An alarm also needs a difference above this log-probability: noise of 0 can grow in the next run."""
+"""Smallest threshold of an alarm, in log-probability: a noise of 0 can grow in the next run."""
 LEAST_DEVICE_ALARM = 0.5
-"""`LEAST_ALARM` of answers from the device's cache, which round differently from all answers in the noise."""
+"""`LEAST_ALARM` for answers from the device's cache: they round differently from all answers in the noise."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 

@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name for users. unit: ``requests``, ``tokens``, ``share``, ``bytes``, ``s``.
         server, predicted: the two values.
-        difference: predicted - server. Except for the unit ``share`` divided by the server's value.
+        difference: predicted - server, divided by the server's value; for the unit ``share`` not divided.
         limit: largest absolute difference that counts as close.
         is_close: True if the difference is within the limit.
     """

@@ -198,7 +198,7 @@ def _best(
     """Return the request of `siblings` with the most equal tokens, and its difference.
 
     The difference is None if one prompt is the beginning of the other, with another `cache_salt`. Returns
-    None if `count` is 0 and no sibling has a block of equal tokens.
+    None if `count` is 0 and no sibling has as many equal tokens as a block.
     """
     children = np.array([child for child, _ in siblings])
     equal = tokens.ids[children] == tokens.ids[codes[count]]

@@ -99,8 +99,8 @@ class PoolDirectory:
             facts: settings that must be equal in all engines of the pool; texts and numbers.
             engine_id: equal in all processes of an engine, different in other engines.
             keep_s: seconds for which the pool survives its last process.
-            has_keeper: True to start a `keeper` process, which removes the pool after `keep_s`, unless one
-                runs. Without a keeper the next start of an engine removes the pool.
+            has_keeper: True to start a `keeper` process, unless one runs. The keeper removes the pool after
+                `keep_s`. Without a keeper the next start of an engine removes the pool.
 
         Raises: `ConfigError` if another user has created a file with our name; `UnavailableError` if the pool
         has `MAX_MEMBERS` engines, or has another format.

@@ -275,7 +275,7 @@ class TieredManager:
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """Look up a block, see `OffloadingManager.lookup_key`; RETRY if a tier has it or may have it.
 
-        The next `poll` starts one promotion and one probe for all blocks of these calls.
+        The next `poll` starts to promote all such blocks of the request together, and sends one probe.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:
