@@ -38,7 +38,19 @@ from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.load import at_load, one_session_in
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.statistics import turns
-from support.plan_rows import MANY_WRITES, MIB, PLAIN, drives, fleet, kept, line, planned, prices, words, written
+from support.plan_rows import (
+    MANY_WRITES,
+    MIB,
+    PLAIN,
+    drives,
+    fleet,
+    kept,
+    line,
+    planned,
+    prices,
+    words,
+    written,
+)
 from support.run_cli import kvoffload
 
 
