@@ -22,12 +22,14 @@ class Chunk:
     """Blocks that one thread reads or writes together, in ascending order of slots.
 
     Attributes:
-        owner: the job of these blocks; the pipeline does not use it.
+        owner: the job of these blocks; the pipeline ignores the owner.
         index: rows of these blocks in the owner's arrays.
+        writes: True for a write, False for a read.
         outcomes: outcome of each block; set before the chunk is delivered.
-        checksums: expected checksums of a read; checksums of a write, set before the chunk is delivered.
+        checksums: for a read, the expected checksums; for a write, set before the chunk is delivered.
         stamps: access stamps of written blocks.
         gate: number of removals that must be durable before a write starts.
+        written_at_s: time of the write, in seconds since 1970.
     """
 
     owner: Any

@@ -1,13 +1,13 @@
 """The thread that makes blocks durable and decides when a slot may be written again.
 
-Owns the order of operations that the crash contract requires:
+Owns the order of operations on which the guarantees after a crash depend:
 
 1. A slot is written only after the removal of its former block is durable.
-2. A block's entry is appended to the journal only after its data are durable.
-3. A write is reported only after its entry is durable.
+2. A block's entry is appended to the journal only after the block's data are durable.
+3. A write is reported only after the block's entry is durable.
 
-One sync makes durable the data of a batch and the entries of the previous batch. Does not move blocks, and
-does not know keys.
+If batches follow each other, one sync covers the data of a batch and the entries of the batch before. Does
+not move blocks.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 COMMIT_INTERVAL_S = 0.002
-"""Shortest pause between two commits while writes run, because a commit takes at least a page of the log."""
+"""Shortest pause between two commits while writes are in progress. Each commit takes a page of the log or
+more."""
 COMMIT_PACE = 32
-"""Pause between two commits, in durations of the last commit, because a sync delays concurrent writes."""
+"""Pause between two commits, as a multiple of the last commit's duration: a sync delays concurrent writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks."""
@@ -42,24 +43,25 @@ _NO_SLOTS = np.empty(0, np.uint32)
 
 
 class Movers(Protocol):
-    """The committer's interface to the threads that move blocks. All methods except `end` need its lock."""
+    """Interface to the threads that move blocks. Callers of all methods except `end` must hold the
+    committer's lock."""
 
     num_threads: int
     """Number of threads."""
     num_writing: int
-    """Writes that threads are moving."""
+    """Number of write chunks that threads are moving now."""
 
     def num_queued(self) -> int:
-        """Return the number of writes that no thread has started."""
+        """Return the number of queued write chunks."""
 
     def release(self, chunk: Chunk) -> None:
-        """Queue a write whose slots may now be written."""
+        """Queue a held write chunk, because its slots may be written now."""
 
     def cancel_queued(self) -> list[Chunk]:
-        """Remove and return the writes that no thread has started."""
+        """Remove and return the queued write chunks."""
 
     def end(self, chunks: list[Chunk]) -> None:
-        """Deliver chunks that have ended. Takes the lock."""
+        """Deliver chunks that have ended. Acquires the lock."""
 
 
 @dataclass(eq=False)
@@ -76,18 +78,19 @@ class _Batch:
 
 
 class Committer:
-    """Collects changes of slots and writes them to the journal in batches.
+    """Collects changes of slots and writes the changes to the journal in batches.
 
-    A failure of the journal is final: unreported writes fail, and `broken` is set; `void` still works.
+    After a failure of the journal nothing more is committed: `broken` is set, and unreported writes fail.
+    `void` still works.
 
-    Thread: `remove`, `void` and `access` on the scheduler's thread; they do not wait. The movers' methods
-    need `lock`.
+    Thread: `start`, `remove`, `void` and `access` on the scheduler's thread; they do not wait for the disk.
+    Callers of the other methods must hold `lock`.
 
     Attributes:
-        lock: guards the committer's state and the queues of the movers.
-        settled: notified whenever a chunk has ended or a batch has become durable.
+        lock: guards the committer's state and the queues of the pipeline.
+        settled: condition, notified whenever a chunk has ended or a change has become durable.
         thread: the thread that commits; `start` starts it.
-        broken: the journal has failed.
+        broken: True after a failure of the journal.
     """
 
     def __init__(self, slab: Slab, journal: Journal, log: RateLimitedLog) -> None:
@@ -106,14 +109,15 @@ class Committer:
         self.thread = threading.Thread(target=self._commit_batches, daemon=True, name="kvoffload-journal")
 
     def start(self, movers: Movers) -> None:
-        """Start the thread. Raises `RuntimeError` if the system cannot start one."""
+        """Start the thread. Raises `RuntimeError` if the system cannot start a thread."""
         self._movers = movers
         self.thread.start()
 
     # ---- the scheduler's side
 
     def remove(self, slots: SlabSlots) -> int:
-        """Record emptied slots; returns the gate of the next writes into these slots."""
+        """Record emptied slots; returns their gate: the number of removals that must be durable before the
+        slots are written again."""
         with self.lock:
             if not self.broken:
                 self._pending.removed.append(slots)
@@ -122,16 +126,19 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Make blocks of lower generations void, including blocks in flight; durable once `is_settled`.
+        """Make blocks of generations below `generation` void, including blocks in flight.
 
-        Then call `remove` for blocks that have an entry, to free their slots.
+        Durable once `is_settled` is True. After `void`, call `remove` for the blocks' slots to reuse them.
         """
         with self.lock:
             self._void_before = np.uint64(generation)
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Record accesses to slots in the next commit; a slot number with `REUSE` counts as a use."""
+        """Queue accesses to slots for the next commit. A slot number with the flag `REUSE` counts as a use.
+
+        Drops the accesses if too many are queued or the journal is broken.
+        """
         with self.lock:
             if self.broken or self._num_accesses + len(slots) > MAX_PENDING_ACCESSES:
                 return
@@ -144,7 +151,7 @@ class Committer:
     # ---- the movers' side, with the lock held
 
     def hold(self, chunk: Chunk) -> bool:
-        """Hold a write until its slots may be written; False if the slots are free already."""
+        """Hold a write chunk until its slots may be written; returns False if they may be written now."""
         if chunk.gate <= self._durable_removals:
             return False
         self._gated.append(chunk)
@@ -152,12 +159,12 @@ class Committer:
         return True
 
     def note_started(self) -> None:
-        """Note that a mover has taken a write; held writes may now be due for a commit."""
+        """Wake the committer after a thread has taken a write chunk, if other chunks are held."""
         if self._gated:
             self._wake.notify()
 
     def note_written(self, chunk: Chunk) -> bool:
-        """Queue a written chunk for a commit; False if no block needs a commit."""
+        """Queue a written chunk for a commit; returns False if no block of the chunk needs a commit."""
         self._wake.notify()
         if self.broken:
             chunk.outcomes[:] = UNREADABLE
@@ -168,23 +175,23 @@ class Committer:
 
     @property
     def will_release(self) -> bool:
-        """True if held writes will be released."""
+        """True if chunks are held and will be released later."""
         return bool(self._gated) and not self.broken
 
     @property
     def is_settled(self) -> bool:
-        """True if all recorded changes are durable; with a broken journal, if the last `void` is durable."""
+        """True if all recorded changes are durable. With a broken journal only the last `void` counts."""
         if self._void_before > self._void_durable:
             return False
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Commit pending accesses without delay while `flushing` is True, for a caller that drains."""
+        """While `flushing` is True, commit pending accesses without delay, because a caller drains."""
         self._flushing = flushing
         self._wake.notify()
 
     def stop(self) -> None:
-        """End the thread once everything is durable."""
+        """Ask the thread to end once all writes have ended and all changes are durable."""
         self._stopping = True
         self._wake.notify_all()
 
@@ -210,7 +217,7 @@ class Committer:
                 self._wake.wait_for(self._writes_need_a_commit, pause)
 
     def _take_batch(self) -> bool:
-        """Wait for a batch and take it; False if the thread must end."""
+        """Wait for a batch and move it to the batches in flight; returns False if the thread must end."""
         with self.lock:
             while not self._has_work():
                 # Writes in flight must still be made durable.
@@ -224,7 +231,11 @@ class Committer:
             return True
 
     def _commit(self) -> None:
-        """Append the newest batch once its data are durable. If another batch waits, its sync serves both."""
+        """Sync the newest batch's data, then append its entries.
+
+        If another batch waits, the sync of that batch makes these entries durable, too. Otherwise a second
+        sync follows.
+        """
         *earlier, batch = self._in_flight
         if batch.chunks or earlier:
             self._journal.sync()
@@ -238,7 +249,8 @@ class Committer:
             self._end_batch(batch)
 
     def _make_void(self) -> None:
-        """Write the void generation to the superblocks, even if the journal is broken; retried until done."""
+        """Write the void generation to the superblocks, if due. After a failure, `VOID_RETRY_S` passes before
+        the next attempt. Works with a broken journal, too."""
         with self.lock:
             if not self._must_make_void():
                 return
@@ -274,14 +286,14 @@ class Committer:
         return bool(pending.accesses) and (self._flushing or self._stopping or is_time)
 
     def _seconds_to_wait(self) -> float | None:
-        """Return the seconds until the next timed work; None if there is none."""
+        """Return the seconds until the next timed work; None if no work is timed."""
         times = [self._oldest_access + ACCESS_INTERVAL_S] if self._pending.accesses else []
         if self._void_before > self._void_durable:
             times.append(self._void_again)
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _append(self, batch: _Batch) -> None:
-        """Append a batch to the journal as one group or more."""
+        """Append a batch to the journal, as one or more groups."""
         removed = np.concatenate([_NO_SLOTS, *batch.removed])
         entries = np.concatenate([self._no_entries, *(self._entries_of(chunk) for chunk in batch.chunks)])
         stamps = np.concatenate([NO_STAMPS, *(stamps for _, stamps in batch.accesses)])
@@ -302,7 +314,7 @@ class Committer:
         return entries
 
     def _end_batch(self, batch: _Batch) -> None:
-        """Report the writes of a durable batch, and release writes into the slots that it emptied."""
+        """Deliver the writes of a durable batch, and release held writes into slots that it emptied."""
         with self.lock:
             self._in_flight.remove(batch)
             self._durable_removals += sum(map(len, batch.removed))
@@ -326,6 +338,6 @@ class Committer:
 
 
 def fail(chunks: list[Chunk]) -> None:
-    """Mark all blocks of these chunks as not moved."""
+    """Set the outcome of all blocks of these chunks to `UNREADABLE`."""
     for chunk in chunks:
         chunk.outcomes = np.full(len(chunk.slots), UNREADABLE, np.uint8)

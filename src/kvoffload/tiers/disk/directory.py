@@ -1,7 +1,7 @@
-"""A directory of slabs, one for each producer, that one owner opens at a time.
+"""A directory of slabs, one for each producer. One owner at a time has the directory open.
 
-Owns the names of slabs and decides which slab shrinks for another. A slab is kept for the next start of its
-producer. All slabs together take at most the capacity.
+Owns the names of slabs, and decides which slab shrinks for another slab. A slab stays for the next start of
+its producer. All slabs together take at most the capacity.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""A slab that shrinks gives up a sixteenth of its slots in addition; a slab below that size is deleted."""
+"""A slab that shrinks loses another sixteenth of its slots as a margin. A slab of at most a sixteenth of its
+slots is deleted instead."""
 
 
 class Geometry(NamedTuple):
@@ -61,7 +62,7 @@ class Opened(NamedTuple):
 
 
 def slabs_in(directory: Path) -> list[Path]:
-    """Return the slabs of all producers, least recently opened or written first."""
+    """Return the slabs of all producers in a directory, least recently opened or written first."""
     slabs = []
     for path in sorted(directory.glob(SLABS)):
         with contextlib.suppress(FileNotFoundError):
@@ -74,13 +75,13 @@ def slabs_in(directory: Path) -> list[Path]:
 def open_directory(
     directory: Path, geometry: Geometry, files: Files, log: RateLimitedLog, progress: Progress | None
 ) -> Opened:
-    """Lock a directory, created if absent, and open the producer's slab and journal.
+    """Create a directory if absent, lock it, and open the producer's slab and journal.
 
-    Waits up to half a minute for the lock of another process.
+    Waits up to `LOCK_WAIT_S` while another process has the directory locked.
 
     Raises:
         UnavailableError: the directory cannot be used now.
-        ConfigError: its owner or mode, or the capacity, must be changed.
+        ConfigError: the user must change the directory's owner, mode or contents, or the capacity.
 
     After an error nothing is locked or open, and the producer's slab keeps its blocks.
     """
@@ -111,9 +112,10 @@ def open_directory(
 
 
 class _Opening:
-    """Opens the producer's slab in a locked directory. `shrink_other` also runs later, when the slab grows.
+    """Opens the producer's slab in a locked directory.
 
-    Methods raise `OSError` if the medium fails or is full.
+    `Room` calls `shrink_other` during the opening, and later when the slab grows. All methods raise `OSError`
+    if the medium fails or is full.
     """
 
     def __init__(
@@ -142,9 +144,10 @@ class _Opening:
         return slab, recovered
 
     def shrink_other(self, path: Path, num_bytes: int) -> int:
-        """Shrink another slab by at least `num_bytes`, coldest blocks first, or delete it; returns its size.
+        """Shrink another slab by at least `num_bytes`, or delete it; returns its new size, 0 if deleted.
 
-        Cost: reads and writes its journal, 160 bytes a block, and copies at most as many blocks as are lost.
+        The coldest blocks are lost. Cost: reads and writes the slab's journal, 160 bytes a block, and copies
+        at most as many blocks as are lost.
         """
         if not path.exists():
             return 0
@@ -164,7 +167,7 @@ class _Opening:
         return 0
 
     def _open_existing(self) -> Slab | None:
-        """Open the producer's slab; deletes it and returns None if this version cannot use it."""
+        """Open the producer's slab; returns None after deleting a slab that this version cannot use."""
         path, geometry = self._path, self._geometry
         check_private(path)
         _check_is_file(path)
@@ -186,10 +189,10 @@ class _Opening:
         return slab
 
     def _prepare(self, slab: Slab, progress: Progress | None) -> Recovered | None:
-        """Recover a slab and resize it to the capacity.
+        """Recover a slab and resize it to the capacity; returns its contents.
 
-        Deletes it and returns None if the capacity is too small for its journal. Closes the slab unless it
-        returns the contents.
+        If the capacity is too small for the slab's journal, deletes the slab and returns None. Closes the
+        slab in this case and after an exception.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(slab.close)
@@ -214,7 +217,7 @@ class _Opening:
         return recovered
 
     def _resize(self, slab: Slab, recovered: Recovered) -> Recovered | None:
-        """Resize a slab to the capacity, or as near as possible; None if the capacity is too small."""
+        """Resize a slab to the capacity, or as near as possible; None if the slab's journal does not fit."""
         before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
         if slab.layout.is_moving and before < wanted:
             # The slots of the interrupted change end where the moved journal begins.
@@ -250,7 +253,7 @@ class _Opening:
         )
 
     def _forget_cut_blocks(self, slab: Slab, recovered: Recovered) -> bool:
-        """Forget blocks behind the end of a truncated file; returns True if there were any."""
+        """Forget blocks behind the end of a truncated file; returns True if blocks were forgotten."""
         missing = np.flatnonzero(recovered.contents.generation[slab.num_reserved :]) + slab.num_reserved
         if len(missing):
             self._log.warn(
@@ -261,7 +264,7 @@ class _Opening:
         return len(missing) > 0
 
     def _fit_into_room(self, slab: Slab, recovered: Recovered) -> None:
-        """Fit the slab into the space beside the other slabs, which shrink only if its blocks do not fit."""
+        """Fit the slab into the directory's free space. Other slabs shrink only to hold the slab's blocks."""
         slab.trim(slab.num_reserved)
         room = slab.room
         assert room is not None
@@ -274,16 +277,16 @@ class _Opening:
         slab.touch()
 
     def _room(self) -> Room:
-        """Return the room of the directory, after trimming the slabs of other producers."""
+        """Trim the slabs of other producers, and return the room of the producer's slab."""
         other_paths = [path for path in slabs_in(self._directory) if path != self._path]
         for path in other_paths:
             self._trim_other(path)
         return Room(self._geometry.capacity_bytes, other_paths, self.shrink_other)
 
     def _trim_other(self, path: Path) -> None:
-        """Cut off the space behind the last block of another slab; an unreadable slab stays unchanged.
+        """Cut off the space behind the last block of another slab. An unreadable slab stays unchanged.
 
-        Cost: reads its journal, 80 bytes a block.
+        Cost: reads the slab's journal, 80 bytes a block.
         """
         try:
             with self._open_other(path) as slab:
@@ -300,7 +303,10 @@ class _Opening:
 
     @contextlib.contextmanager
     def _open_other(self, path: Path) -> Iterator[Slab | str]:
-        """Yield another producer's locked slab, or the reason why it is unusable; its mtime stays."""
+        """Lock and open another producer's slab; yields the slab, or the reason why it is unusable.
+
+        Restores the slab's mtime afterwards.
+        """
         before, fd = path.stat(), lock_file(path)
         try:
             slab = Slab.open(path, self._files, self._log)
@@ -318,15 +324,15 @@ class _Opening:
 
 
 def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
-    """Return the end of the slots with blocks, so that at least one slot lies before it."""
+    """Return the number of the slot behind the last block; without blocks, of the second usable slot."""
     slots = recovered.contents.slots()
     return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
 
 
 def _slots_to_keep(slab: Slab, num_bytes: int) -> int:
-    """Return the number of slots of a slab that shrinks by `num_bytes` and a margin; 0 to delete it.
+    """Return the number of usable slots that a slab keeps if it shrinks by `num_bytes`; 0 to delete the slab.
 
-    The margin keeps the slab from shrinking again at once.
+    A margin is subtracted, so that the slab need not shrink again at once.
     """
     layout, num_slots = slab.layout, slab.num_reserved - slab.layout.first_slot
     share = layout.num_usable // SMALLEST_SHARE
@@ -337,7 +343,7 @@ def _slots_to_keep(slab: Slab, num_bytes: int) -> int:
 
 
 def _check_is_file(path: Path) -> None:
-    """Raise `ConfigError` for a directory, named pipe, socket or device that has the name of a slab."""
+    """Raise `ConfigError` if the path with a slab's name is a directory, named pipe, socket or device."""
     mode = path.lstat().st_mode
     if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
         return
@@ -347,9 +353,9 @@ def _check_is_file(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise `ConfigError` for a directory or file that other users could change; the text says what to do.
+    """Raise `ConfigError` if other users could change a directory or file. The error names the remedy.
 
-    Raises `OSError` if the status cannot be read.
+    Raises `OSError` if the path's status cannot be read.
     """
     status = path.lstat()
     if stat.S_ISLNK(status.st_mode) and path.is_dir():

@@ -1,6 +1,6 @@
-"""System calls of the disk tier: every read, write and sync of a slab, and every clock.
+"""System calls of the disk tier: all reads, writes and syncs of a slab, and all clocks.
 
-Tests substitute a `Files` that records, tears, delays or refuses calls, or has its own clocks.
+Tests replace `Files` by a class that records, tears, delays or refuses calls, or has its own clocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 Buffers: TypeAlias = Sequence[Any]
-"""Contiguous objects with the buffer protocol."""
+"""Contiguous objects that support the buffer protocol."""
 
 PAGE_BYTES = 4096
 """Alignment of offsets, lengths and addresses for direct I/O."""
@@ -35,13 +35,13 @@ class Files:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep, while another process holds a lock."""
+        """Sleep. Called while another process holds the lock of the directory."""
         time.sleep(seconds)
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, with direct I/O if its file system supports it; a new file gets mode 0600.
+        """Open a file, with direct I/O if its file system supports direct I/O. A new file gets mode 0600.
 
-        Refuses a symbolic link, which may lead out of the directory.
+        Refuses a symbolic link, because its target may be outside of the directory.
         """
         flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         with contextlib.suppress(OSError):
@@ -49,7 +49,7 @@ class Files:
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Extend the file to at least `num_bytes`, and reserve disk space if the file system supports it."""
+        """Extend the file to at least `num_bytes`. Reserves disk space if the file system supports that."""
         start = self.size(fd)
         if num_bytes <= start:
             return
@@ -79,7 +79,7 @@ class Files:
         getattr(os, "fdatasync", os.fsync)(fd)
 
     def sync_directory(self, path: Path) -> None:
-        """Make the names in a directory durable."""
+        """Make creations, renames and deletions in a directory durable."""
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)

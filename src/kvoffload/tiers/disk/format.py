@@ -1,7 +1,6 @@
-"""Encodings of a slab: superblock, journal groups, checkpoint heads, block headers, and their checksums.
+"""Encodings of a slab: superblock, journal groups, checkpoint heads and block headers, with checksums.
 
-`layout` has the offsets; docs/formats.md describes the format in prose. All integers are little-endian. Does
-no I/O.
+`layout` has the offsets; docs/formats.md describes the format. All integers are little-endian. Does no I/O.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Flag in the slot number of an access that counts as a use. Other accesses only change the order."""
+"""Flag in the slot number of an access: the access counts as a use. Other accesses only change the order."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -52,18 +51,18 @@ HEAD = record_type(
 )
 HOUR = record_type("hour:<u8 num_blocks:<u8")
 MAX_NUMBER = 1 << 62
-"""Limit of epochs, sequences and generations; greater numbers are damage and would overflow."""
+"""Limit of epochs, sequences and generations. Greater numbers result from damage, and would overflow."""
 MAX_HOURS = 48
-"""Hours for which a checkpoint records the number of blocks written: a day and a margin."""
+"""Number of hours for which a checkpoint records written blocks: a day and a margin."""
 
 
 class Identity(NamedTuple):
     """Identity of a slab and of its producer.
 
     Attributes:
-        slab_id: random number; binds journal groups to their slab.
-        fingerprint: 16 bytes of SHA-256 of the producer's text; every block's checksum includes it.
-        text: the producer's text, shortened to fit the superblock; for reports.
+        slab_id: random number in every journal group and head; identifies the slab.
+        fingerprint: first 16 bytes of SHA-256 of the producer's text. Every block's checksum covers them.
+        text: the producer's text, for reports; shortened in the superblock.
         created_at_s: seconds since 1970.
     """
 
@@ -88,7 +87,7 @@ def encode_superblock(
 
     Args:
         void_before: blocks with a lower generation are void.
-        revision: version of this slab's superblock; of two sound copies the newer is valid.
+        revision: number of this superblock's version. Of two sound copies, the higher revision is valid.
     """
     text = pack(identity.text)
     page, fields = _page(SUPERBLOCK)
@@ -109,7 +108,7 @@ def encode_superblock(
 
 
 def void_before(superblock: Bytes) -> int:
-    """Read the generation below which blocks are void."""
+    """Read the smallest valid generation. Blocks of lower generations are void."""
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
 
 
@@ -119,7 +118,7 @@ def revision_of(superblock: Bytes) -> int:
 
 
 def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
-    """Decode layout, identity and capacity in bytes; returns a reason if the superblock is unusable."""
+    """Decode layout, identity and capacity in bytes; returns the reason if the superblock is unusable."""
     fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
     if fields["magic"] != SLAB_MAGIC:
         return "it is not a slab"
@@ -161,12 +160,16 @@ def is_possible(layout: Layout) -> bool:
 
 
 class Group(NamedTuple):
-    """Contents of one journal group, in the order in which they apply.
+    """Contents of one journal group. Removals apply first, then entries, then accesses.
 
     Attributes:
+        epoch: epoch of the log or checkpoint.
+        sequence: number of the group in the log or checkpoint.
+        kind: `LOG` or `CHECKPOINT`.
         removed: emptied slots.
-        entries: written blocks.
-        accessed: used slots, with stamps relative to `first_stamp`.
+        entries: records of written blocks.
+        accessed: records of accesses, with stamps relative to `first_stamp`.
+        num_bytes: encoded size in whole pages.
     """
 
     epoch: int
@@ -180,7 +183,7 @@ class Group(NamedTuple):
 
 
 def encode_group(layout: Layout, slab_id: int, group: Group, into: Bytes) -> Bytes:
-    """Encode a group at the start of `into`, which is aligned memory; returns the used part of `into`."""
+    """Encode a group at the start of aligned memory `into`; returns the used part of `into`."""
     counts = len(group.removed), len(group.entries), len(group.accessed)
     out = into[: group_bytes(layout, *counts)]
     out[:] = 0
@@ -236,11 +239,11 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """First and last page of a checkpoint; both are equal, and are written after its groups.
+    """Head of a checkpoint. The first and the last page hold equal heads, written after all groups.
 
     Attributes:
         last_generation: greatest generation ever written, including removed blocks.
-        written: number of blocks written by hour since 1970, ascending.
+        written: (hour since 1970, number of blocks written in this hour), ascending.
     """
 
     epoch: int
@@ -293,7 +296,7 @@ def block_seeds(
     slots: npt.NDArray[np.int64],
     generations: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
-    """Compute the checksum seed of each block: xxh3_64 of its header."""
+    """Compute the checksum seed of each block: xxh3_64 of the block's header."""
     headers = np.empty(len(slots), header_dtype(keys.key_bytes))
     headers["fingerprint"] = np.frombuffer(fingerprint, np.uint8)
     headers["slot"], headers["generation"] = slots, generations
@@ -305,7 +308,7 @@ def block_seeds(
 
 
 def chained_checksum(header: Any, payload: Any) -> int:
-    """Compute xxh3_64 of the payload, seeded with xxh3_64 of the header, whose checksum field is 0."""
+    """Compute xxh3_64 of the payload, seeded with xxh3_64 of the header. The header's checksum must be 0."""
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(header))
 
 
@@ -315,13 +318,13 @@ def _page(dtype: np.dtype[Any]) -> tuple[Bytes, Any]:
 
 
 def seal_page(page: Bytes, fields: Any) -> Bytes:
-    """Set the checksum of a page, whose checksum field is 0."""
+    """Compute and set the checksum of a page. Requires a checksum field of 0; returns the page."""
     fields["checksum"] = xxhash.xxh3_64_intdigest(page.data)
     return page
 
 
 def _sound(page: Bytes, checksum: int) -> bool:
-    """Compare a page with its checksum; the checksum field, bytes 8 to 16, counts as 0."""
+    """Return True if a page has this checksum. The checksum field, bytes 8 to 15, counts as 0."""
     blank = page.copy()
     blank[8:16] = 0
     return xxhash.xxh3_64_intdigest(blank.data) == checksum

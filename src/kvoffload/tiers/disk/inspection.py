@@ -1,6 +1,6 @@
 """Maintenance of slabs: report, check every block, compact the journal, delete.
 
-Needs slabs that no tier has open, except `inspect`.
+Only `inspect` accepts slabs that a tier has open.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ class SlabReport:
     """Report of a slab. Sizes in bytes, times in seconds since 1970.
 
     Attributes:
-        problem: reason why the slab is unusable; then only `name` and `file_bytes` are set.
-        owner: pid of a process that has the directory open; the report may then be slightly stale.
-        written_at_s: write times of the first, median and last block; empty without blocks.
+        problem: reason why the slab is unusable; empty for a usable slab. With a problem, only `name` and
+            `file_bytes` are set.
+        owner: pid of the process that has the directory open, or None. With an owner, the report may be
+            slightly outdated.
+        written_at_s: earliest, median and latest write time of the blocks; empty without blocks.
+        log_used: used share of the log, 0 to 1.
         journal_damage: number of unreadable parts of the journal.
     """
 
@@ -60,7 +63,10 @@ class Problem(NamedTuple):
 
 
 def find_slabs(path: Path) -> list[Path]:
-    """Return a slab, or the slabs of a directory, most recently used first. Raises `ConfigError`."""
+    """Return the slab at `path`, or the slabs in a directory, most recently opened or written first.
+
+    Raises: `ConfigError` if there is no slab.
+    """
     slabs = [path] if path.is_file() else slabs_in(path)[::-1]
     if not slabs:
         allowed = f"allowed: a slab, or the directory of a disk tier, which has files {SLABS}"
@@ -69,7 +75,10 @@ def find_slabs(path: Path) -> list[Path]:
 
 
 def inspect(path: Path, files: Files | None = None) -> list[SlabReport]:
-    """Report a slab, or all slabs of a directory, most recently used first. Raises `ConfigError`."""
+    """Report the slab at `path`, or all slabs in a directory, in the order of `find_slabs`.
+
+    Raises: `ConfigError` if there is no slab.
+    """
     slabs, reports = find_slabs(path), list[SlabReport]()
     owner = owner_of(slabs[0].parent)
     for slab in slabs:
@@ -119,12 +128,14 @@ def _report(path: Path, owner: str | None, files: Files) -> SlabReport:
 def opened(
     path: Path, files: Files | None = None, *, wait_s: float = 0.0
 ) -> Iterator[tuple[Slab, Recovered]]:
-    """Yield an open, locked slab and its recovered journal. Raises `ConfigError`.
+    """Open and lock a slab; yields the slab and its recovered journal.
 
     Args:
         path: a slab, or a directory with one slab.
-        wait_s: longest wait for another owner. 0 by default, because a command should fail at once while an
-            engine runs.
+        wait_s: longest wait for another owner, in seconds. 0 by default, because a command should fail at
+            once while an engine runs.
+
+    Raises: `ConfigError`, `UnavailableError`.
     """
     slabs, log = find_slabs(path), RateLimitedLog("kvoffload.disk")
     if len(slabs) > 1:
@@ -147,7 +158,7 @@ def opened(
 
 
 def delete(slabs: list[Path]) -> None:
-    """Delete slabs of one directory. The lock file stays, because a process may wait for the lock.
+    """Delete slabs of one directory. The lock file stays, because another process may wait for the lock.
 
     Raises:
         ConfigError: a path is a link, or does not have the name of a slab; no file is deleted.
@@ -170,10 +181,10 @@ def delete(slabs: list[Path]) -> None:
 def verify(
     slab: Slab, recovered: Recovered, progress: Callable[[int, int], None] = lambda done, total: None
 ) -> list[Problem]:
-    """Read and verify every block; returns the failures.
+    """Read and verify every block; returns the blocks that fail.
 
     Args:
-        progress: called with the number of checked blocks and of all blocks.
+        progress: called with the number of checked blocks and the number of all blocks.
     """
     contents, scratch, layout, step = recovered.contents, Scratch(slab), slab.layout, slab.chunk_blocks
     slots, problems = contents.slots(), []

@@ -1,8 +1,8 @@
 """The journal of a slab: a crash-safe record of the block in each slot.
 
-Owns the end of the log and its epochs. Each *group* of records is appended in whole pages, and a durable page
-is not rewritten before a checkpoint replaces it. When the log is full, a checkpoint of all blocks overwrites
-the older of two checkpoints, and the log restarts, empty, in the next epoch.
+Owns the end of the log and the epochs of the journal. Records are appended in *groups* of whole pages. A
+durable page is not rewritten until a checkpoint has replaced the log. When the log is full, a checkpoint of
+all blocks overwrites the older of two checkpoints, and the log restarts empty in the next epoch.
 
 The committer decides the order of groups, syncs and data.
 """
@@ -33,19 +33,19 @@ MAX_GROUP_BYTES = 1024 * 1024
 
 
 class Journal:
-    """Appends groups to the log of an open slab, as its only writer.
+    """Appends groups to the log of an open slab, as the log's only writer.
 
     Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after an error the state of the
     medium is unknown, and the caller must not append.
 
     Args:
         slab: the slab of the log.
-        recovered: the result of `recover`. A damaged or corrected journal starts a new epoch, so that later
-            readers cannot mix old groups with new groups.
+        recovered: the result of `recover`. If it is damaged or corrected, the constructor writes a checkpoint
+            and starts a new epoch, so that later readers cannot mix old groups with new groups.
 
     Attributes:
         bytes_written: bytes of groups and checkpoints written since opening.
-        damaged: unreadable parts of the journal.
+        damaged: number of unreadable parts of the journal.
     """
 
     def __init__(self, slab: Slab, recovered: Recovered) -> None:
@@ -61,9 +61,10 @@ class Journal:
             self.checkpoint(recovered.contents)
 
     def append(self, removed: SlabSlots, entries: Records, accessed: Records, first_stamp: int) -> None:
-        """Append records as one group, or as several groups if there are too many; durable after `sync`.
+        """Append records as one group, or as several groups if they exceed the limit of a group.
 
-        Earlier groups must have been synced: a log ends in at most one torn group.
+        The last group is durable after `sync`. Earlier groups must have been synced before the call, so that
+        a log ends in at most one torn group.
         """
         layout = self._layout
         for number, (removals, blocks, accesses) in enumerate(self._split(removed, entries, accessed)):
@@ -84,7 +85,8 @@ class Journal:
     def _split(
         self, removed: SlabSlots, entries: Records, accessed: Records
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
-        """Yield groups of records: one group if all records fit, else pieces of one kind, in order."""
+        """Yield the records of each group. If one group is too small for all records, yield several groups,
+        each with one kind of records: first removals, then entries, then accesses."""
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
             return
@@ -97,9 +99,9 @@ class Journal:
                 yield pieces[0], pieces[1], pieces[2]
 
     def checkpoint(self, contents: Contents) -> None:
-        """Write `contents` over the older checkpoint, durably, and restart the log.
+        """Write `contents` as a durable checkpoint over the older checkpoint, and restart the log.
 
-        Cost: 80 bytes a block and two syncs.
+        Cost: a write of 80 bytes a block, and two syncs.
         """
         epoch = self._epoch + 1
         self.bytes_written += write_checkpoint(self._slab, self._layout, epoch, contents)
@@ -111,9 +113,9 @@ class Journal:
 
 
 def write_checkpoint(slab: Slab, layout: Layout, epoch: int, contents: Contents) -> int:
-    """Write the checkpoint of `epoch` at its place in `layout`, durably; returns the bytes written.
+    """Write `contents` as the durable checkpoint of `epoch`, at its offset in `layout`.
 
-    Raises `OSError`.
+    Returns: number of bytes written. Raises `OSError`.
     """
     slab_id, num_bytes = slab.identity.slab_id, 2 * PAGE_BYTES
     start, slots = layout.checkpoint_offset(epoch), contents.slots()

@@ -18,14 +18,14 @@ from kvoffload.tiers.disk.files import PAGE_BYTES
 MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
 RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
-"""Size of the reserve: 256 MiB of slots, at most a sixteenth of all. The tier writes new blocks there while
-the removal of evicted blocks is not durable yet."""
+"""Size of the reserve: 256 MiB of slots, at most a sixteenth of all slots. The tier writes new blocks into
+the reserve while the removal of evicted blocks is not durable yet."""
 LOCK_FILE_BYTES = PAGE_BYTES
 """Size of the lock file; it counts towards the capacity."""
 
 
 def record_type(fields: str) -> np.dtype[Any]:
-    """Make a packed record type from words ``name:type``."""
+    """Create a packed record type from a text of fields ``name:type``, separated by spaces."""
     members: Any = [tuple(field.split(":")) for field in fields.split()]
     dtype: np.dtype[Any] = np.dtype(members)
     return dtype
@@ -36,7 +36,8 @@ GROUP = record_type(
     "kind:<u4 num_removed:<u4 num_entries:<u4 num_accessed:<u4"
 )
 ACCESS = record_type("slot:<u4 after:<u4")
-"""A slot that was used, with flag `REUSE` for a counted use, and its stamp less the group's first stamp."""
+"""An access to a slot. `slot`: slot number, with flag `REUSE` if the access counts as a use. `after`: access
+stamp minus the group's first stamp."""
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def entry_dtype(key_bytes: int) -> np.dtype[Any]:
 
 @functools.cache
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
-    """Return the type of a block's header, which its checksum covers; the header is not stored."""
+    """Return the type of a block's header. The block's checksum covers the header, which is not stored."""
     return record_type(
         "fingerprint:16u1 slot:<u8 generation:<u8 block_bytes:<u8 key_bytes:<u8 "
         f"key:({words_per_key(key_bytes)},)<u8"
@@ -66,15 +67,15 @@ def pages(num_bytes: int) -> int:
 class Layout:
     """Layout of a slab: ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``.
 
-    A change of the capacity adds or removes slots at the end and keeps the offset of every slot. A longer
+    A change of the capacity adds or removes slots at the end; the offsets of slots never change. A longer
     journal takes the space of the first slots.
 
     Attributes:
         num_slots: number of slots, including slots below `first_slot`.
         first_slot: lowest slot that may hold a block.
         origin: offset of slot 0.
-        journal_slots: number of slots for which checkpoints and log were sized.
-        journal_offset: offset of checkpoint 0. It lies behind the last slot only while the journal moves.
+        journal_slots: number of slots from which the sizes of checkpoints and log were computed.
+        journal_offset: offset of checkpoint 0; behind the last slot while a longer journal is prepared.
     """
 
     block_bytes: int
@@ -126,7 +127,7 @@ class Layout:
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks; the other usable slots are the reserve."""
+        """Capacity in blocks: the usable slots without the reserve."""
         usable = self.num_usable
         return usable - min(usable // RESERVE_SHARE, -(-RESERVE_BYTES // self.slot_bytes))
 
@@ -146,7 +147,7 @@ class Layout:
 
     @property
     def checkpoint_group_bytes(self) -> int:
-        """Bytes of one group of a checkpoint. Small, because a flipped bit costs a whole group."""
+        """Bytes of one group in a checkpoint; at most 64 KiB, because one flipped bit costs a whole group."""
         return min(64 * 1024, pages(GROUP.itemsize + self.journal_slots * self.entry_bytes))
 
     @property
@@ -165,12 +166,15 @@ class Layout:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of the head, the groups, and the copy of the head."""
+        """Bytes of a checkpoint: the head, the groups, and the copy of the head."""
         return 2 * PAGE_BYTES + self.num_checkpoint_groups * self.checkpoint_group_bytes
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the log: half a checkpoint, more in a small slab. A full log causes a checkpoint."""
+        """Bytes of the log: half the entries of a checkpoint, and more in a small slab.
+
+        A full log causes a checkpoint.
+        """
         share = min(1024 * PAGE_BYTES, self.journal_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.journal_slots * self.entry_bytes // 2))
 
@@ -185,7 +189,7 @@ class Layout:
 
     @property
     def is_moving(self) -> bool:
-        """True if the journal lies behind the slots: a change of the capacity is unfinished."""
+        """True if the journal lies behind the slots, because a change of the capacity is unfinished."""
         return self.journal_offset >= self.slot_offset(self.num_slots)
 
     def checkpoint_offset(self, epoch: int) -> int:
@@ -214,10 +218,11 @@ class Layout:
     # ---- another capacity
 
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
-        """Return this layout for another capacity, with unchanged slot offsets; None if no block would fit.
+        """Return the layout for another capacity, with unchanged slot offsets; None if no block would fit.
 
-        A journal that must grow takes the space of the first slots, and lies behind the last slot until it
-        has moved. If the capacity has no space for that, the number of slots is limited by the old journal.
+        More slots may need a longer journal, which takes the space of the first slots. During the change the
+        journal lies behind the last slot. If the capacity has no space for the change, the old journal stays
+        and limits the number of slots.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
@@ -233,7 +238,8 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """Return the layout with the most slots before `end` and a journal in front of them."""
+        """Return the layout with the most slots before slot `end` and a sufficient journal in front of these
+        slots; None if none fits."""
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2

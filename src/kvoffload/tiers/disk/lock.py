@@ -1,10 +1,10 @@
-"""A lock for a directory: a second process waits for a while, and then gets an error with the owner's pid.
+"""A lock for a directory. A second process waits for a while, and then gets an error with the owner's pid.
 
-Uses `flock`, which the system releases when the process ends for any reason; the pid in the file is only
-information. Does not know slabs.
+Uses `flock`. The system releases the lock when the process ends for any reason. The pid in the lock file is
+only for messages. Does not know slabs.
 
-A forked process closes its copies of its parent's locks at once, so that a lock ends when the parent releases
-it or dies.
+A forked process closes its copies of the parent's locks at once. So a lock ends when the parent releases the
+lock or dies.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 LOCK_NAME = "kvoffload.lock"
 
 LOCK_WAIT_S = 30.0
-"""Seconds that a tier waits. A killed process keeps its locks until its memory is released, which takes
-seconds for hundreds of pinned GiB; its successor often starts at once."""
+"""Longest wait of a tier, in seconds. A killed process keeps its locks until the system has released its
+memory. With hundreds of pinned GiB this takes seconds, and the next process often starts at once."""
 
 _RETRY_S = 0.25
 
@@ -38,21 +38,21 @@ _open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
 class DirectoryLock:
-    """A lock held from construction to `release`.
+    """A lock of a directory, held from construction to `release`.
 
-    Waits while another process holds the lock, and logs one line. Does not wait for a lock of this process,
-    because the waiting thread may be the thread that must release it.
+    Waits while another process holds the lock, and logs one line. If this process holds the lock, fails at
+    once, because the waiting thread may be the thread that must release the lock.
 
     Args:
-        wait_s: longest wait in seconds; 0 tries once.
-        sleep: pauses between two attempts; for tests.
+        wait_s: longest wait in seconds; 0 for a single attempt.
+        sleep: function for the pause between two attempts; for tests.
 
     Attributes:
-        is_inherited: this process was forked from the owner.
+        is_inherited: True in a process that was forked from the owner.
 
     Raises:
         UnavailableError: the directory is locked (the text names the owner's pid) or cannot be locked.
-        ConfigError: the lock file is a link; the link's target stays unchanged.
+        ConfigError: the lock file is a link or no regular file. The link's target stays unchanged.
 
     Thread: any.
     """
@@ -83,23 +83,23 @@ class DirectoryLock:
 
     @property
     def held(self) -> bool:
-        """False after `release`, and in a process forked from the owner."""
+        """True until `release`; always False in a process forked from the owner."""
         return bool(self._fds) and self._file in _held
 
     def include(self, path: Path) -> None:
-        """Lock a file of the directory as well, since another directory may have a hard link to it.
+        """Lock a file in the directory as well, because another directory may have a hard link to the file.
 
         Raises: `OSError`.
         """
         self._fds.append(lock_file(path))
 
     def exclude(self) -> None:
-        """Unlock and close the included files; an open file keeps its disk space after deletion."""
+        """Unlock and close the included files. Call before a deletion: an open file keeps its disk space."""
         while len(self._fds) > 1:
             unlock_file(self._fds.pop())
 
     def release(self) -> None:
-        """Release the lock, even if a forked process has a copy of it. Idempotent."""
+        """Release the lock, even if a forked process has a copy of the descriptor. Idempotent."""
         if self._fds:
             # Before unlocking: another thread may then acquire the lock and record it.
             _held.pop(self._file, None)
@@ -128,7 +128,7 @@ class DirectoryLock:
             waited_s += _RETRY_S
 
     def _abandon(self) -> None:
-        """Close the copies of a forked process. The parent's locks stay."""
+        """Close this forked process's copies of the descriptors. The parent keeps its locks."""
         self.is_inherited = True
         while self._fds:
             os.close(self._fds.pop())
@@ -155,7 +155,7 @@ def unlock_file(fd: int) -> None:
 
 
 def owner_of(directory: Path) -> str | None:
-    """Return the pid of the process that has this directory open, as text; None if there is no owner."""
+    """Return the pid of the process that has this directory open, as text; None if no process has."""
     try:
         fd = _open(directory, os.O_RDONLY)
     except ConfigError:

@@ -1,7 +1,6 @@
-"""The threads that move the blocks of a slab, and their queues of reads and writes.
+"""The threads that move the blocks of a slab, and the queues of reads and writes.
 
-Knows neither policies nor keys; the committer decides when a write is durable and when a slot may be written
-again.
+Does not know policies. The committer decides when a write is durable, and when a slot may be written again.
 """
 
 from __future__ import annotations
@@ -20,17 +19,18 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 
 class Pipeline:
-    """Runs chunks and passes each finished chunk to `deliver`, on a thread of the pipeline.
+    """Reads and writes chunks, and passes each chunk that has ended to `deliver`.
 
-    Reads go before writes, and one thread only reads, so that a load does not wait for stores. Writes fail at
-    once if the committer is broken; reads still work.
+    Reads have priority over writes, and with two or more threads one thread only reads, so that a load does
+    not wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
-    Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. Raises `RuntimeError` if
-    the system cannot start a thread; then all threads have ended.
+    Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
+    thread. The constructor raises `RuntimeError` if the system cannot start a thread; then all threads have
+    ended.
 
     Attributes:
         num_threads: number of threads that move blocks.
-        num_writing: writes that threads are moving.
+        num_writing: number of write chunks that threads are moving now.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Pipeline:
     # ---- the scheduler's side
 
     def submit(self, chunks: list[Chunk]) -> None:
-        """Queue chunks: either only reads or only writes."""
+        """Queue chunks. All chunks of a call are reads, or all are writes."""
         writes = chunks[0].writes
         with self._lock:
             self._num_in_flight += len(chunks)
@@ -79,7 +79,10 @@ class Pipeline:
             self.end(chunks)
 
     def drain(self, timeout_s: float | None) -> bool:
-        """Wait until all submitted chunks have ended and are durable; False on time-out."""
+        """Wait until all chunks have ended and all changes are durable; returns False on time-out.
+
+        `timeout_s`: longest wait in seconds; None for no limit.
+        """
         with self._lock:
             self._committer.flush(True)
             try:
@@ -90,10 +93,11 @@ class Pipeline:
                 self._committer.flush(False)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Drain and end the threads; False if a thread hangs in a system call and is left running.
+        """Drain, and end the threads. Returns False if a thread still runs after `timeout_s`, for example
+        because a system call hangs.
 
         Args:
-            timeout_s: longest wait; None waits until all threads have ended.
+            timeout_s: longest wait in seconds; None for no limit.
         """
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         if not self._stopping:
@@ -111,24 +115,24 @@ class Pipeline:
     # ---- the committer's side
 
     def num_queued(self) -> int:
-        """Return the number of writes that no thread has started."""
+        """Return the number of queued write chunks."""
         return len(self._writes)
 
     def release(self, chunk: Chunk) -> None:
-        """Queue a write whose slots may now be written."""
+        """Queue a held write chunk, because its slots may be written now."""
         self._writes.append(chunk)
         # While stopping, every thread waits for the last released write.
         self._work.notify(self.num_threads if self._stopping else 1)
 
     def cancel_queued(self) -> list[Chunk]:
-        """Remove and return the writes that no thread has started."""
+        """Remove and return the queued write chunks."""
         queued = list(self._writes)
         self._writes.clear()
         self._work.notify_all()
         return queued
 
     def end(self, chunks: list[Chunk]) -> None:
-        """Deliver chunks that have ended."""
+        """Deliver chunks that have ended. Acquires the lock."""
         for chunk in chunks:
             self._deliver(chunk)
         with self._lock:

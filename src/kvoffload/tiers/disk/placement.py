@@ -1,7 +1,8 @@
 """The mapping from the manager's slots to the slab's slots, called *places*.
 
-Owns the metadata of each block, and the *reserve*: slots that the slab has beyond the manager's. Empty places
-queue for reuse, so that a write need not wait until the removal of another block is durable. Does no I/O.
+Owns the metadata of each block, and the *reserve*: the slab has more slots than the manager. Empty places of
+the reserve are reused in order, so that a write need not wait for the durable removal of the block that it
+evicts. Does no I/O.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvoffload.tiers.disk.slab import Positions
 
 _RESTORE_BLOCKS = 65536
 _RESTORED_REQUEST = 1024
-"""Blocks per call when uses are restored; some policies are slow with long batches."""
+"""Blocks per call of the policy when uses are restored. Some policies are slow with long batches."""
 
 
 class Placement:
@@ -29,15 +30,15 @@ class Placement:
     The *gate* of a place is the number of removals that must be durable before the place is written again.
 
     Args:
-        layout: layout of the slab; slots beyond the manager's number form the reserve.
+        layout: layout of the slab. The manager has `Layout.num_blocks` slots; the others form the reserve.
         next_generation: a number above every generation in the slab.
 
     Attributes:
-        generation: unique number of the write of each block; 0 marks an empty slot.
-        checksum: checksum over header and bytes.
+        generation: generation of the block in each of the manager's slots; 0 marks an empty slot.
+        checksum: checksum over header and bytes, by the manager's slot.
         next_generation: generation of the next block to be written.
 
-    Memory: 24 bytes a block and 8 a place. Thread: the scheduler's.
+    Memory: 24 bytes a block and 8 bytes a place. Thread: the scheduler's.
     """
 
     def __init__(self, layout: Layout, next_generation: int) -> None:
@@ -52,10 +53,10 @@ class Placement:
         self._withheld, self._beyond = np.empty(0, np.int32), np.empty(0, np.int64)
 
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
-        """Put the recovered blocks into an empty manager; returns the places of blocks that do not fit.
+        """Store the recovered blocks in an empty manager; returns the places of blocks that do not fit.
 
-        Stores blocks in the order of their writes, then reports uses in their order. Policies that order by
-        insertion and policies that order by use both regain their order.
+        Stores blocks in the order of their writes, and then reports uses in the order of use. So policies
+        that order by insertion and policies that order by use both restore their order.
         """
         newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.
@@ -83,7 +84,7 @@ class Placement:
 
     @property
     def num_withheld(self) -> int:
-        """Number of the manager's slots that `confine` has taken out of use."""
+        """Number of the manager's slots that `confine` withholds."""
         return len(self._withheld)
 
     def confine(self, end: int, manager: OffloadingManager) -> None:
@@ -115,7 +116,7 @@ class Placement:
         return self._place[slots]
 
     def renew(self, slots: SlotArray) -> None:
-        """Assign new generations to slots before a write."""
+        """Assign the next generations to slots before a write."""
         generations = np.arange(len(slots), dtype=np.uint64) + np.uint64(self.next_generation)
         self.generation[slots] = generations
         self.next_generation += len(slots)
@@ -126,12 +127,12 @@ class Placement:
         return self._place[slots].astype(np.uint32)
 
     def rotate(self, slots: SlotArray) -> None:
-        """Assign the places that have been empty longest to emptied slots."""
+        """Exchange the places of emptied slots for the places that have been empty longest."""
         queue = np.concatenate([self._reserve, self._place[slots]])
         self._place[slots], self._reserve = queue[: len(slots)], queue[len(slots) :]
 
     def set_gate(self, places: SlabSlots, gate: int) -> None:
-        """Set the gate of emptied places: the number of removals that must be durable before a write."""
+        """Set the gate of these places."""
         self._gate[places] = gate
 
     def gate(self, slots: SlotArray) -> int:
@@ -140,7 +141,7 @@ class Placement:
 
 
 def _restore_uses(policy: EvictionPolicy, slots: SlotArray, used: npt.NDArray[np.bool_]) -> None:
-    """Report uses of restored blocks to a policy.
+    """Report the uses of restored blocks to a policy.
 
     Args:
         slots: slots of all restored blocks, the most recently used first.

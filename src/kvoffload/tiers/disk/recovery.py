@@ -1,10 +1,10 @@
-"""Recovery of a journal: reads the newest complete checkpoint and the log after it. Writes nothing.
+"""Recovery of a journal: reads the newest complete checkpoint and the later log. Writes nothing.
 
-Groups record facts about slots (emptied, written, used), and later groups overwrite earlier groups. If a
-group is lost, older facts about its slots count again. An outdated entry is harmless, because its checksum
-does not match when the slot is read.
+Groups record facts about slots (emptied, written, used). Later facts about a slot replace earlier facts. If a
+group is lost, the earlier facts about its slots count again. An outdated entry is harmless, because its
+checksum does not match when the slot is read.
 
-A page that the medium fails to read is not damage, because a later attempt may succeed.
+A page that the medium fails to read is an error and not damage, because a later attempt may succeed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvoffload.tiers.disk.slab import Slab
 from kvoffload.tiers.write_budget import HOUR_S
 
 Progress: TypeAlias = Callable[[int, int], None]
-"""Called with the bytes of metadata read so far, and the total."""
+"""Callback with the number of metadata bytes read so far, and the total number."""
 
 _SALVAGE = "nothing was changed; if this persists, `kvoffload disk compact` keeps the readable blocks"
 _LAST_STAMP = np.uint64(MAX_NUMBER)
@@ -47,17 +47,17 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Contents:
-    """Metadata of the blocks in a slab: flat arrays indexed by slot, without void blocks.
+    """Metadata of the blocks in a slab, in flat arrays indexed by slot. Void blocks are left out.
 
     Attributes:
         generation: generation of the block; 0 marks an empty slot.
-        stamp: last use, on the tier's clock of accesses.
+        stamp: access stamp of the last use; later uses have greater stamps.
         uses: number of uses since the write.
         written_at_s: time of the write, in seconds since 1970.
         checksum: checksum over header and bytes.
         words: key, packed as in `Keys`.
         last_generation: greatest generation ever, including removed blocks.
-        written: number of blocks written by hour since 1970, including removed blocks.
+        written: number of written blocks, including removed blocks, by hour since 1970.
     """
 
     def __init__(self, layout: Layout, void_before: int = 0) -> None:
@@ -81,9 +81,9 @@ class Contents:
         return np.flatnonzero(self.generation)
 
     def newest_slots(self) -> npt.NDArray[np.int64]:
-        """Return the slots with the newest block of each key, ascending.
+        """Return the slot with the newest block of each key, ascending.
 
-        Only damage leaves a key in two slots. Cost: a sort of one hash per key.
+        Keys are in two slots only after damage. Cost: a sort of one hash per key.
         """
         slots = self.slots()
         words = self.words[slots, 0].copy()
@@ -110,7 +110,7 @@ class Contents:
         self.uses[slots] = 0
 
     def move(self, slots: npt.NDArray[np.int64], to: npt.NDArray[np.int64], checksums: Checksums) -> None:
-        """Record that blocks were moved to other slots, where they have other checksums."""
+        """Record that blocks were moved to the slots `to`; a block's checksum changes with its slot."""
         for values in (self.generation, self.stamp, self.uses, self.written_at_s, self.words):
             values[to] = values[slots]
         self.checksum[to] = checksums
@@ -121,7 +121,7 @@ class Contents:
         return Keys(self.words[slots], self.key_bytes)
 
     def apply(self, group: Group) -> None:
-        """Apply one journal group."""
+        """Apply the records of one journal group: removals, then entries, then accesses."""
         n = len(self.generation)
         removed = group.removed[group.removed < n]
         self.generation[removed] = 0
@@ -148,7 +148,7 @@ class Contents:
         np.add.at(self.uses, used[accessed["slot"] & REUSE != 0], 1)
 
     def entries(self, slots: npt.NDArray[np.int64]) -> Records:
-        """Return the blocks in these slots as journal records."""
+        """Return journal records of the blocks in these slots."""
         records = np.empty(len(slots), entry_dtype(self.key_bytes))
         records["slot"] = slots
         for name in ("uses", "generation", "stamp", "written_at_s", "checksum"):
@@ -164,12 +164,13 @@ class Recovered:
     Attributes:
         contents: the blocks.
         epoch: epoch of the checkpoint and the log.
-        sequence: number of the next group of the log.
-        log_end: offset in the log after its last group.
+        sequence: number of the next group in the log.
+        log_end: offset of the next group in the log.
         damaged: number of lost groups, heads and pages.
-        unreadable: number of pages that the medium failed to read; `damaged` includes these pages.
-        unfinished: the log ends in an incomplete group. A crash leaves one, and it is not damage.
-        corrected: `contents` differ from the journal, so a new checkpoint is needed.
+        unreadable: number of pages that the medium failed to read and that no other copy replaces. `damaged`
+            counts their losses, too.
+        unfinished: True if the log ends in an incomplete group, as after a crash; this is no damage.
+        corrected: True if `contents` differ from the journal, so that a new checkpoint is needed.
     """
 
     contents: Contents
@@ -183,11 +184,11 @@ class Recovered:
 
 
 def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = False) -> Recovered:
-    """Read the journal of a slab. Damage is counted and never raises.
+    """Read the journal of a slab. Damage is counted, and raises nothing.
 
     Args:
-        progress: called a few times a second.
-        salvage: count pages that the medium fails to read as damage, instead of raising `OSError`.
+        progress: called after each 16 MiB of the checkpoint, and at the end.
+        salvage: True to count pages that the medium fails to read as damage, instead of raising `OSError`.
 
     Cost: reads the checkpoint and the log once, 80 bytes a block; a few seconds for 16 million blocks.
     """
@@ -214,9 +215,9 @@ def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = Fal
 
 
 def _correct_hours(contents: Contents, now_s: int) -> bool:
-    """Move write counts of future hours to the present hour; returns True if there were any.
+    """Move write counts of future hours to the present hour; returns True if there were future hours.
 
-    Future hours come from a wrong clock, and would count against write budgets until the clock reaches them.
+    A wrong clock causes future hours. They would reduce write budgets until the clock has passed them.
     """
     now = now_s // HOUR_S
     ahead = [hour for hour in contents.written if hour > now]
@@ -298,7 +299,7 @@ def _read_log(slab: Slab, recovered: Recovered) -> None:
 
 
 def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
-    """Find page offsets in the log that look like groups of this slab, and their epochs."""
+    """Return the offsets of pages in the log that may begin a group of this slab, and the groups' epochs."""
     heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
     rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))
     return (rows * PAGE_BYTES).tolist(), heads["epoch"][rows].tolist()

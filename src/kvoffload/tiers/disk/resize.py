@@ -1,6 +1,7 @@
-"""Resizing of a slab: moves blocks inside the file, and drops the coldest if there is too little space.
+"""Resizing of a slab: moves blocks inside the file, and drops the coldest blocks if the space is too small.
 
-Owns the order of writes: a crash at any write or sync leaves a sound slab, and the next opening resumes.
+Owns the order of writes. A crash at any write or sync leaves a sound slab, and the next opening resumes the
+change.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from kvoffload.tiers.disk.slab import REFUSED, SOUND, Positions, Scratch, Slab
 
 
 def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> Recovered | None:
-    """Change the layout of a slab without changing slot offsets; returns its new contents.
+    """Change the layout of a slab without changing slot offsets; returns the slab's new contents.
 
-    Drops the coldest blocks if there is too little space. Returns None, with an unchanged slab, if the
-    journal must grow and there is no space for it now.
+    Drops the coldest blocks if the space is too small. Returns None, with an unchanged slab, if the journal
+    must grow and the disk or directory has no space for a longer journal now.
 
     Args:
-        target: `with_capacity(capacity_bytes)` of the slab's layout.
-        capacity_bytes: new capacity; after an interrupted change at most the capacity in the superblock.
+        target: the new layout: ``slab.layout.with_capacity(capacity_bytes)``.
+        capacity_bytes: new capacity. If the last change was interrupted: at most the superblock's capacity.
 
-    Cost: a few passes over the journal, and copies of blocks whose slots disappear. Raises `OSError`.
+    Cost: a few passes over the journal, and copies of the blocks whose slots disappear. Raises `OSError`.
     """
     layout = slab.layout
     assert not layout.is_moving or capacity_bytes <= slab.capacity_bytes
@@ -47,10 +48,10 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 
 
 def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks: int) -> Recovered:
-    """Keep the hottest `num_blocks` blocks, all in slots `first` to ``end - 1``; returns the contents.
+    """Keep the `num_blocks` most recently used blocks, in slots `first` to ``end - 1``; returns the contents.
 
-    Copies kept blocks from outside into free slots of this range. Durable on return. A block on a bad sector
-    is lost.
+    Kept blocks from other slots are copied into free slots of this range. All changes are durable on return.
+    A block on a bad sector is lost.
 
     Raises:
         OSError: the journal cannot be written, or the system refuses a read (ENOMEM, ESTALE). The slab is
@@ -77,10 +78,10 @@ def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks
 
 
 def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) -> None:
-    """Copy blocks to other slots. Each block keeps its key, generation and uses.
+    """Copy blocks to other slots, with keys, generations and uses. Forgets blocks that cannot be copied.
 
     Raises:
-        OSError: the system refuses a read. The error may pass, so the block must not be forgotten.
+        OSError: the system refuses a read. Such an error may pass, so no block is forgotten for it.
     """
     layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
@@ -103,9 +104,10 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
 
 
 def _move_journal_behind(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> bool:
-    """Write the journal behind the slots, so that a longer journal can replace the old journal.
+    """Write the journal behind the slots, so that a longer journal can later take the old journal's place.
 
-    The superblock then has the new capacity. Returns False, with an unchanged slab, if there is no space.
+    Then writes the new capacity to the superblock. Returns False, with an unchanged slab, if the space behind
+    the slots is too small.
     """
     layout = slab.layout
     num_slots = max(slab.num_reserved, target.first_slot + min(len(recovered.contents), target.num_blocks))

@@ -1,4 +1,4 @@
-"""The disk space of a directory. One slab grows, and slabs of other producers shrink for it.
+"""The disk space of a directory, in which one slab grows and slabs of other producers shrink.
 
 Knows other slabs only by path and size. Opens no file.
 """
@@ -13,16 +13,16 @@ from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES
 
 
 class Room:
-    """Space for one slab in a directory that holds other slabs too.
+    """Space for one slab in a directory with other slabs.
 
-    All files together take at most the capacity. The least recently opened slab shrinks first: it loses its
-    coldest blocks, and is deleted when few remain.
+    All files together take at most the capacity. The other slab that was least recently opened or written
+    shrinks first. It loses its coldest blocks, and is deleted when few blocks remain.
 
     Args:
         capacity_bytes: capacity of the directory.
         others: files of other slabs, in the order in which they shrink.
-        shrink: shortens a file by at least this many bytes, or deletes it; returns its new size. May raise
-            `OSError`.
+        shrink: called with a file and a number of bytes; shortens the file by at least this number, or
+            deletes the file; returns the new size, 0 if deleted. May raise `OSError`.
 
     Thread: one at a time.
     """
@@ -33,13 +33,13 @@ class Room:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that the slab may take while the other slabs keep their sizes."""
+        """Size in bytes that the slab may have without shrinking other slabs."""
         return self._capacity_bytes - LOCK_FILE_BYTES - sum(size for _, size in self._other_sizes)
 
     def make(self, num_bytes: int) -> bool:
-        """Shrink the first other slab by at least `num_bytes`, or delete it; False if there is no other slab.
+        """Shrink the first other slab by at least `num_bytes`, or delete that slab.
 
-        Raises `OSError`.
+        Returns: False if no other slab exists. Raises `OSError`.
         """
         if not self._other_sizes:
             return False
@@ -49,7 +49,7 @@ class Room:
         return True
 
     def clear(self) -> None:
-        """Delete all other slabs, durably. Raises `OSError`; then call it again."""
+        """Delete all other slabs, durably. Raises `OSError`; `clear` may then be called again."""
         for path, _ in self._other_sizes:
             path.unlink(missing_ok=True)
         if self._other_sizes:

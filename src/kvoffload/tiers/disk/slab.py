@@ -1,7 +1,7 @@
 """A slab: a file of slots of one size, read and written in runs of consecutive slots.
 
-Owns the file and verifies blocks. The journal and the tier own the slots' contents: which slots hold blocks,
-their checksums, and when a slot may be overwritten.
+Owns the file and verifies blocks. The journal and the tier own the metadata: which slots hold blocks, the
+checksums, and when a slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from kvoffload.transfer.copies import address_of
 UNFINISHED = ".new"
 """Suffix of the file name of an incomplete slab."""
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Limit of bytes per system call. Longer calls are not faster and occupy a thread for longer."""
+"""Limit of bytes per system call. Larger calls move no more bytes a second, and block a thread for longer."""
 MAX_RUN_BLOCKS = 1000
-"""Limit of blocks per system call, which takes at most 1024 buffers."""
+"""Limit of blocks per system call. A call accepts at most 1024 buffers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
 """Back-off after failed writes: each write evicts a block, and a failing disk must not lose all blocks."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
-"""Outcomes of moving a block. `SOUND`: moved, and verified if read. `UNREADABLE`: the medium failed (EIO).
-`MISMATCH`: wrong checksum. `REFUSED`: another error of the system, which may pass (ENOMEM, ESTALE)."""
+"""Outcomes of reading or writing a block. `SOUND`: written, or read and verified. `UNREADABLE`: the medium
+failed (EIO). `MISMATCH`: read with a wrong checksum. `REFUSED`: another error of the system, which may pass
+(ENOMEM, ESTALE)."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]
@@ -59,14 +60,14 @@ _PIECE_BYTES = 1024 * 1024
 
 
 class Scratch:
-    """Aligned buffer of one thread, for pools that direct I/O does not accept."""
+    """Aligned buffer of one thread. Blocks are copied through it if direct I/O does not accept their pool."""
 
     def __init__(self, slab: Slab) -> None:
         self._shape = slab.chunk_blocks, slab.layout.slot_bytes
         self._pages: Bytes | None = None
 
     def pages(self, num_blocks: int) -> Bytes:
-        """Return rows of whole pages for `num_blocks` blocks; allocated on first use."""
+        """Return one row of whole pages for each of `num_blocks` blocks. The first call allocates."""
         if self._pages is None:
             self._pages = aligned(self._shape[0] * self._shape[1]).reshape(self._shape)
         return self._pages[:num_blocks]
@@ -75,17 +76,17 @@ class Scratch:
 class Slab:
     """An open slab.
 
-    The file may be shorter than its layout if other slabs share the directory. It grows when a slot beyond
-    its end is written.
+    The file may be shorter than the layout if other slabs share the directory. A write to a slot beyond the
+    end of the file makes the file grow.
 
     Failed reads and writes of blocks are outcomes. Writes of journal pages and `sync` raise `OSError`.
 
-    Thread: any, each with its own `Scratch`, for different slots.
+    Thread: any. Concurrent calls need different slots, and each thread its own `Scratch`.
 
     Attributes:
         layout, identity, capacity_bytes: contents of the superblock.
-        room: space that the slab may take; None for all of its layout.
-        chunk_blocks: largest number of blocks in one call.
+        room: limit of the file's size in a directory with other slabs; None for no limit but the layout.
+        chunk_blocks: limit of blocks in one call.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Slab:
     ) -> Slab:
         """Create a slab and reserve its space. Raises `UnavailableError`.
 
-        The complete file is renamed to `path`; a crash before that leaves a file with the suffix ``.new``.
+        The complete file is renamed to `path`. A crash before the rename leaves a file with suffix ``.new``.
         """
         unfinished = path.with_name(path.name + UNFINISHED)
         try:
@@ -147,10 +148,10 @@ class Slab:
 
     @classmethod
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
-        """Open a slab, or return the reason why this version cannot use it.
+        """Open a slab, or return the reason why this version cannot use the file.
 
-        Raises `OSError`. If the medium fails to read a superblock and the other copy is unusable, this is an
-        error and not a reason: a later attempt may succeed.
+        Raises: `OSError`, also if the medium fails to read one superblock and the other is unusable: a later
+            attempt may succeed, so this is no reason to replace the file.
         """
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound, unreadable = "it is too short to be a slab", list[Bytes](), None
@@ -183,30 +184,29 @@ class Slab:
     # ---- room
 
     def touch(self) -> None:
-        """Set the mtime, which orders the slabs of a directory: the oldest slab shrinks first."""
+        """Set the file's mtime to now. In a directory, the slab with the oldest mtime shrinks first."""
         os.utime(self._fd)
 
     @property
     def file_bytes(self) -> int:
-        """Length of the file."""
+        """Length of the file in bytes."""
         return self._files.size(self._fd)
 
     @property
     def num_reserved(self) -> int:
-        """Number of slots in the file, from slot 0; later slots need a longer file."""
+        """Number of slots that lie in the file, counted from slot 0. Further slots need a longer file."""
         return self._num_reserved
 
     @property
     def may_grow(self) -> bool:
-        """False for a while after the file could not grow; then only `num_reserved` slots are usable."""
+        """False during the back-off after the file could not grow; only `num_reserved` slots are usable."""
         return self._files.monotonic_s() >= self._may_grow_at_s
 
     def reserve_all(self) -> None:
-        """Extend the file to its full length or, if that is less, to its share of the directory.
+        """Extend the file to its full length, or to the limit of `room` if that is less.
 
-        Shrinks other slabs of the directory while the disk is too full.
-
-        Raises `OSError`.
+        While the disk is too full, or the limit has no space for one slot, shrinks other slabs of the
+        directory. Raises `OSError` if no other slab is left to shrink.
         """
         while not self._lengthen(self._allowed_bytes):
             lacking = self.layout.slot_offset(self.layout.first_slot + 1) - self._allowed_bytes
@@ -214,10 +214,10 @@ class Slab:
                 raise _no_room()
 
     def reserve(self, num_slots: int) -> None:
-        """Extend the file to at least `num_slots` slots, and further if no other slab must shrink for it.
+        """Extend the file to at least `num_slots` slots, and up to the limit of `room` if the disk has space.
 
-        Raises `OSError`. `may_grow` is false for a while after a failure, or if the disk has too little space
-        for the full length.
+        Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. `may_grow` is then
+        False for a while if the call failed, or if the disk had no space up to the limit. Raises `OSError`.
         """
         has_all = False
         try:
@@ -229,7 +229,7 @@ class Slab:
                 self._may_grow_at_s = self._files.monotonic_s() + self._growth_backoff.next_s()
 
     def _reserve(self, num_slots: int) -> bool:
-        """Extend the file as `reserve` does; returns True if the file has its full length."""
+        """Extend the file as `reserve`; returns True if the file has reached the limit of `room`."""
         least = self.layout.slot_offset(num_slots)
         while True:
             allowed = self._allowed_bytes
@@ -264,7 +264,10 @@ class Slab:
         return most if self.room is None else min(most, self.room.own_bytes)
 
     def _lengthen(self, num_bytes: int) -> bool:
-        """Reserve whole slots up to `num_bytes`; False, with an unchanged file, if the disk is full."""
+        """Extend the file to the last whole slot within `num_bytes`.
+
+        Returns: False, with an unchanged file, if the disk is full or no usable slot fits.
+        """
         end = self.layout.slots_before(num_bytes)
         if end <= self.layout.first_slot or not self.lengthen_to(self.layout.slot_offset(end)):
             return False
@@ -287,10 +290,10 @@ class Slab:
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64],
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> tuple[Mask, Checksums]:  # fmt: skip
-        """Write ``pool[rows[i]]`` into ``slots[i]``; returns a mask of written blocks, and their checksums.
+        """Write ``pool[rows[i]]`` into ``slots[i]``; returns a mask of written blocks, and the checksums.
 
-        Slots ascend; at most `chunk_blocks`. Blocks are durable after `sync`. Cost: a pass over the bytes for
-        checksums, then one system call per run of consecutive slots.
+        `slots` must ascend and have at most `chunk_blocks` elements. Blocks are durable after `sync`. Cost: a
+        pass over the bytes for checksums, then one system call per run of consecutive slots.
         """
         written, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
         count = self._num_with_room(slots)
@@ -307,7 +310,7 @@ class Slab:
         return written, sums
 
     def _num_with_room(self, slots: Positions) -> int:
-        """Grow the file for these slots, if possible; returns how many of them are in the file."""
+        """Extend the file for these slots, if possible; returns the number of slots that lie in the file."""
         if slots[-1] >= self._num_reserved:
             try:
                 self._grow(int(slots[-1]) + 1)
@@ -319,10 +322,10 @@ class Slab:
         self, keys: Keys, slots: Positions, generations: npt.NDArray[np.uint64], expected: Checksums,
         pool: Blocks, rows: Positions, scratch: Scratch,
     ) -> Outcomes:  # fmt: skip
-        """Read ``slots[i]``, ascending, into ``pool[rows[i]]`` and verify; returns an outcome for each block.
+        """Read ``slots[i]`` into ``pool[rows[i]]`` and verify; returns an outcome for each block.
 
-        The checksum covers key, fingerprint, slot, length, generation and bytes. The contents of a row are
-        undefined unless its outcome is `SOUND`.
+        `slots` must ascend and have at most `chunk_blocks` elements. The checksum covers key, fingerprint,
+        slot, length, generation and bytes. The contents of a row are undefined unless the outcome is `SOUND`.
         """
         in_place = self._in_place(pool)
         memory, at = (pool, rows) if in_place else (scratch.pages(len(rows)), np.arange(len(rows)))
@@ -343,17 +346,17 @@ class Slab:
         return checksums(address_of(memory) + at * memory.strides[0], block_bytes, seeds)
 
     def _in_place(self, pool: Blocks) -> bool:
-        """Return True if direct I/O accepts rows of this pool without a copy."""
+        """Return True if direct I/O accepts the pool's rows: address, stride and block are whole pages."""
         address: int = pool.__array_interface__["data"][0]
         return (address | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
 
     def _each_run(
         self, operation: Callable[[int, Buffers, int], int], slots: Positions, memory: Blocks, at: Positions
     ) -> Outcomes:
-        """Move ``memory[at[i]]`` to or from ``slots[i]``, one call per run; returns the outcomes.
+        """Read or write ``memory[at[i]]`` for ``slots[i]``, with one call per run; returns the outcomes.
 
-        A run that cannot be read is read again block by block, because a bad sector or a transient error must
-        not cost other blocks. A write is repeated only after a bad sector.
+        A run with a failed read is read again block by block, so that a bad sector or a transient error costs
+        no other block. A run with a failed write is repeated only if the medium failed (EIO).
         """
         outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):
@@ -386,7 +389,10 @@ class Slab:
     # ---- pages
 
     def read_pages(self, offset: int, num_bytes: int) -> tuple[Bytes, int]:
-        """Read a range of the slab; returns the bytes and the number of unreadable pages, which are zeros."""
+        """Read a range of the slab; returns the bytes and the number of unreadable pages.
+
+        Unreadable pages are zeros in the bytes.
+        """
         memory, unreadable = aligned(num_bytes), 0
         for start in range(0, num_bytes, _PIECE_BYTES):
             piece = memory[start : min(start + _PIECE_BYTES, num_bytes)]
@@ -405,11 +411,11 @@ class Slab:
         return memory[:num_bytes], unreadable
 
     def write_pages(self, offset: int, memory: Bytes) -> None:
-        """Write whole pages of aligned memory. Raises `OSError`."""
+        """Write aligned memory, in whole pages. Raises `OSError`."""
         transfer(self._files.write, self._fd, [memory], offset)
 
     def write_zeros(self, start: int, end: int) -> None:
-        """Overwrite the bytes from `start` to ``end - 1``, whole pages, with zeros. Raises `OSError`."""
+        """Overwrite bytes `start` to ``end - 1`` with zeros. The range is whole pages. Raises `OSError`."""
         zeros = aligned(_PIECE_BYTES)
         for offset in range(start, end, _PIECE_BYTES):
             self.write_pages(offset, zeros[: min(_PIECE_BYTES, end - offset)])
@@ -420,15 +426,15 @@ class Slab:
 
     @property
     def void_before(self) -> int:
-        """Blocks of generations below this number are void, even if the journal has entries for them."""
+        """Smallest valid generation. Blocks of lower generations are void, even with a journal entry."""
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make blocks of lower generations void and delete slabs of other producers, which may have the same
-        data.
+        """Make blocks of generations below `generation` void. Deletes the slabs of other producers, because
+        they may hold the same data.
 
-        Durable on return, even if one superblock is damaged later. Raises `OSError` if neither superblock
-        could be written.
+        Durable on return, even if one superblock is damaged later. Raises `OSError` if another slab cannot be
+        deleted, or neither superblock can be written.
         """
         if self.room is not None:
             with self._growing:
@@ -438,14 +444,14 @@ class Slab:
     def adopt(self, layout: Layout, capacity_bytes: int) -> None:
         """Switch to another layout and capacity, durably. The journal must already be in its new place.
 
-        Raises `OSError` if neither superblock could be written.
+        Raises `OSError` if neither superblock can be written.
         """
         self._replace_superblock(layout, capacity_bytes, self.void_before)
         self.layout, self.capacity_bytes = layout, capacity_bytes
         self._num_reserved = layout.slots_before(self.file_bytes)
 
     def _replace_superblock(self, layout: Layout, capacity_bytes: int, generation: int) -> None:
-        """Write the superblock and its copy, one after the other, so that one is always complete."""
+        """Write both superblocks, one after the other, so that one of them is always complete."""
         revision = revision_of(self._superblock) + 1
         self._superblock = encode_superblock(layout, self.identity, capacity_bytes, generation, revision)
         errors = [error for at in self._superblocks_at if (error := self._write_superblock(at))]
@@ -464,7 +470,10 @@ class Slab:
         return None
 
     def repair_superblocks(self) -> None:
-        """Rewrite a superblock that differs from the valid copy, if possible; later writes begin with it."""
+        """Rewrite a superblock that differs from the valid copy. Later updates write this superblock first.
+
+        A failed write is logged.
+        """
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
                 self._write_superblock(at)
@@ -482,7 +491,7 @@ class Slab:
 
 
 def transfer(operation: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers, offset: int) -> None:
-    """Read or write all buffers in one or more calls. Raises `OSError`, also at the end of the file."""
+    """Read or write all buffers, in several calls if necessary. Raises `OSError`, also at the file's end."""
     remaining = sum(len(buffer) for buffer in buffers)
     while True:
         moved = operation(fd, buffers, offset)
@@ -503,7 +512,7 @@ def _after(buffers: Buffers, num_bytes: int) -> Iterator[Any]:
 
 
 def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
-    """Return rows of memory as buffers; consecutive rows share one buffer."""
+    """Return rows of memory as buffers. In contiguous memory, consecutive rows share one buffer."""
     if not memory.flags.c_contiguous:
         return [memory[row] for row in rows.tolist()]
     flat, width = memory.reshape(-1), memory.shape[1]
@@ -511,7 +520,7 @@ def _buffers(memory: Blocks, rows: Positions) -> list[Bytes]:
 
 
 def _runs(numbers: Positions) -> Iterator[tuple[int, int]]:
-    """Return first and end index of each run of consecutive numbers."""
+    """Return (first index, end index) of each run of consecutive numbers."""
     breaks = (np.flatnonzero(numbers[1:] != numbers[:-1] + 1) + 1).tolist()
     return zip([0, *breaks], [*breaks, len(numbers)], strict=True)
 

@@ -1,7 +1,7 @@
-"""The disk tier's interface on the scheduler's thread: decisions and jobs.
+"""The disk tier on the scheduler's thread: decisions and jobs.
 
-Owns the jobs, and a manager that decides which blocks the slab keeps. Never waits: other threads move blocks
-and commit, and `finished` collects their chunks.
+Owns the jobs, and a manager that decides which blocks the slab keeps. Never waits for the disk: other threads
+move and commit blocks, and `finished` collects their chunks.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 READ_CHUNK_BYTES = 512 * 1024
-"""Smallest chunk of a read that is split among threads. Passing a chunk to a thread costs as much as reading
-and verifying 128 KiB."""
+"""Smallest chunk when a read is split among threads. Passing a chunk to a thread costs as much as reading and
+verifying 128 KiB."""
 
 REFUSED_READS_S = 60.0
-"""Seconds for which a block is kept after the system first refuses to read it (ENOMEM, ESTALE): such errors
-are often transient."""
+"""Seconds from the first refused read of a block (ENOMEM, ESTALE) until the tier forgets the block. Such
+errors often pass."""
 _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
@@ -72,7 +72,7 @@ _NO_GENERATIONS = np.empty(0, np.uint64)
 
 @dataclass(eq=False)
 class _Request:
-    """The tier's record of a request: its keys, and the generations of blocks that it wrote."""
+    """The tier's record of a request: the keys, and the generations of the blocks that the request wrote."""
 
     context: RequestContext
     written: list[npt.NDArray[np.uint64]] = field(default_factory=list)
@@ -84,11 +84,11 @@ class Job:
 
     Attributes:
         plan: the blocks, pinned or in flight until the job ends.
-        ok: result mask; `at` maps the plan's blocks to its rows.
-        generations, checksums: expected values of a read. A write sets the checksums at its end.
+        ok: result mask. at: for each block of the plan, its row in `ok`.
+        generations, checksums: expected values of a read. For a write, checksums are set when chunks end.
         outcomes: outcome of each block.
-        began: start time on the monotonic clock.
-        remaining: chunks that have not been delivered.
+        began: start time in seconds of the monotonic clock.
+        remaining: number of chunks that have not been delivered.
     """
 
     number: int
@@ -108,8 +108,8 @@ class DiskTier(SecondaryTier):
     Beyond the contract of `SecondaryTier`:
 
     - A write is reported as finished only when its blocks survive a power loss.
-    - After a crash at any instant the tier opens with every block whose write was reported and that was not
-      evicted since, in the order of its policy.
+    - After a crash at any instant, the tier opens with every block whose write was reported, except blocks
+      evicted or removed since. The blocks are in the order of the tier's policy.
     - A block is served only if key, producer, length, generation and checksum match its write. Any other
       block is forgotten and counted.
 
@@ -117,17 +117,18 @@ class DiskTier(SecondaryTier):
     use a `StripedTier` of disk tiers.
 
     Args:
-        path: the directory, created if absent, with one owner at a time.
-        capacity_bytes: limit of all files in the directory; reserved at opening.
+        path: the directory, created if absent. One process may have the directory open at a time.
+        capacity_bytes: limit of all files in the directory, in bytes; the space is reserved at opening.
         block_bytes: bytes of a block. Blocks of whole pages in an aligned pool are moved without a copy.
         key_bytes: length of every key.
         fingerprint: identifies the producer: model, dtype, layout, parallel shape. Each producer has its own
-            slab, which is kept until its space is needed, and never gets blocks of another producer.
+            slab and never gets blocks of another producer. Other producers' slabs stay until their space is
+            needed.
         policy, admission: eviction policy and admission rule, as for `OffloadingManager`.
-        num_threads: threads that move blocks. If there are two or more, one thread only reads.
-        queue_bytes: limit of queued writes; further writes are dropped.
+        num_threads: number of threads that move blocks. With two or more, one thread only reads.
+        queue_bytes: limit of queued writes in bytes; further writes are dropped.
         write_budget: limit of the bytes written in a day, against wear of the disk.
-        progress: called while the metadata are read.
+        progress: called with progress while opening reads the metadata.
         files: system calls and clocks, for tests.
 
     Memory: 210 bytes a block; 4 MiB a thread unless blocks are whole pages.
@@ -270,8 +271,8 @@ class DiskTier(SecondaryTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Queue a write, as `SecondaryTier.submit_write`; accepts only the head of a batch that exceeds the
-        queue or the write budget."""
+        """Queue a write, as `SecondaryTier.submit_write`. If a batch exceeds the queue or the write budget,
+        only its first blocks are accepted."""
         checked = self._checked(keys, pool, rows)
         record = self._request_of(request) if request is not None else None
         self._follow_file_growth(len(keys))
@@ -312,7 +313,7 @@ class DiskTier(SecondaryTier):
 
     @property
     def queue_room(self) -> int:
-        """Free blocks of the write queue; unlimited while writes are dropped."""
+        """Room in the write queue, in blocks; ``sys.maxsize`` while the tier drops all writes."""
         return max(0, self._queue_blocks - self._num_queued) if self.accepts_writes else sys.maxsize
 
     def finished(self) -> list[JobResult]:
@@ -337,7 +338,7 @@ class DiskTier(SecondaryTier):
         return int(np.count_nonzero(ready))
 
     def clear(self) -> None:
-        """Forget all blocks, including blocks in flight; durable after a `drain`."""
+        """Forget all blocks, including blocks in flight. Durable once a later `drain` has succeeded."""
         self._check_process()
         self._committer.void(self._placement.next_generation)
         occupied = np.flatnonzero(self._placement.generation > 0).astype(np.int32)
@@ -355,7 +356,7 @@ class DiskTier(SecondaryTier):
 
     @property
     def accepts_writes(self) -> bool:
-        """False for a while after a failed write, and forever after a failure of the journal."""
+        """False during the back-off after a failed write, and forever after a failure of the journal."""
         return not self._committer.broken and self._files.monotonic_s() >= self._may_write_at_s
 
     def stats(self) -> TierStats:
@@ -378,7 +379,7 @@ class DiskTier(SecondaryTier):
     def close(self) -> None:
         """Close the tier, as `SecondaryTier.close`; returns after `close_timeout_s` even if the disk hangs.
 
-        Then file and lock stay open until the disk responds or the process ends.
+        If the disk hangs, file and lock stay open until the disk responds or the process ends.
         """
         hung, self._closed = self._closed, True
         if not self._lock.held:
@@ -408,7 +409,7 @@ class DiskTier(SecondaryTier):
         return checked_rows(keys, pool, rows, self.block_bytes)
 
     def _check_process(self) -> None:
-        """Raise `MisuseError` in a forked process, which has no threads and possibly locked locks."""
+        """Raise `MisuseError` in a forked process, which has none of the threads and maybe locked locks."""
         if self._lock.is_inherited:
             raise MisuseError("this disk tier belongs to the parent process: open a tier after the fork")
 
@@ -439,7 +440,8 @@ class DiskTier(SecondaryTier):
         return job.number
 
     def _chunks(self, job: Job, pool: Blocks, rows: Positions) -> list[Chunk]:
-        """Split a job into chunks in the order of the slab; a read is split among the threads."""
+        """Split a job into chunks, in the order of places in the slab. A read is split evenly among the
+        threads, into chunks of at least `READ_CHUNK_BYTES`."""
         plan, writes = job.plan, isinstance(job.plan, StorePlan)
         places = self._placement.places(plan.slots)
         order = np.argsort(places, kind="stable")
@@ -465,7 +467,7 @@ class DiskTier(SecondaryTier):
         return stamps
 
     def _forget(self, slots: SlotArray) -> None:
-        """Empty slots; the next writes to their places wait until the removals are durable."""
+        """Mark slots as empty. The next writes to their places wait until the removals are durable."""
         emptied = self._placement.empty(slots)
         self._placement.set_gate(emptied, self._committer.remove(emptied))
 
@@ -504,7 +506,8 @@ class DiskTier(SecondaryTier):
         self._placement.confine(self._usable_end, self._manager)
 
     def _follow_file_growth(self, num_blocks: int) -> None:
-        """Raise the capacity if the file has grown, or by `num_blocks` if it may grow again."""
+        """Raise a confined capacity: to the slots in the file while the file cannot grow, by `num_blocks`
+        beyond them once it may grow, and to all slots once it has grown."""
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:
             return
@@ -540,7 +543,7 @@ class DiskTier(SecondaryTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refused to read a block, for the first time at most a minute ago."""
+        """Return True if the system refused to read the block, at first less than `REFUSED_READS_S` ago."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)
