@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 SocketAddress: TypeAlias = "tuple[int, Any]"
 """Family and address of a socket."""
 Resolve: TypeAlias = Callable[[str, int], Sequence[SocketAddress]]
-"""Resolves a host and a port. Raises `OSError`. May take any time."""
+"""Function that resolves a host and a port. Raises `OSError`. May block for any time."""
 
 _FRESH_S = 30.0
 _MOST_ADDRESSES, _MOST_HOSTS = 16, 512
@@ -26,7 +26,7 @@ _LONGEST_HEAD_START_S = 0.25
 
 
 def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
-    """Resolve a host with the system's resolver, which needs no name server for a literal address."""
+    """Resolve a host with the system's resolver. A literal address needs no name server."""
     answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [(family, address) for family, _, _, _, address in answers]
 
@@ -34,11 +34,11 @@ def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
 class Addresses:
     """A cache of host addresses, renewed in the background.
 
-    The first call for a host waits for the lookup, until its deadline. Later calls use the cached addresses
-    at once. When these are older than 30 s, or no address has accepted a connection, a lookup starts in the
-    background. After a failed lookup the cached addresses remain.
+    The first call for a host waits for the lookup, until the call's deadline. Later calls use the cached
+    addresses at once. If these addresses are older than 30 s, or none has accepted a connection, the next
+    call starts a lookup in the background. A failed lookup changes no cached address.
 
-    A lookup that hangs costs one daemon thread for each host, for any number of connections.
+    A hanging lookup occupies one daemon thread for each host, even with many connections.
 
     Args:
         resolve, clock: for tests.
@@ -54,7 +54,7 @@ class Addresses:
         self._looking_up: set[tuple[str, int]] = set()
 
     def connected(self, host: str, port: int, deadline: float) -> socket.socket:
-        """Return a connected, non-blocking socket to the first address that accepts.
+        """Connect to a host; returns a non-blocking socket to the first address that accepts.
 
         Raises: `TimeoutError` at the deadline (of `time.monotonic`); the `OSError` of the last address.
         """
@@ -72,9 +72,9 @@ class Addresses:
         return winner
 
     def known(self, host: str, port: int) -> list[SocketAddress]:
-        """Return the cached addresses; empty during the first lookup. Never waits.
+        """Return the cached addresses; an empty list during the first lookup. Never waits.
 
-        Raises: the `OSError` of a failed lookup; a later call starts another lookup.
+        Raises: the `OSError` of a failed first lookup, once; the next call starts another lookup.
         """
         if _is_literal(host):
             return getaddrinfo(host, port)
@@ -88,7 +88,7 @@ class Addresses:
             return [*kept]
 
     def renew(self, host: str, port: int) -> None:
-        """Start a lookup at the next call: no cached address accepts, so the host may have moved."""
+        """Mark the cached addresses as outdated, because none accepts; the next call starts a lookup."""
         with self._changed:
             if (host, port) in self._kept:
                 self._kept[host, port] = self._kept[host, port][0], 0.0
@@ -150,10 +150,11 @@ class Addresses:
 
 
 def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.socket, SocketAddress]:
-    """Connect to the first address that accepts, within one deadline for all addresses (as RFC 8305).
+    """Connect to the first address that accepts, with one deadline for all addresses (as RFC 8305).
 
-    Attempts start 0.25 s apart and run concurrently. If time is short, they start closer together, so that
-    all start in the first half of the time. After a refusal the next attempt starts at once.
+    Attempts run concurrently and start 0.25 s apart. With a short deadline they start closer together, so
+    that all attempts start in the first half of the time. When no attempt is in progress, the next one starts
+    at once.
 
     Returns: a non-blocking socket, and its address. Raises: `TimeoutError`, or the last `OSError`.
     """
@@ -197,7 +198,7 @@ def _begin(candidate: SocketAddress, selector: selectors.BaseSelector, stack: co
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for a host that is this machine."""
+    """Return True for ``localhost`` and for loopback addresses."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Circuit breakers: stop requests to a failing server, and decide when to try it again. No I/O."""
+"""Circuit breakers: stop requests to a failing server, and decide when to retry. No I/O."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, 
 _FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 1.0, 60.0, 0.5
 LONGEST_SERVER_PAUSE_S = 3.0
-"""At most 4.5 s with jitter: a recovered server is used within 5 s. A handshake costs 200 bytes."""
+"""With jitter at most 4.5 s, so that a recovered server is used within 5 s. A handshake takes 200 bytes."""
 
 
 class CircuitBreaker:
-    """Closed while calls succeed. Three failures in a row open it for a pause. Then it is half open: the
-    result of one attempt, which no request waits for, closes it or opens it again.
+    """A circuit breaker: closed while calls succeed, and opened for a pause by three consecutive failures.
 
-    Pauses double from one second, with jitter, so that machines do not retry at the same instant.
+    After the pause the breaker is half open: one attempt, which no request waits for, closes the breaker or
+    opens it again. Pauses double from one second, with jitter, so that machines do not retry at the same
+    instant.
 
     Args:
         clock: monotonic seconds.
         chance: random numbers in [0, 1).
         longest_pause_s: limit of a pause, before jitter.
+
+    Attributes:
+        next_attempt: end of the pause, on `clock`; None while closed.
 
     Thread: one.
     """
@@ -45,12 +49,12 @@ class CircuitBreaker:
 
     @property
     def is_open(self) -> bool:
-        """True while only attempts are sent."""
+        """True while the breaker is open or half open; then only attempts may be sent."""
         return self.next_attempt is not None
 
     @property
     def may_attempt(self) -> bool:
-        """True if it is open and its pause is over."""
+        """True if the breaker is half open: open, with its pause over."""
         return self.next_attempt is not None and self._clock() >= self.next_attempt
 
     def succeeded(self) -> None:
@@ -59,18 +63,22 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def answered(self) -> None:
-        """Close after an inconclusive reply; the next failure opens it again, for a longer pause."""
+        """Close an open breaker after an inconclusive reply; the next failure opens it for a longer pause."""
         if self.is_open:
             self._num_failures, self.next_attempt = _FAILURES - 1, None
 
     def failed(self) -> None:
-        """Count a failed call. While it is open, only attempts count: other calls began before."""
+        """Count a failed call. The third consecutive failure opens the breaker; a half-open breaker opens
+        again.
+
+        Failures during a pause do not lengthen the pause, because these calls were sent before.
+        """
         self._num_failures += 1
         if self._num_failures >= _FAILURES and (not self.is_open or self.may_attempt):
             self.open()
 
     def open(self) -> None:
-        """Open for the next pause."""
+        """Open the breaker for the next pause."""
         self._num_failures = max(self._num_failures, _FAILURES)
         self.next_attempt = self._clock() + self._backoff.next_s()
 
@@ -83,16 +91,17 @@ class CircuitBreaker:
 class Breakers:
     """Circuit breakers of a server: one for the server, and one for each type of operation.
 
-    Three failures in a row, of any types, open the server's breaker; a handshake closes it. Three failures in
-    a row of one type open the breaker of that type; only an operation of the type closes it. Otherwise a
-    server that answers handshakes but hangs on values would be tried again and again.
+    Three consecutive failures of any types open the server's breaker; a handshake closes it. Three
+    consecutive failures of one type open the breaker of that type; only an operation of the type closes it.
+    With the server's breaker alone, a server that answers handshakes but hangs on values would be retried
+    endlessly.
 
     Attributes:
-        server: its pauses are at most 3 s, before jitter.
-        operations: by type; their pauses are at most 60 s.
-        attempts: by type, the job of the attempt in flight.
-        retry_keys: by type, a block for the next attempt.
-        num_outages: openings of the breaker of the server or of reads.
+        server: breaker of the server; its pauses are at most 3 s, before jitter.
+        operations: breakers by type; their pauses are at most 60 s, before jitter.
+        attempts: job of the attempt in flight, by type.
+        retry_keys: block for the next attempt, by type.
+        num_outages: times that reads stopped because the breaker of the server or of reads opened.
     """
 
     def __init__(self, clock: Callable[[], float], chance: Callable[[], float] = random.random) -> None:
@@ -108,7 +117,7 @@ class Breakers:
 
     @property
     def is_any_open(self) -> bool:
-        """True if an attempt may become due."""
+        """True if a breaker is open, so that an attempt may become due."""
         return self.server.is_open or any(breaker.is_open for breaker in self.operations.values())
 
     @property
@@ -118,7 +127,7 @@ class Breakers:
 
     @property
     def outage_s(self) -> float:
-        """Seconds without reads: waits before each outage, and the time that a breaker was open."""
+        """Seconds without reads: all outages, and the last wait before each outage."""
         return self._outage_s + (0.0 if self._out_since is None else self._clock() - self._out_since)
 
     def open_kinds(self) -> set[str]:
@@ -126,16 +135,17 @@ class Breakers:
         return {kind for kind, breaker in self.operations.items() if self.server.is_open or breaker.is_open}
 
     def may_attempt(self, kind: str) -> bool:
-        """Return True if the pause of this type is over and no attempt is in flight."""
+        """Return True if the breaker of this type is half open, no attempt of the type is in flight, and the
+        server's breaker is closed."""
         is_reachable = not self.server.is_open and kind not in self.attempts
         return is_reachable and self.operations[kind].may_attempt
 
     def is_attempt(self, exchange: BlockExchange) -> bool:
-        """Return True if the exchange is the attempt of its type."""
+        """Return True if the exchange is the attempt in flight of its type."""
         return self.attempts.get(exchange.kind) == exchange.job
 
     def note_success(self, exchange: BlockExchange) -> None:
-        """Close the breaker of the exchange's type, unless the breaker opened after the exchange began."""
+        """Close the breaker of the exchange's type. If the breaker is open, only an attempt closes it."""
         self._succeeded_at[exchange.kind] = exchange.ended
         breaker = self.operations[exchange.kind]
         if breaker.is_open and not self.is_attempt(exchange):
@@ -146,7 +156,11 @@ class Breakers:
             breaker.succeeded()
 
     def note_failure(self, exchange: Exchange, error: Exception) -> bool:
-        """Count a failure; returns False for a time-out in the queue of a server that is slow but replies."""
+        """Count a failure in the breakers; returns True if it counted.
+
+        A time-out in the queue does not count if another exchange of the type has succeeded meanwhile: the
+        server is slow, but replies.
+        """
         if isinstance(exchange, BlockExchange):
             has_answered = exchange.submitted < self._succeeded_at[exchange.kind]
             if has_answered and isinstance(error, QueuedTooLongError):
@@ -157,7 +171,8 @@ class Breakers:
         return True
 
     def note_outage(self, waited_s: float) -> None:
-        """Record the start or end of an outage, if any. `waited_s`: the wait before its start."""
+        """Record the start or end of an outage, if any. `waited_s`: seconds of the exchange that just ended;
+        they count if it starts an outage."""
         if self.is_out and self._out_since is None:
             self.num_outages += 1
             self._outage_s += waited_s

@@ -1,6 +1,6 @@
 """A thread with one connection, which performs exchanges one after the other. Knows no blocks.
 
-Unlike writes of the disk tier, which wait for a common sync, each exchange has its own deadline.
+Each exchange has its own deadline, unlike writes of the disk tier, which wait for a common sync.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Connection(Protocol):
     """A connection to a server, after login.
 
     Attributes:
-        has_received: set to True when a byte arrives; the user sets it to False.
-        is_in_step: every reply has been read, and the server has not closed the connection.
+        has_received: set to True when a byte arrives; `ConnectionThread` sets it to False.
+        is_in_step: True if every reply has been read and the server has not closed the connection.
     """
 
     has_received: bool
@@ -30,7 +30,7 @@ class Connection(Protocol):
     @property
     def is_in_step(self) -> bool: ...
     def abort(self) -> None:
-        """End the exchange in progress. Thread: any."""
+        """Make the exchange in progress fail. Thread: any."""
 
     def close(self) -> None: ...
 
@@ -41,16 +41,16 @@ Connect: TypeAlias = Callable[[float], C]
 
 
 class ConnectionThread(Generic[C]):
-    """Performs exchanges in order and delivers each exchange when it has ended.
+    """Performs exchanges in order and delivers each exchange at its end.
 
-    An exchange ends by its deadline, however the network fails. A failed exchange is delivered after its
-    connection is closed, so that nothing writes to its rows afterwards. An exchange that the tier has claimed
-    is skipped.
+    An exchange ends by its deadline, even if the network fails. The connection is closed before a failed
+    exchange is delivered, so that nothing writes to the exchange's rows afterwards. Exchanges that the tier
+    has claimed are skipped.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
         perform: performs an exchange over a connection.
-        deliver: called on this thread.
+        deliver: called with each exchange that has ended, on this thread.
 
     Thread: `submit` and `stop` on one thread; neither waits.
     """
@@ -69,13 +69,13 @@ class ConnectionThread(Generic[C]):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread if necessary. Raises `RuntimeError` at the limit of threads of the process."""
+        """Start the thread if it has not started. Raises `RuntimeError` at the process's limit of threads."""
         if self._thread.ident is None:
             self._thread.start()
 
     def submit(self, exchange: Exchange) -> None:
-        """Queue an exchange; starts the thread if necessary. If that fails, the exchange ends with the
-        error."""
+        """Queue an exchange; starts the thread if necessary. If the thread cannot be started, the exchange
+        ends with the error."""
         try:
             self.start()
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Interface of a protocol: it performs exchanges over its own type of connection."""
+"""Interface of a protocol, which performs exchanges over connections."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ C = TypeVar("C", contravariant=True)
 class Dialect(Protocol[C]):
     """The client side of a server's protocol. Methods run on connection threads, except `add_costs`.
 
-    Each method performs one exchange until its deadline and writes the results into it. Raises `OSError`,
-    `ProtocolError`, `ServerError`, `CacheResetError`; then the connection is closed.
+    Each method performs one exchange within the exchange's deadline and writes the results into the exchange.
+    Raises `OSError`, `ProtocolError`, `ServerError`, `CacheResetError`; then the caller closes the
+    connection.
 
     Attributes:
         reports_persistence: the server can report its persistence.
@@ -36,11 +37,11 @@ class Dialect(Protocol[C]):
     def write(self, connection: C, exchange: Write) -> None: ...
 
     def add_costs(self, stats: TierStats) -> None:
-        """Set the counters that only this protocol has. Thread: scheduler's."""
+        """Set the counters of `stats` that only this protocol has. Thread: the scheduler's."""
 
 
 def perform(dialect: Dialect[C], connection: C, exchange: Exchange) -> None:
-    """Perform an exchange with the method for its class."""
+    """Call the dialect's method for the class of the exchange."""
     match exchange:
         case Handshake():
             dialect.handshake(connection, exchange)

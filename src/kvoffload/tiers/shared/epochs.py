@@ -1,7 +1,7 @@
-"""Epochs that this process has seen: the present number of each epoch key, and ended numbers. No I/O.
+"""Epochs that this process has seen: the present number of each epoch key, and the ended numbers. No I/O.
 
-A server that restores a snapshot or a backup, or fails over to a replica that missed a reset, returns to an
-ended epoch and its blocks. The tier then resets the cache again instead of using that epoch.
+A server may return to an ended epoch and its blocks: after restoring a snapshot or backup, or a failover to a
+replica that missed a reset. The tier then resets the cache again instead of using the ended epoch.
 """
 
 from __future__ import annotations
@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_ENDED = 1 << 16
-"""Limit of remembered ended epochs: 256 resets of a cluster, which has 256 epochs."""
+"""Limit of remembered ended epochs. Enough for 256 resets of a cluster, which has 256 epochs."""
 
 
 class EpochHistory:
-    """Epoch numbers by epoch key, and the numbers that have ended. All nodes of a cluster share one.
+    """Present and ended epoch numbers. All nodes of a cluster share one history.
 
-    An epoch ends when this process resets it, or sees another number under the same key, for example because
-    another machine has reset the cache. Numbers are random and never reused, so an ended number on a server
-    is always outdated.
+    An epoch ends when this process resets the cache or reads another number under the epoch's key, for
+    example after a reset by another machine. Numbers are random and never reused, so a server with an ended
+    number is outdated.
 
     Args:
-        most_ended: limit of remembered numbers; the oldest are forgotten first.
+        most_ended: limit of remembered ended numbers; the oldest are forgotten first.
 
     Attributes:
-        has_warned: a warning about persistence has been logged.
+        has_warned: True after a warning about persistence.
 
     Times are of `time.monotonic`. Memory: about 150 bytes for each number. Thread: one.
     """
@@ -36,14 +36,14 @@ class EpochHistory:
         self.has_warned = False
 
     def enter(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each key; None leaves a key unchanged."""
+        """Record the present number of each key; a former number of the key ends. None changes nothing."""
         for name, number in zip(names, numbers, strict=True):
             if number is not None and self._present.get(name) != number:
                 self.end([name], now)
                 self._present[name] = number
 
     def is_present(self, number: int) -> bool:
-        """Return True if this is the last known number of a key. Cost: O(keys)."""
+        """Return True if `number` is the present number of any key. Cost: O(keys)."""
         return number in self._present.values()
 
     def end(self, names: Sequence[bytes], now: float) -> None:
@@ -53,16 +53,17 @@ class EpochHistory:
                 self.end_number(number, now)
 
     def end_number(self, number: int, now: float) -> None:
-        """Record that this number has ended, under any key."""
+        """Record that this number has ended at `now`, unless its end is already recorded."""
         self._ended.setdefault(number, now)
         if len(self._ended) > self._most_ended:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if this number had ended at `since`: a server that returns it to a later request has
-        restored it."""
+        """Return True if this number ended at or before `since`. A reply to a request sent at `since` with
+        this number means that the server has restored an old epoch."""
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number has ended after `since`, so that an old reply may contain it."""
+        """Return True if this number ended after `since`. A reply to a request sent at `since` may contain
+        the number legitimately."""
         return number in self._ended and not self.has_ended(number, since)

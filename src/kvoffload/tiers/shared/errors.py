@@ -11,25 +11,25 @@ _CODE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _ELSEWHERE = {"MOVED", "ASK", "TRYAGAIN"}
 
 FULL = "OOM"
-"""Code of a server that has no room and evicts nothing."""
+"""Code of a server that is full and evicts nothing."""
 
 
 class ProtocolError(KVOffloadError):
-    """A reply that the protocol does not allow. The rest of the connection cannot be trusted.
+    """A reply that the protocol does not allow. Further replies on the connection cannot be trusted.
 
     The message contains no text of the server.
     """
 
 
 class ServerError(KVOffloadError):
-    """An error reply: ``OOM command not allowed``. The connection can be used further.
+    """An error reply, such as ``OOM command not allowed``. The connection stays usable.
 
     Args:
-        text: as the server sent it; the message is `printable`.
+        text: text as sent by the server. The error's message is the `printable` text.
         secrets: passwords to mask in the message.
 
     Attributes:
-        code: the first word; empty unless it consists of capitals, digits and underscores.
+        code: the first word of the text; empty if the word is no code of capitals, digits and underscores.
     """
 
     def __init__(self, text: str, *secrets: str) -> None:
@@ -39,7 +39,7 @@ class ServerError(KVOffloadError):
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if a healthy node of a cluster reports that another node has the block."""
+        """True if the error means that another node of the cluster has the block."""
         return self.code in _ELSEWHERE
 
 

@@ -1,7 +1,7 @@
-"""Exchanges with a server, as data: a request, its deadline and its partial results.
+"""Exchanges with a server, as data: a request, its deadline and its results.
 
-The scheduler's thread creates an exchange, a connection thread fills in the results, and the scheduler's
-thread reads them after the end. The partial results of an aborted exchange count.
+The scheduler's thread creates an exchange, a connection thread writes the results into the exchange, and the
+scheduler's thread reads them after the end. An aborted exchange keeps its partial results, which count.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Exchange:
 
     Attributes:
         submitted, ended: times of `time.monotonic`.
-        deadline: latest end, also for an exchange that has not begun.
+        deadline: latest end (of `time.monotonic`), time in the queue included.
         error: reason of a failure or an abort, or None.
-        closes_connection: the connection is closed after this exchange.
+        closes_connection: True to close the connection after this exchange.
     """
 
     deadline: float
@@ -46,9 +46,9 @@ class Exchange:
     _unclaimed: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
-        """Return True to the first caller: a connection thread that begins it, or the tier that drops it.
+        """Claim the exchange, either to perform it (connection thread) or to drop it (tier).
 
-        Thread: any; `pop` of a list is atomic.
+        Returns True for the first call, False for later calls. Thread: any; `pop` of a list is atomic.
         """
         try:
             self._unclaimed.pop()
@@ -59,15 +59,15 @@ class Exchange:
 
 @dataclass(eq=False, kw_only=True)
 class Handshake(Exchange):
-    """Reads the present epochs, or creates new epochs.
+    """Reads the present epochs, and creates missing epochs. A reset replaces all epochs.
 
     Attributes:
         epoch_keys: the keys that hold the epochs.
-        is_reset: replace the epochs, so that all blocks are forgotten.
+        is_reset: True to replace the epochs, so that no earlier block is found.
         about: text about the producer, stored beside the epoch for ``inspect``; empty for none.
-        num_replicas: replicas that must confirm a reset. A replica without the reset could take over and
-            serve earlier blocks.
-        numbers: the epochs, in the order of `epoch_keys`; None for an epoch that is moving to another node.
+        num_replicas: number of replicas that must confirm a reset. A replica without the reset could take
+            over and serve earlier blocks.
+        numbers: result: the epochs, in the order of `epoch_keys`; None for an epoch on another node.
     """
 
     epoch_keys: Sequence[bytes]
@@ -78,7 +78,7 @@ class Handshake(Exchange):
 
     @property
     def known_numbers(self) -> list[int]:
-        """The known epochs."""
+        """The epochs in `numbers` that are not None."""
         return [number for number in self.numbers if number is not None]
 
 
@@ -92,7 +92,7 @@ class Persistence(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class PersistenceQuestion(Exchange):
-    """Asks a server about its persistence. A missing permission leaves `UNKNOWN` and is no failure.
+    """Asks a server about its persistence. Without permission the result stays `UNKNOWN`, without a failure.
 
     Attributes:
         reasons: the settings that turn persistence on: ``save "3600 1"``.
@@ -104,15 +104,15 @@ class PersistenceQuestion(Exchange):
 
 @dataclass(eq=False, kw_only=True)
 class BlockExchange(Exchange):
-    """An exchange about blocks. Every such exchange checks the epoch before any block counts.
+    """An exchange about blocks. It checks the epoch before any block counts.
 
     Attributes:
-        job: number of its job.
-        num_rows: rows of the job's result; the first rows are the blocks of this exchange.
+        job: number of the job.
+        num_rows: number of rows in the job's result; the first rows are the blocks of this exchange.
         objects: the objects of a bucket that hold these blocks.
-        current: blocks whose epoch the server has confirmed; no other block counts.
-        ok: blocks that are present, were read, or were written.
-        refused: last error reply about a single block.
+        current: mask of the blocks whose epoch the server has confirmed; no other block counts.
+        ok: mask of the blocks that are present (probe), were read and verified, or are stored (write).
+        refused: last error reply about a single block, or None.
     """
 
     kind: ClassVar[str]
@@ -133,7 +133,7 @@ class BlockExchange(Exchange):
 
 @dataclass(eq=False, kw_only=True)
 class Probe(BlockExchange):
-    """Asks which blocks are present."""
+    """Asks the server which blocks it has."""
 
     kind = PROBE
 
@@ -160,9 +160,9 @@ class Read(Transfer):
     """Receives blocks into their rows and verifies them.
 
     Attributes:
-        absent: blocks that the server does not have.
-        damaged: blocks with a wrong header or checksum; they are deleted on the server.
-        deleted: blocks that were deleted because they share an object with a damaged block.
+        absent: mask of the blocks that the server does not have.
+        damaged: mask of the blocks with a wrong header or checksum; the read deletes them on the server.
+        deleted: mask of all blocks in a bucket's object with a damaged block; the read deletes the object.
     """
 
     kind = READ
@@ -181,8 +181,8 @@ class Write(Transfer):
     """Stores the blocks that the server does not have.
 
     Attributes:
-        ttl_s: seconds until the server forgets the blocks; 0 leaves that to the server.
-        was_there: blocks that the server already had.
+        ttl_s: seconds until the server forgets the blocks; 0 if the server decides.
+        was_there: mask of the blocks that the server already had.
     """
 
     kind = WRITE

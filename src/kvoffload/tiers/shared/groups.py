@@ -1,7 +1,7 @@
 """Groups of blocks that share an object of a bucket, and the names of the objects. Knows no network.
 
-A path is divided into groups of a fixed number of blocks, from its beginning; remaining blocks at its end are
-in no group. Every machine that knows the path computes the same groups.
+A path is divided into groups of a fixed number of blocks, from the first block. The remaining blocks at the
+end of the path are in no group. All machines that know a path compute equal groups.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ class ObjectPart(NamedTuple):
 
 @dataclass(eq=False)
 class FollowedPath:
-    """Progress along one request's path: number of added blocks, and generation of the first added block."""
+    """Progress along one request's path: number of added blocks, and generation of the first of them."""
 
     num_added: int = 0
     generation: int = 0
 
 
 class BlockGroups:
-    """Recently reported groups, by path.
+    """Groups of recently reported paths.
 
-    The name of a group is a digest of its blocks' keys, in order. So equal sequences of blocks have the same
-    name on every machine, and no other group has that name, even if keys are not chained.
+    The name of a group is a digest of its blocks' keys, in order. So a sequence of blocks has one name on all
+    machines, and different sequences have different names, even if keys are not chained.
 
     Args:
         group_blocks: blocks in an object; with 1, each object holds one block, and no path is needed.
-        generation_blocks: blocks of one generation; the last two generations are kept.
+        generation_blocks: blocks of one generation; only the last two generations are remembered.
 
     Memory: 200 bytes a block, for the last 130,000 to 260,000 blocks. Cost: 0.2 µs a block. Thread: one.
     """
@@ -69,7 +69,7 @@ class BlockGroups:
         return len(self._young) + len(self._old)
 
     def follow(self, followed: FollowedPath, path: Keys) -> None:
-        """Add the whole groups of a path that are new since the last call."""
+        """Add the whole groups that a request's path has gained since the last call for `followed`."""
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
             return
@@ -80,7 +80,7 @@ class BlockGroups:
             followed.num_added = length
 
     def add(self, keys: Keys) -> None:
-        """Add whole groups, one after the other."""
+        """Add the groups of `keys`, whose number is a multiple of `group_blocks`."""
         size = self.group_blocks
         digests, joined, width = keys.digests.tolist(), b"".join(keys), size * keys.key_bytes
         for number, start in enumerate(range(0, len(keys), size)):
@@ -98,14 +98,17 @@ class BlockGroups:
         self._generation += 1
 
     def known(self, digests: U64Array) -> Mask:
-        """Return the blocks that are in a known group."""
+        """Return a mask of the blocks in known groups."""
         if self.group_blocks == 1:
             return np.ones(len(digests), np.bool_)
         young, old = self._young, self._old
         return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
 
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading blocks, at most `room`, that splits no group; else `room`."""
+        """Return the number of leading blocks, at most `room`, up to the last end of a group.
+
+        All blocks count if they fit into `room`. If no group ends within `room`, the number is `room`.
+        """
         count = min(room, len(keys))
         if self.group_blocks == 1 or count == len(keys):
             return count
@@ -115,7 +118,7 @@ class BlockGroups:
         return ends[-1] + 1 if ends else count
 
     def parts(self, keys: Keys) -> list[ObjectPart]:
-        """Return the known objects of these blocks."""
+        """Return the objects of the blocks that are in known groups."""
         if self.group_blocks == 1:
             zero = np.zeros(1, np.int64)
             return [ObjectPart(_name(key), np.array([row]), zero) for row, key in enumerate(keys)]
@@ -131,7 +134,7 @@ class BlockGroups:
         return parts
 
     def whole(self, keys: Keys) -> list[ObjectPart]:
-        """Return the objects that the batch contains completely."""
+        """Return the objects all of whose blocks are in the batch."""
         return [part for part in self.parts(keys) if len(part.rows) == self.group_blocks]
 
 

@@ -1,6 +1,6 @@
-"""Names of blocks in a shared server, and the header that binds the bytes of a block to its name.
+"""Names of blocks in a shared server, and the header that binds the bytes of a block to the block's name.
 
-Owns the bytes that docs/formats.md describes. Does no I/O.
+Owns the formats of names and headers (docs/formats.md). Does no I/O.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of a block's bytes in its first value, after the header.
+    """Return the number of a block's bytes in the block's first value, after the header.
 
-    A second value (`rest_names`), if any, has the other bytes. Servers allocate memory in jemalloc's size
-    classes, four for each doubling. So a value of 2^n bytes and a header would waste a quarter of its memory.
-    A block that would waste more than a tenth is split, so that the second value fills a class.
+    The remaining bytes, if any, are in a second value (`rest_names`). Servers allocate memory in jemalloc's
+    size classes, four for each doubling. A value with a header and a block of 2^n bytes would waste a quarter
+    of its memory. So a block that would waste more than a tenth is split: the second value fills a size
+    class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -72,7 +73,7 @@ def is_rest(name: bytes) -> bool:
 
 
 def _class_below(num_bytes: int) -> int:
-    """Return the largest of jemalloc's size classes up to this size: (4 + k) * 2^m, k from 0 to 3."""
+    """Return jemalloc's largest size class up to `num_bytes`. Classes: (4 + k) * 2^m for k from 0 to 3."""
     step = 1 << (num_bytes.bit_length() - 3)
     return num_bytes // step * step
 
@@ -87,8 +88,8 @@ class EpochKeys(NamedTuple):
 
     Attributes:
         names: the epoch keys.
-        numbers: the expected epoch under each epoch key; None if unknown.
-        row_of: for each block, the row of its epoch key.
+        numbers: expected epoch number under each epoch key; None if unknown.
+        row_of: for each block, the row of its epoch key in `names`.
     """
 
     names: list[bytes]
@@ -107,11 +108,11 @@ class Epoch(ABC):
 
     @abstractmethod
     def epoch_keys(self, keys: Keys) -> EpochKeys:
-        """Return the epoch keys that cover these blocks; the blocks count only if these are unchanged."""
+        """Return the epoch keys that cover these blocks. A block counts only while its epoch is unchanged."""
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """Return the epoch number of each block, and the part of its checksum seed apart from its key."""
+        """Return two arrays: each block's epoch number, and the epoch's part of the block's checksum seed."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
@@ -137,10 +138,9 @@ class SingleEpoch(Epoch):
     """The single epoch of a producer's blocks in a namespace.
 
     Attributes:
-        namespace: letters, digits, and ``._-``; an access rule of the server can restrict a user to it.
+        namespace: letters, digits, and ``._-``; an access rule of the server can restrict a user to one.
         producer: 16 bytes that identify the producer of the blocks.
-        number: 64 random bits, not a counter: if a server loses its number, blocks of the lost number are
-            never found again.
+        number: 64 random bits, never reused: blocks of a number that a server has lost are not found again.
     """
 
     namespace: str
@@ -149,7 +149,7 @@ class SingleEpoch(Epoch):
 
     @cached_property
     def prefix(self) -> bytes:
-        """Prefix of the names of its blocks."""
+        """Prefix of the names of the epoch's blocks."""
         return f"{producer_prefix(self.namespace, self.producer)}:{self.number:016x}:".encode()
 
     @cached_property
@@ -180,7 +180,7 @@ class Keyspace(Protocol):
 
 @dataclass(frozen=True)
 class SingleKeyspace:
-    """A keyspace with one epoch, for a server that stands alone or a bucket."""
+    """A keyspace with one epoch, for a single server or a bucket."""
 
     namespace: str
     producer: bytes
@@ -215,12 +215,12 @@ def producer_prefix(namespace: str, producer: bytes) -> str:
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
-    """Return the epoch key of a server that stands alone. Its value is 16 hexadecimal digits."""
+    """Return the epoch key of a single server. The value under the key is 16 hexadecimal digits."""
     return f"{producer_prefix(namespace, producer)}:epoch".encode()
 
 
 def about_name(epoch: bytes) -> bytes:
-    """Return the name of the producer's text, which is beside this epoch key and only for ``inspect``."""
+    """Return the name of the producer's text, stored beside the key `epoch` for ``inspect``."""
     prefix, _, tag = epoch.rpartition(b":epoch")
     return prefix + b":about" + tag
 

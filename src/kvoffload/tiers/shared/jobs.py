@@ -1,6 +1,6 @@
 """Exchanges in flight between the scheduler's thread and the connection threads.
 
-Owns the threads, and the limit of bytes in flight. Does not know results.
+Owns the threads and the limit of bytes in flight. Does not evaluate results.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _EXPIRE_EVERY_S = 0.005
 class Jobs:
     """Exchanges about blocks in flight, and the connection threads of each type of operation.
 
-    An exchange goes to the thread of its type with the fewest exchanges.
+    Among the threads of an exchange's type, the thread with the fewest exchanges gets the exchange.
 
     Args:
-        name: prefix of the threads' names.
-        num_threads: for reads, writes and probes each.
+        name: tier's name, part of the threads' names.
+        num_threads: number of threads for reads, for writes and for probes.
 
     Attributes:
-        in_flight: exchanges by job.
-        ended: exchanges that have ended; connection threads append to it.
-        in_flight_bytes: limit of the blocks in flight in each direction, in bytes.
+        in_flight: exchanges by job number.
+        ended: exchanges that have ended and are not processed yet; connection threads append here.
+        in_flight_bytes: limit of the blocks in flight, in bytes, for reads and for writes separately.
 
     Thread: the scheduler's.
     """
@@ -59,27 +59,27 @@ class Jobs:
         }
 
     def next_job(self) -> int:
-        """Return the number of a new job."""
+        """Allocate the number of a new job."""
         self._last_job += 1
         return self._last_job
 
     def room(self, kind: str) -> int:
-        """Return the number of further blocks that may be in flight."""
+        """Return the number of blocks that may be submitted now. `kind`: `READ` or `WRITE`."""
         return max(0, self.in_flight_bytes // self._block_bytes - self._num_blocks[kind])
 
     def submit(self, exchange: BlockExchange) -> int:
-        """Send an exchange about blocks; returns its job."""
+        """Register and send an exchange about blocks; returns the number of its job."""
         self.in_flight[exchange.job] = exchange
         self._count(exchange, len(exchange.keys))
         self.send(exchange.kind, exchange)
         return exchange.job
 
     def send(self, kind: str, exchange: Exchange) -> None:
-        """Send an exchange of any class over a connection for this type of operation."""
+        """Send an exchange of any class over a connection for operations of type `kind`."""
         min(self._threads[kind], key=lambda thread: thread.load).submit(exchange)
 
     def take_ended(self) -> Iterator[Exchange]:
-        """Yield the exchanges that have ended, after dropping queued exchanges whose deadline is exceeded."""
+        """Yield the exchanges that have ended. First drops queued exchanges past their deadlines."""
         if self.in_flight and (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_EVERY_S
             late = [exchange for exchange in self.in_flight.values() if now >= exchange.deadline]
@@ -89,12 +89,12 @@ class Jobs:
             yield exchange
 
     def remove(self, exchange: BlockExchange) -> None:
-        """Remove an exchange that has ended."""
+        """Remove an exchange that has ended from `in_flight`."""
         del self.in_flight[exchange.job]
         self._count(exchange, -len(exchange.keys))
 
     def drop_queued(self, kinds: Set[str]) -> None:
-        """End the exchanges of these types that no connection thread has begun."""
+        """Drop the queued exchanges of these types, with a `NotSentError`."""
         queued = [exchange for exchange in self.in_flight.values() if exchange.kind in kinds]
         self._drop(queued, NotSentError("not sent: the circuit breaker has opened"))
 
@@ -104,12 +104,12 @@ class Jobs:
             thread.start()
 
     def stop(self) -> None:
-        """Abort exchanges in progress and end the threads, without waiting."""
+        """Abort the exchanges in progress and stop the threads, without waiting for their end."""
         for thread in self._all_threads():
             thread.stop()
 
     def join(self, until: float) -> None:
-        """After `stop`, wait for the threads, all together until this time (of `time.monotonic`)."""
+        """After `stop`, wait for all threads to end, at most until `until` (of `time.monotonic`)."""
         for thread in self._all_threads():
             thread.join(max(0.0, until - time.monotonic()))
 

@@ -1,4 +1,4 @@
-"""Options of all shared tiers, and the procedure that opens a shared tier."""
+"""Options that all shared tiers have, and the opening of a shared tier."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ class SharedTierOptions(TierOptions):
 
     @abstractmethod
     def connect(self, owner: TierOwner, fingerprint: str, admission: Admission | None) -> ConnectingTier:
-        """Return a tier that is connecting. Raises `ConfigError`."""
+        """Create a tier that connects in the background. Raises `ConfigError`."""
 
     @abstractmethod
     def refusal(self, error: BaseException) -> str | None:
         """Return the reason of a permanent refusal; None for an error after which a retry may succeed."""
 
     def remote_options(self, owner: TierOwner, namespace: str, ttl_s: int = 0) -> RemoteOptions:
-        """Return the options for this owner.
+        """Return the options of a `RemoteTier` for this owner.
 
-        A replay has long deadlines, because its decisions must not depend on the speed of a server.
+        Replays have long deadlines, because their decisions must not depend on the speed of a server.
         """
         least_s = _REPLAY_S if owner.counts_blocks else 0.0
         return RemoteOptions(
@@ -65,8 +65,14 @@ class SharedTierOptions(TierOptions):
         )
 
     def open(self, owner: TierOwner) -> ConnectingTier:
-        """Open the tier, and wait a few seconds for the server. An engine starts without a server that does
-        not reply, and uses it later."""
+        """Open the tier, and wait up to `start_s` for the server; with `owner.on_unavailable`, up to
+        `engine_start_s`.
+
+        If the server does not reply in time, an owner with `on_unavailable` gets a tier that is empty until
+        the server replies. Other owners get the error.
+
+        Raises: `ConfigError` for an invalid option or a permanent refusal; `UnavailableError`.
+        """
         if owner.block_bytes == 0:
             why = "a replay without data has no bytes to store; use simulated:CAPACITY"
             raise ConfigError("tier", str(self), why)

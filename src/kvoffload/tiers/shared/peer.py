@@ -33,17 +33,17 @@ _RETRY_S = 1.0
 
 
 class Forget(Protocol):
-    """Called when blocks that were known may be gone."""
+    """Type of a callback for the case that known blocks may be gone."""
 
     def __call__(self, *, same_epoch: bool) -> None:
-        """Clear the presence cache and, unless the epoch is the same, the write log."""
+        """Clear the presence cache. In a new epoch, also report all blocks in the write log as gone."""
 
 
 class Peer:
     """A server that holds the epochs of a keyspace.
 
-    An epoch that has ended is never entered again: a server that returns it has restored a snapshot, so the
-    peer resets the cache once more and logs an error.
+    The peer never enters an ended epoch again. A server that returns an ended epoch has restored a snapshot,
+    so the peer resets the cache once more and logs an error.
 
     Args:
         name, place: the tier and the server, for the log.
@@ -51,22 +51,22 @@ class Peer:
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
         clock: monotonic seconds, for pauses.
-        history: epochs that this process has seen; the nodes of a cluster share it.
-        asks_persistence: ask the server once whether it saves to a disk.
-        gives_up_at_once: the first exceeded deadline opens the circuit breaker.
-        is_node: the server is a node of a cluster. Its blocks may move to other nodes without a failure.
+        history: epochs that this process has seen; all nodes of a cluster share one history.
+        asks_persistence: True to ask the server once about its persistence.
+        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker.
+        is_node: True for a node of a cluster, from which blocks may move to other nodes without a failure.
         chance: random numbers in [0, 1), for jitter.
 
     Attributes:
-        epoch: None while unknown, or while a reset is not confirmed.
-        is_partial: some epochs of a node are unknown because they are moving to another node.
-        has_begun: handshakes are sent.
-        reset_wanted: a reset is not confirmed yet.
-        num_replicas: replicas that must confirm a reset.
-        num_troubles: exchanges that failed or found blocks on another node. After each, the map of the
-            cluster is read again.
+        epoch: the epoch in use; None while the epoch is unknown or a reset is not confirmed.
+        is_partial: True if some epochs of a cluster node are unknown because they are on another node.
+        has_begun: True once handshakes may be sent.
+        reset_wanted: True until the server confirms a reset.
+        num_replicas: number of replicas that must confirm a reset.
+        num_troubles: number of exchanges that failed or found blocks on another node. If the number has
+            grown, the map of the cluster is read again.
         last_error: last failure, for messages.
-        handshake: the handshake in flight.
+        handshake: the handshake in flight, or None.
 
     Thread: the scheduler's.
     """
@@ -106,33 +106,33 @@ class Peer:
 
     @property
     def is_well(self) -> bool:
-        """True if the server can serve all its blocks."""
+        """True if the server is usable and all its epochs are known."""
         return self.epoch is not None and not self.is_partial and not self.breakers.server.is_open
 
     @property
     def needs_maintenance(self) -> bool:
-        """True if `maintain` must be called."""
+        """True if `maintain` should be called: an epoch is unknown, or a circuit breaker is open."""
         return self.epoch is None or self.is_partial or self.breakers.is_any_open
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of this type may be sent."""
+        """Return True if operations of type `kind` may be sent; with None, if the server is usable at all."""
         if self.epoch is None or self.breakers.server.is_open:
             return False
         return kind is None or not self.breakers.operations[kind].is_open
 
     def may_attempt(self, kind: str) -> bool:
-        """Return True if one operation of a type whose breaker is open may be sent."""
+        """Return True if an attempt of type `kind` may be sent, because the type's breaker is half open."""
         return self.epoch is not None and self.breakers.may_attempt(kind)
 
     # ---- handshakes
 
     def start(self) -> None:
-        """Begin to send handshakes."""
+        """Send the first handshake, and allow further handshakes."""
         self.has_begun = True
         self._shake_hands()
 
     def maintain(self) -> None:
-        """Send a handshake if one is useful and the pause is over."""
+        """Send a handshake if an epoch is unknown or the server's breaker is half open, after a pause."""
         if self._clock() < self._next_handshake:
             return
         server = self.breakers.server
@@ -140,12 +140,12 @@ class Peer:
             self._shake_hands()
 
     def end_pauses(self) -> None:
-        """Allow handshakes and attempts now."""
+        """Allow handshakes, and attempts of open breakers, now."""
         self._next_handshake = 0.0
         self.breakers.end_pauses()
 
     def reset(self) -> None:
-        """Forget all blocks: in this process at once, on the server when it confirms the reset."""
+        """Forget all blocks: in this process at once, for all machines when the server confirms the reset."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())
         self.close_epoch()
         self.reset_wanted = True
@@ -158,7 +158,7 @@ class Peer:
         self._forget(same_epoch=False)
 
     def new_handshake(self, deadline: float) -> Handshake:
-        """Return a handshake that has not been sent."""
+        """Create a handshake for the present state, unsent."""
         return Handshake(
             epoch_keys=self.keyspace.epoch_keys,
             is_reset=self.reset_wanted,
@@ -173,7 +173,7 @@ class Peer:
             self._send(PROBE, self.handshake)
 
     def take_handshake(self, handshake: Handshake) -> None:
-        """Use the result of a handshake that has ended."""
+        """Process a handshake that has ended: enter its epoch, unless a reset has overtaken the handshake."""
         if handshake is not self.handshake:
             # Sent before a reset by this process. The server may have performed it after the reset, and
             # returned the new epoch.
@@ -190,14 +190,14 @@ class Peer:
             self._overtaken.clear()
 
     def take_reset(self) -> None:
-        """Leave the epoch after an exchange that has found another epoch."""
+        """Leave the epoch, because an exchange has found another epoch or none."""
         self.close_epoch()
         # An epoch is entered only when a second exchange confirms it. Otherwise a reply that the network has
         # garbled would end the present epoch and reset the cache for all machines.
         self._shake_hands()
 
     def _accept(self, handshake: Handshake) -> None:
-        """Enter the epoch of a handshake, unless it has ended."""
+        """Enter the epoch of a handshake, unless the epoch has ended."""
         is_partial = None in handshake.numbers
         if (is_partial and self.reset_wanted) or not self._may_enter(handshake):
             return
@@ -208,7 +208,7 @@ class Peer:
         self.reset_wanted, self.is_partial, self.epoch = False, is_partial, epoch
 
     def _may_enter(self, handshake: Handshake) -> bool:
-        """Return True if no epoch of a handshake has ended; otherwise begin a handshake or a reset."""
+        """Return True if no epoch of a handshake has ended; otherwise begin a reset or another handshake."""
         numbers, since = handshake.known_numbers, handshake.submitted
         if any(self.history.has_ended(number, since) for number in numbers):
             text = (
@@ -236,7 +236,7 @@ class Peer:
             self._send(WRITE, self.persistence_question)  # no request waits for writes
 
     def take_persistence(self, question: PersistenceQuestion) -> None:
-        """Warn once if the server saves to a disk."""
+        """Log a warning, once, if the reply says that the server saves its contents to a disk."""
         self.persistence_question = None
         if question.persistence is Persistence.ON and not self.history.has_warned:
             self.history.has_warned = True
@@ -250,7 +250,7 @@ class Peer:
     # ---- health
 
     def note(self, exchange: Exchange) -> set[str]:
-        """Record the outcome of an exchange; returns the types of operations whose breakers it opened."""
+        """Record the outcome of an exchange; returns the types of operations that a failure has stopped."""
         if self._is_node and self._is_elsewhere(exchange):
             return set()
         error = exchange.error
@@ -270,7 +270,8 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Count troubles of a node; returns True if another node has the blocks of the exchange."""
+        """Count a trouble of a node. Returns True if the exchange failed because another node has its
+        blocks."""
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere
         if is_elsewhere or not (exchange.error is None or isinstance(exchange.error, CacheResetError)):

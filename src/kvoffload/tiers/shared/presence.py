@@ -1,7 +1,7 @@
-"""Cache of the blocks that a shared tier has or lacks. Knows no network.
+"""Cache of recent answers about blocks in a shared tier: present or absent. Knows no network.
 
-An entry may be wrong at any time: other machines write, and the server evicts. A wrong entry costs a miss or
-a probe.
+An entry may become wrong at any time, because other machines write and the server evicts. A wrong entry costs
+a miss or a probe.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ NUM_ENTRIES = 1 << 20
 
 
 class PresenceCache:
-    """A direct-mapped table: the digest of a key selects an entry, and a new block replaces the old block.
+    """A direct-mapped table. The digest of a key selects one entry, and a new block replaces the old block.
 
-    So memory is bounded, and replaced blocks are probed again.
+    Memory is therefore bounded; replaced blocks are probed again.
 
     Args:
         clock: monotonic seconds, above 0.
         num_entries: a power of two.
-        present_s, absent_s: lifetime of an entry for a block that is present, or absent.
+        present_s, absent_s: lifetimes of entries for present and for absent blocks, in seconds.
 
     Memory: 16 bytes an entry. Cost: 20 to 80 ns a key in batches. Thread: one.
     """
@@ -50,19 +50,19 @@ class PresenceCache:
         self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Return the blocks that are known to be present."""
+        """Return a mask of the blocks with an unexpired entry for present."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
         return mask
 
     def known(self, digests: U64Array) -> Mask:
-        """Return the blocks that are known to be present or absent."""
+        """Return a mask of the blocks with an unexpired entry, for present or absent."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (np.abs(self._until[at]) > self._clock())
         return mask
 
     def learn(self, digests: U64Array, present: Mask) -> None:
-        """Record these blocks as present or absent."""
+        """Set the entries of these blocks. `present`: True for present, False for absent blocks."""
         at, now = self._entries(digests), self._clock()
         self._keys[at] = digests ^ self._times_cleared
         self._until[at] = np.where(present, now + self._present_s, -(now + self._absent_s))
@@ -73,7 +73,7 @@ class PresenceCache:
         self._until[at[self._matches(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Drop all entries. Cost: O(1), because freeing or zeroing the pages could take 20 ms."""
+        """Drop all entries. Cost: O(1); freeing or zeroing the pages could take 20 ms."""
         self._times_cleared += np.uint64(1)
 
     def _entries(self, digests: U64Array) -> I64Array:
@@ -88,9 +88,9 @@ class PresenceCache:
 
 
 def _small_pages(count: int) -> npt.NDArray[np.uint8]:
-    """Allocate zeros, eight bytes each, without huge pages.
+    """Allocate ``8 * count`` bytes of zeros without huge pages.
 
-    The first use of a huge page zeroes two megabytes, and 64 blocks may touch 64 pages.
+    The first use of a huge page zeroes 2 MiB, and a lookup of 64 blocks may touch 64 pages.
     """
     memory = mmap.mmap(-1, 8 * count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError, AttributeError):

@@ -20,13 +20,13 @@ _STEP_S = 0.0002
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Medians for one block size.
+    """Median speeds of a shared tier, for one block size.
 
     Attributes:
-        num_blocks: blocks of a batch.
+        num_blocks: number of blocks in a batch.
         probe_s: seconds to probe 64 blocks. first_s: seconds to read one block.
-        put_bytes_per_s, get_bytes_per_s: speed of whole batches, verified.
-        num_wrong: blocks that were read with wrong bytes; 0 unless the server is faulty.
+        put_bytes_per_s, get_bytes_per_s: speed of writing and of reading a batch, with checksums.
+        num_wrong: number of blocks that were read with wrong bytes; 0 unless the server is faulty.
     """
 
     block_bytes: int
@@ -38,20 +38,26 @@ class Speeds:
     num_wrong: int
 
     def seconds_for(self, num_bytes: float) -> float:
-        """Return the seconds to probe and then read this many bytes."""
+        """Return the seconds for a probe and a read of `num_bytes`."""
         waiting_s = max(0.0, self.first_s - self.block_bytes / self.get_bytes_per_s)
         return self.probe_s + waiting_s + num_bytes / self.get_bytes_per_s
 
     def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
-        """Return the break-even size of a read in bytes, for this speed of computing; None for never."""
+        """Return the break-even size of a read in bytes; larger reads are faster than computing.
+
+        None if computing is always faster. `computed_bytes_per_s`: speed of computing blocks.
+        """
         gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
         return self.seconds_for(0.0) / gained if gained > 0 else None
 
 
 def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
-    """Measure a tier without other users. Each round resets the tier and writes all blocks again.
+    """Measure a tier that has no other users. Each round resets the tier and writes all blocks again.
 
-    Raises: `UnavailableError` if the tier loses blocks.
+    Args:
+        timeout_s: longest wait for a reset or a job.
+
+    Raises: `UnavailableError` if the tier loses or accepts no blocks, or exceeds `timeout_s`.
     """
     size = tier.block_bytes
     count = max(1, min(_MOST_BLOCKS, _MOST_BYTES // size))
@@ -87,7 +93,7 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
 
 
 def _wait(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
-    """Wait for the only job in flight."""
+    """Wait for the only job in flight. Raises `UnavailableError`, also for lost blocks if `all_there`."""
     until = time.monotonic() + timeout_s
     while job != NO_JOB and time.monotonic() < until:
         for result in tier.finished():

@@ -1,7 +1,7 @@
-"""The interface of a tier that machines share, on the scheduler's thread.
+"""The scheduler's interface to a tier that machines share.
 
-Owns the presence cache, the write log and the results of jobs. Decides and never waits: connection threads
-move bytes, and `finished` processes their results.
+Owns the presence cache, the write log and the results of jobs. Decides, and never waits for the network:
+connection threads move bytes, and `finished` processes their results.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _WRITE_TIMEOUT_FACTOR = 5.0
-"""Deadline of a write as a multiple of a read's: no request waits for a write."""
+"""Timeout of a write, in timeouts of a read. Longer, because no request waits for a write."""
 CLOSE_S = 2 * CONNECT_S
-"""Longest wait of `close` for all threads together. A connection attempt takes at most `CONNECT_S`."""
+"""Longest wait of `close`, for all threads together. A connection attempt takes at most `CONNECT_S`."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 C = TypeVar("C", bound=Connection)
@@ -65,12 +65,12 @@ class RemoteOptions:
     """Options of a remote tier.
 
     Attributes:
-        namespace: prefix of the blocks' names; an access rule of the server can restrict a user to it.
-        timeout_s: deadline of a read.
-        probe_timeout_s: deadline of a probe, and longest wait of a request for a probe.
-        ttl_s: seconds until the server forgets a block; 0 leaves that to the server.
-        write_timeout_s: deadline of a write; None for five times `timeout_s`.
-        gives_up_at_once: the first exceeded deadline opens the circuit breaker, as in a replay, whose
+        namespace: prefix of the blocks' names; an access rule of the server can restrict a user to a prefix.
+        timeout_s: longest duration of a read.
+        probe_timeout_s: longest duration of a probe, and longest wait of a request for probes.
+        ttl_s: seconds until the server forgets a block; 0 if the server decides.
+        write_timeout_s: longest duration of a write; None for five times `timeout_s`.
+        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker: for replays, whose
             deadlines are long.
     """
 
@@ -84,7 +84,7 @@ class RemoteOptions:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """Record of a request: keys that the admission rule has counted, and progress along its path."""
+    """Record of a request: the keys that the admission rule has counted, and the progress of `follow`."""
 
     counted: set[bytes] = field(default_factory=set)
     followed: FollowedPath = field(default_factory=FollowedPath)
@@ -101,7 +101,7 @@ class ConnectingTier(SharedTier):
 
     @abstractmethod
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait for the server. Raises `UnavailableError`, caused by an error of the server or network."""
+        """Wait for the server. Raises `UnavailableError`; its cause is the error of the server or network."""
 
 
 class RemoteTier(ConnectingTier, GroupedTier):
@@ -110,34 +110,35 @@ class RemoteTier(ConnectingTier, GroupedTier):
     `SharedTier` and `GroupedTier` document the methods. In addition:
 
     - A block is served only if name, producer, namespace, epoch, key, length and checksum match its write.
-      Otherwise the block is a miss, is deleted on the server, and is counted. Equal keys mean equal bytes, so
+      Any other block is a miss, is counted, and is deleted on the server. Equal keys mean equal bytes, so
       the order of writes by several machines does not matter.
-    - A job ends by its deadline, with the blocks that have been received and verified. After its end no byte
-      is written to its rows. Three failures in a row open the circuit breaker of the server: every block is a
-      miss at once, queued jobs end, and only handshakes are sent, every few seconds.
-    - Three failures in a row of probes, reads or writes open a breaker of that type alone. After a pause one
-      attempt, which no request waits for, closes it or opens it again.
+    - A job ends by its deadline, with the blocks that have been received and verified. Nothing writes to the
+      job's rows after its end.
+    - Three consecutive failures open the circuit breaker of the server. While the breaker is open, every
+      block is a miss at once, queued jobs end, and only handshakes are sent, every few seconds.
+    - Three consecutive failures of probes, reads or writes open a breaker of that type alone. After a pause
+      one attempt, which no request waits for, closes the breaker or opens it again.
     - After a reset is confirmed, no read that begins on any machine returns a block from before the reset.
       Until the reset is confirmed, this tier is empty.
-    - Each exchange about blocks checks the epoch. A server that has lost its epoch gets a new epoch, and its
-      earlier blocks are never found again.
-    - The server evicts blocks. Its contents are never listed, and only damaged blocks are deleted.
+    - Each exchange about blocks checks the epoch. If a server loses its epoch, the next handshake creates a
+      new epoch, and the server's earlier blocks are never found again.
+    - The server evicts blocks. The tier never lists the server's contents and deletes only damaged blocks.
     - With `groups`, consecutive blocks of a path share an object. Only whole groups are written, and only
       blocks of reported paths (`follow`) can be found.
 
     Args:
-        name: for reports and metrics. place: the server, for the log.
-        connect: makes a connection to the server.
+        name: name in reports and metrics. place: the server, for the log.
+        connect: makes a connection to the server, within a deadline.
         dialect: performs exchanges over connections.
         keyspace: epoch keys and names of blocks.
-        fingerprint: identifies the producer of the blocks; equal on all machines that share them.
+        fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         admission: chooses the blocks to write; None for all.
         groups: groups of blocks that share an object; None if each block has its own name.
         clock: monotonic seconds, for the presence cache and pauses.
         chance: random numbers in [0, 1), for the jitter of pauses.
-        num_threads: connections for reads, writes and probes each.
-        history: epochs that this process has seen; the nodes of a cluster share it.
-        is_node: the server is a node of a cluster, which sends nothing before `begin`.
+        num_threads: number of connections for reads, for writes and for probes.
+        history: epochs that this process has seen; all nodes of a cluster share one history.
+        is_node: True for a node of a cluster. A node sends nothing before `begin`.
 
     Memory: 16 MiB for the presence cache; 150 bytes for each ended epoch. Thread: the scheduler's; the tier
     runs ``3 * num_threads`` threads. Raises: `MisuseError` in a process forked from the tier's process.
@@ -199,9 +200,9 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self.peer.start()
 
     def begin(self) -> None:
-        """Start all threads, and begin to send handshakes. A node of a cluster sends nothing before that.
+        """Start all threads of a cluster node, and send the first handshake.
 
-        Raises `RuntimeError` if a thread cannot be started; then call it again.
+        Raises: `RuntimeError` if a thread cannot be started; `begin` may then be called again.
         """
         self.jobs.start()
         self.peer.start()
@@ -351,7 +352,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self.jobs.stop()
 
     def join(self, until: float) -> None:
-        """After `stop`, wait for the threads, all together until this time (of `time.monotonic`)."""
+        """After `stop`, wait for all threads to end, at most until `until` (of `time.monotonic`)."""
         self.jobs.join(until)
         self.process_ended()
 
@@ -364,7 +365,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- availability
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of this type may be sent. Reconnects if the circuit breaker allows it."""
+        """Return True if operations of type `kind` may be sent; with None, if the server is usable at all.
+
+        If the server is unusable, processes replies and reconnects as far as the circuit breakers allow.
+        """
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")
         if self.peer.is_closed:
@@ -383,7 +387,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
     @property
     def has_no_jobs(self) -> bool:
-        """True if no job is in flight whose result a caller waits for."""
+        """True if no caller waits for a job in flight."""
         return not self._awaited()
 
     @property
@@ -392,7 +396,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return not self.jobs.in_flight and not self._results
 
     def _maintain(self) -> None:
-        """Send a handshake, or an operation of a type whose circuit breaker is half open."""
+        """Send a handshake if due, and an attempt for each half-open breaker of reads or probes."""
         self.peer.maintain()
         breakers = self.peer.breakers
         for kind in (READ, PROBE):
@@ -422,7 +426,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return Write(num_rows=len(keys), pool=pool, rows=rows, ttl_s=self.options.ttl_s, **common)
 
     def _common(self, keys: Keys, timeout_s: float) -> dict[str, Any]:
-        """Return the arguments of every exchange about blocks."""
+        """Return the arguments that all exchanges about blocks have, with the number of a new job."""
         return {
             "job": self.jobs.next_job(),
             "keys": keys,
@@ -433,12 +437,12 @@ class RemoteTier(ConnectingTier, GroupedTier):
         }
 
     def _awaited(self) -> list[BlockExchange]:
-        """Return the exchanges in flight whose results a caller waits for: all but attempts of breakers."""
+        """Return the exchanges in flight that callers wait for: all but attempts to probe or read."""
         attempts = {job for kind, job in self.peer.breakers.attempts.items() if kind != WRITE}
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
 
     def process_ended(self) -> None:
-        """Process the exchanges that have ended, without taking results."""
+        """Process the exchanges that have ended. `finished` returns their results later."""
         for exchange in self.jobs.take_ended():
             self._process(exchange)
 
@@ -534,18 +538,21 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self._full_backoff.reset()
 
     def end_pauses(self) -> None:
-        """Allow handshakes, attempts and writes now."""
+        """Allow handshakes, attempts of half-open breakers, and writes now."""
         self._resume_writes_at = 0.0
         self.peer.end_pauses()
 
     # ---- groups and admission
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Remove blocks without a known name from a mask."""
+        """Clear the mask `wanted` for blocks in no known group, because their object's name is unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Forget the presence of incomplete groups, because an object has all blocks of its group or none."""
+        """Drop groups from the presence cache of which some blocks are not listed as present.
+
+        An object has all blocks of its group or none, so the entries contradict each other.
+        """
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
                 digests = keys.digests[group.rows]
@@ -553,7 +560,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
                     self.presence.forget(digests)
 
     def _whole_groups(self, keys: Keys, wanted: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
-        """Remove rows that do not form whole groups."""
+        """Return the rows of `wanted` that form whole groups."""
         if self.groups is None or self.group_blocks == 1 or len(wanted) == 0:
             return wanted
         whole = [group.rows for group in self.groups.whole(keys.take(wanted))]
@@ -561,7 +568,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return rows
 
     def _count_use(self, request: object, keys: Keys) -> None:
-        """Report the blocks of a request to the admission rule, each block once."""
+        """Count blocks of a request in the admission rule, each block once per request."""
         assert isinstance(request, RemoteRequest)
         assert self._admission is not None
         new = np.array([key not in request.counted for key in keys], np.bool_)
@@ -571,7 +578,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
 
 
 def unavailable(place: str, error: Exception) -> UnavailableError:
-    """Return an `UnavailableError` caused by this error."""
+    """Return an `UnavailableError` for the server at `place`, with `error` as its cause."""
     unavailable_error = UnavailableError("tier", place, f"{type(error).__name__}: {printable(error)}")
     unavailable_error.__cause__ = error
     return unavailable_error

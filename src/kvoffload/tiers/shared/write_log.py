@@ -1,4 +1,4 @@
-"""Log of the blocks that this machine has written to a shared tier. Knows no network."""
+"""Log of the blocks that this process has written to a shared tier. Knows no network."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MOST_KEYS = 1 << 20
 
 
 class WriteLog:
-    """Blocks that this machine has written, until a probe or read finds them missing.
+    """Blocks that this process has written, until a probe or read finds them missing.
 
-    Blocks of other machines are not logged. An evicted block stays logged until its next probe or read.
+    Blocks of other processes are not logged. A block that the server has evicted stays logged until a probe
+    or read of the block. Logging starts with the first `take`.
 
     Args:
-        most_keys: limit of logged blocks; beyond it the oldest are reported as gone.
+        most_keys: limit of logged blocks. Beyond the limit, the oldest blocks are reported as gone.
 
-    Memory: 200 bytes a block, and none before the first `take`. Cost: one dictionary access a block.
-    Thread: one.
+    Memory: 200 bytes a logged block. Cost: one dictionary access a block. Thread: one.
     """
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
@@ -36,7 +36,7 @@ class WriteLog:
         self._remove([*islice(self._keys, max(0, len(self._keys) - self._most_keys))])
 
     def lost(self, keys: Keys) -> None:
-        """Report these blocks as gone, if they are logged."""
+        """Report the logged blocks among `keys` as gone."""
         if self._keys:
             self._remove([key for key in keys if key in self._keys])
 
