@@ -1,8 +1,8 @@
 """A cluster of servers as one tier.
 
-Owns the map from blocks to nodes. Each node is a separate tier with connections and a circuit breaker, so a
-node that is dead or hangs costs only its own blocks. A block that has moved to another node is a miss, and
-the map is read again in the background.
+Owns the map from blocks to nodes. Each node is a separate tier with its own connections and circuit breaker.
+If a node is dead or hangs, only its blocks are misses. A block that has moved to another node is a miss until
+a background thread has read the new map.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ _MAINTAIN_EVERY_S = 0.005
 _NO_NODE = -1
 _FIRST_ROW = np.zeros(1, np.int64)
 _NODES_AT_ONCE = 8
-"""Nodes that one call creates or starts, in about 2 ms of CPU time."""
+"""Limit of nodes that one call creates, starts or stops; eight take about 2 ms of CPU time."""
 _MOST_NODES = 2 * MOST_MASTERS
-"""Nodes of the map, and nodes that have left the map and still have jobs in flight."""
+"""Limit of all nodes: nodes in the map, and former nodes with jobs in flight."""
 
 
 @dataclass(eq=False)
 class _MapChange:
-    """A map that takes effect when all its new nodes have been created.
+    """A new map of the cluster, which takes effect when all new nodes have been created.
 
     Attributes:
-        kept: numbers of the nodes that keep their divisions.
-        new: addresses without a node yet.
-        made: new nodes, not in use yet.
+        question: the exchange that read the map.
+        kept: numbers of the nodes with unchanged divisions, by address.
+        new: addresses of nodes that are not created yet.
+        made: nodes that have been created, by address; not in use yet.
     """
 
     question: MapQuestion
@@ -62,31 +63,31 @@ class _MapChange:
 
 
 class ClusterTier(DividedSharedTier, ConnectingTier):
-    """Blocks in a cluster that several machines share. As `RemoteTier`, node by node; in addition:
+    """Blocks in a cluster that several machines share. Each node is a `RemoteTier`. In addition:
 
     - Each division of the blocks has a separate epoch, in the slot of its blocks. A reset is confirmed when
-      every master and all connected replicas have it.
+      all masters and all connected replicas have the reset.
     - A block is a miss if its node is dead or unknown, or has lost the block. While nodes or exchanges fail,
-      the map is read about once a second, from any node, and never on the scheduler's thread.
-    - If the divisions of a node change, its blocks are unknown again.
+      a background thread reads the map about once a second, from any node.
+    - If the divisions of a node change, the presence of all its blocks becomes unknown.
 
     Args:
-        name: for reports and metrics. place: the cluster, for the log.
-        seeds: nodes that are asked for the map first.
-        connect: makes a connection to a node, logged in, until a deadline.
-        fingerprint: identifies the producer of the blocks; equal on all machines that share them.
+        name: name in reports and metrics. place: the cluster, for the log.
+        seeds: nodes from which the first map is read.
+        connect: makes a connection to a node, with login, within a deadline.
+        fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         admission: chooses the blocks to write; None for all.
         clock: monotonic seconds.
 
     Attributes:
-        nodes: all nodes with jobs in flight or in the map, by number. A number is never reused.
+        nodes: nodes in the map and former nodes with jobs in flight, by number. Numbers are never reused.
         numbers: numbers of the nodes in the map, by address.
-        divisions: divisions of each node, by number.
-        homes: for each division, the number of its node, or -1.
-        is_reset_wanted: for each division, True until its reset is confirmed.
+        divisions: divisions of each node, by the node's number.
+        homes: for each division, the number of its node, or -1 for none.
+        is_reset_wanted: for each division, True until a requested reset is confirmed.
 
-    Memory: 16 MiB for the presence cache of each node. Thread: the scheduler's; three for each node, and one
-    for the map.
+    Memory: 16 MiB a node, for the presence cache. Thread: the scheduler's. Runs three threads for each node,
+    and one for the map.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._maintain()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait for the replies of all nodes. On time-out, continue with the nodes that have replied, or raise
-        `UnavailableError` with the error of a node or the network."""
+        """Wait for the replies of all nodes. After `timeout_s`, the nodes that have replied are used.
+
+        Raises: `UnavailableError` if no node has replied; its cause is the error of a node or the network.
+        """
 
         def is_complete() -> bool:
             self._maintain()
@@ -223,20 +226,22 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         return [(number, self.nodes[number], np.flatnonzero(homes == number)) for number in sorted(numbers)]
 
     def is_whole(self) -> bool:
-        """Return True if every division has a healthy node."""
+        """Return True if every division has a node and all nodes in the map are healthy."""
         return bool((self.homes != _NO_NODE).all()) and all(
             self.nodes[number].peer.is_well for number in self.numbers.values()
         )
 
     def end_pauses(self) -> None:
-        """Allow the map to be read, and all nodes to be tried, now."""
+        """Allow requests for the map and to all nodes now, without waiting for pauses to end."""
         self._ask_at = self._maintain_at = 0.0
         for node in self.nodes.values():
             node.end_pauses()
 
     def _maintain(self) -> None:
-        """Use a new map, and read the map again after failures. Does nothing within 5 ms of the last call,
-        because it is called for each block."""
+        """Switch to a new map, start and remove nodes, and request the map again after failures.
+
+        Called for each block; does nothing within 5 ms of the last run unless a map has arrived.
+        """
         now = self._clock()
         if (now < self._maintain_at and not self._ended) or self._closed or os.getpid() != self._pid:
             return
@@ -264,7 +269,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._thread.submit(self._question)
 
     def _remove_some_nodes(self) -> None:
-        """Stop a few nodes that have left the map and have no job in flight."""
+        """Stop and remove a few former nodes that have no job in flight."""
         idle = [number for number in self._leaving() if self.nodes[number].is_idle]
         for number in idle[:_NODES_AT_ONCE]:
             node = self.nodes.pop(number)
@@ -275,11 +280,14 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._removed_stats = _sum([self._removed_stats, stats])
 
     def _leaving(self) -> list[int]:
-        """Return the nodes that have left the map, the oldest first."""
+        """Return the numbers of the nodes that have left the map, the oldest first."""
         return sorted(self.nodes.keys() - {*self.numbers.values()})
 
     def use_map(self, question: MapQuestion) -> None:
-        """Begin to switch to this map. Jobs of nodes that leave the map end normally."""
+        """Begin to switch to a new map. Jobs of nodes that leave the map end normally.
+
+        With too many nodes in all, stops some former nodes instead, and the map is read again.
+        """
         kept = {
             address: number
             for address, number in self.numbers.items()
@@ -295,7 +303,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self.make_some_nodes()
 
     def make_some_nodes(self) -> None:
-        """Create a few of the new nodes. After the last node, the new map replaces the old map at once."""
+        """Create a few of the new nodes. After the last new node, the new map replaces the old map."""
         change = self._change
         if change is None:
             return
@@ -324,7 +332,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._candidates = [*well, *numbers, *self._seeds]
 
     def _start_some_nodes(self) -> None:
-        """Start the threads of a few nodes. A node whose threads cannot be started stays absent."""
+        """Start the threads of a few nodes. If threads cannot be started, a later call tries again."""
         waiting = [node for n in self.numbers.values() if not (node := self.nodes[n]).peer.has_begun]
         for node in waiting[:_NODES_AT_ONCE]:
             try:
@@ -335,7 +343,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
                 return
 
     def new_node(self, address: Address, divisions: tuple[int, ...]) -> RemoteTier:
-        """Return a node with these divisions, without threads yet."""
+        """Create a node with these divisions, without starting its threads."""
         host, port = address
         node = RemoteTier(
             self.name,
@@ -367,6 +375,6 @@ def _ask(connection: Connection, exchange: Exchange) -> None:
 
 
 def _sum(several: list[TierStats]) -> TierStats:
-    """Add counters, without a write budget."""
+    """Sum counters over nodes; `write_budget_bytes` is None."""
     counters = [counter.name for counter in fields(TierStats) if counter.name != "write_budget_bytes"]
     return TierStats(**{name: sum(getattr(stats, name) for stats in several) for name in counters})

@@ -1,4 +1,4 @@
-"""The map of a cluster: the request to a node, and the checks before the map is used.
+"""The map of a cluster: requests it from a node, and checks it before use.
 
 Owns the limits of a map. Does not know tiers.
 """
@@ -20,22 +20,22 @@ Address = tuple[str, int]
 _HOST = re.compile(
     r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?"
 )
-"""A DNS name or an address. No other text of a map reaches the resolver or the log."""
+"""A DNS name or an IP address. Other text of a map never reaches the resolver or the log."""
 _MOST_PORTS = 1 << 16
 MOST_MASTERS = 128
-"""Limit of masters: this process runs three threads for each."""
+"""Limit of masters, because this process runs three threads for each master."""
 
 
 @dataclass(eq=False, kw_only=True)
 class MapQuestion(Exchange):
     """Asks one node for the slots of all nodes, on a new connection.
 
-    A node that cannot reach most masters reports the cluster as down. It may not know about a failover, so
-    its map is not used.
+    A node that cannot reach most masters reports the cluster as down. The map of such a node is not used,
+    because the node may not know about a failover.
 
     Attributes:
-        divisions: divisions of each node that has any, ascending.
-        num_replicas: connected replicas of each node.
+        divisions: divisions of each node with at least one division, ascending.
+        num_replicas: number of connected replicas of each node.
     """
 
     closes_connection: bool = True
@@ -65,13 +65,14 @@ class MapQuestion(Exchange):
 
 
 def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, int]]:
-    """Parse the reply to ``CLUSTER SLOTS``: first slot, last slot, master, number of replicas of each range.
+    """Parse the reply to ``CLUSTER SLOTS``; returns (first slot, last slot, master, number of replicas) of
+    each range.
 
     Args:
-        asked_host: host of the node that sent the reply, which may not know its own host.
+        asked_host: host of the node that sent the reply. A node may not know its own host.
 
-    Raises: `ProtocolError` unless every slot is between 0 and 16,383, in at most one range, and every master
-        has a port and a plausible host. So there are at most 16,384 ranges.
+    Raises: `ProtocolError` for a slot outside of 0 to 16,383 or in two ranges, or a master without a port or
+        a plausible host. A valid reply therefore has at most 16,384 ranges.
     """
     if not isinstance(answer, list):
         raise ProtocolError("the reply to CLUSTER SLOTS is not an array")
@@ -92,7 +93,7 @@ def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, in
 
 
 def _address(node: Answer, asked_host: str) -> Address | None:
-    """Parse the address of a master; None if the node that sent the reply does not know it."""
+    """Parse the address of a master; None if the node that sent the reply does not know the address."""
     host, port = node[:2] if isinstance(node, list) and len(node) > 1 else (0, 0)
     if not isinstance(port, int) or not 0 < port < _MOST_PORTS:
         raise ProtocolError(f"CLUSTER SLOTS has a node without a port from 1 to {_MOST_PORTS - 1}")

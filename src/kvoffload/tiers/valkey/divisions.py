@@ -1,8 +1,8 @@
 """Distribution of blocks over a cluster: 256 divisions, each with one hash slot and one epoch.
 
-A single epoch would be on one node, which may be down while other nodes have blocks, or have a reset that
-other nodes lack. So each division has an epoch beside its blocks: a slot moves, fails over and is lost as a
-whole. Does no I/O.
+A single epoch would be on one node. That node may be down while other nodes have blocks, or may have a reset
+that other nodes lack. So each division has its own epoch in the slot of its blocks: a slot moves, fails over
+and is lost as a whole. Does no I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOTS_BETWEEN = NUM_SLOTS // NUM_DIVISIONS
 
 
 def slot_of(name: bytes) -> int:
-    """Return the hash slot of a name: CRC16 of the text in its first braces, or of the whole name."""
+    """Return the hash slot of a name: CRC16 of the hash tag in braces, else of the name, modulo 16,384."""
     begin = name.find(b"{")
     end = name.find(b"}", begin + 1)
     return crc_hqx(name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name, 0) % NUM_SLOTS
@@ -38,9 +38,10 @@ def divisions_between(first: int, last: int) -> range:
 
 @cache
 def tags() -> list[str]:
-    """Return the hash tag of each division: the smallest number whose slot is 64 times the division.
+    """Return the hash tag of each division, by division number.
 
-    Cost: 50 ms, once.
+    The tag is the smallest number (five hexadecimal digits or more) whose slot is 64 times the division's
+    number. Cost: 50 ms, once.
     """
     tags_of: dict[int, str] = {}
     number = 0
@@ -70,7 +71,8 @@ class DividedEpoch(Epoch):
     """The epochs of some divisions; blocks of other divisions have no epoch.
 
     Attributes:
-        numbers: epoch of each division; None if unknown.
+        divisions: numbers of the divisions.
+        numbers: epoch number of each of these divisions; None if unknown.
     """
 
     namespace: str
@@ -113,7 +115,7 @@ class DividedEpoch(Epoch):
 
 @dataclass(frozen=True)
 class DividedKeyspace:
-    """A keyspace with one epoch for each of these divisions."""
+    """A keyspace with one epoch for each division in `divisions`."""
 
     namespace: str
     producer: bytes

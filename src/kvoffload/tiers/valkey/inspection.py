@@ -1,6 +1,6 @@
 """Reports about Valkey servers and the contents of a namespace, for `kvoffload tier`.
 
-Read-only, except for one test key, which is deleted at once or expires after a minute.
+Writes nothing except one test key, which is deleted at once or expires after a minute.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _FORGOTTEN_AFTER_S = b"60"
 _ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
 _REPLY_S = 5.0
-"""Longest wait for a reply, after which the server counts as hanging."""
+"""Longest wait for replies; a server without a reply after this time counts as hanging."""
 MOST_NAMES = 20_000
 """Limit of scanned names on each node."""
 
 
 @dataclass(kw_only=True)
 class ServerReport:
-    """Facts about one server. A fact that this user may not read is None.
+    """Facts about one server. A fact is None if this user may not read it.
 
     Attributes:
-        round_trip_s: shortest round trip.
-        refused: necessary commands that this user may not run, each with the reply.
-        warnings: unsuitable settings.
+        round_trip_s: shortest of five round trips.
+        refused: necessary commands that the server refuses to this user, each with the reply.
+        warnings: unsuitable settings, as sentences.
         persistence: ``yes``, ``no``, or ``not known``.
-        num_names: number of all keys. hits, misses, evicted: since the start of the server.
+        num_names: number of all keys. hits, misses, evicted: counts since the start of the server.
     """
 
     address: str
@@ -72,10 +72,12 @@ class ProducerReport:
     """Contents of one producer in a namespace, among the scanned names.
 
     Attributes:
-        producer: 32 hexadecimal digits. block_bytes: None without blocks.
-        in_epoch: blocks of the present epoch. older: blocks from before a reset, which the server will evict.
+        producer: identity of the producer, 32 hexadecimal digits.
+        block_bytes: bytes of a block; None if no block was sampled.
+        in_epoch: number of blocks of the present epoch.
+        older: number of blocks from before a reset, which the server will evict.
         with_end: 1.0 if any sampled block has a time to live, otherwise 0.0; None without samples.
-        about: text about the producer, untrusted; empty if the server has none.
+        about: text about the producer, untrusted; empty if the server has no text.
     """
 
     producer: str
@@ -88,11 +90,11 @@ class ProducerReport:
 
 @dataclass(kw_only=True)
 class NamespaceReport:
-    """Contents of a namespace, from a bounded scan.
+    """Contents of a namespace, from a bounded scan of all keys on the servers.
 
     Attributes:
-        looked_at: number of scanned keys, of all users. num_names: number of all keys.
-        refused: reason why the scan was refused.
+        looked_at: approximate number of scanned keys, of all namespaces. num_names: number of all keys.
+        refused: error reply to the scan; empty if the scan succeeded.
     """
 
     namespace: str
@@ -103,7 +105,10 @@ class NamespaceReport:
 
 
 def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dict[Address, list[int]]:
-    """Return the masters of a cluster and their divisions. Raises the error of the last node if all fail."""
+    """Return the masters of a cluster and their divisions, from the first seed that replies.
+
+    Raises: the error of the last seed, if all fail.
+    """
     error: Exception | None = None
     for seed in seeds:
         try:
@@ -132,8 +137,8 @@ def inspect_server(
     """Report facts about a server and its suitability as a tier.
 
     Args:
-        division: a division of the cluster node; None for a server that stands alone.
-        ttl_s: time to live of written blocks, 0 for none.
+        division: a division of the cluster node; None for a single server.
+        ttl_s: time to live of written blocks in seconds; 0 for none.
     """
 
     def ask(*words: bytes) -> Answer:
@@ -170,7 +175,7 @@ def inspect_server(
 
 
 def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """Report the contents of a namespace on these nodes, from the first `MOST_NAMES` keys of each."""
+    """Report the contents of a namespace on these nodes. Scans up to about `MOST_NAMES` keys of each node."""
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):
@@ -183,7 +188,7 @@ def inspect_namespace(connections: Sequence[Connection], namespace: str, deadlin
 
 
 def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -> list[list[bytes]]:
-    """Scan the names in the namespace; returns a list for each call."""
+    """Scan a node for the names in a namespace; returns a list of names for each SCAN command."""
 
     def ask(*words: bytes) -> Answer:
         (answer,) = _answers(connection, [words], deadline)
@@ -213,7 +218,7 @@ def _scanned(connection: Connection, report: NamespaceReport, deadline: float) -
 
 
 def _answers(connection: Connection, commands: Sequence[Sequence[bytes]], deadline: float) -> list[Answer]:
-    """Send commands and read the replies, for at most `_REPLY_S`."""
+    """Send commands and return the replies. Raises `TimeoutError` after `_REPLY_S`."""
     until = min(deadline, time.monotonic() + _REPLY_S)
     connection.send([command(*words) for words in commands], until)
     return [connection.answer(until) for _ in commands]
@@ -226,9 +231,9 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Add the blocks with these names to the reports of their producers, in the current epoch or older.
+    """Count the blocks with these names in the reports of their producers, by present or older epoch.
 
-    Reads size and time to live of the first few blocks only, and the texts about producers.
+    Reads the size and time to live of the first few blocks, and the texts about producers.
     """
     # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
     by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}
@@ -263,7 +268,7 @@ def _add(
 def _add_abouts(
     connection: Connection, producers: dict[str, ProducerReport], names: list[bytes], deadline: float
 ) -> None:
-    """Read the texts about producers, up to the length that a tier writes."""
+    """Read the texts about producers into their reports, each up to `MAX_BYTES`."""
     for name in names:
         producer = connection.shown(name.split(b":")[2])
         words = (b"GETRANGE", name, b"0", b"%d" % (MAX_BYTES - 1))
@@ -279,7 +284,7 @@ def _epoch_name(block: bytes) -> bytes:
 
 
 def _make_printable(report: ServerReport, connection: Connection) -> None:
-    """Escape server text in a report."""
+    """Escape the server's text in a report, and mask the password."""
     for name, value in vars(report).items():
         if isinstance(value, str):
             setattr(report, name, connection.shown(value))

@@ -30,7 +30,7 @@ def find_login(password_file: str, tls: ssl.SSLContext | None) -> Login:
 
 
 def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
-    """Return a TLS context with these files, which may be empty. Raises `ConfigError`."""
+    """Return a TLS context. Each argument is a file name, or empty. Raises `ConfigError`."""
     try:
         context = ssl.create_default_context(cafile=ca or None)
         if cert:
@@ -47,10 +47,10 @@ def password_in(path: str) -> str:
 
 
 class Connector:
-    """Connects to the servers of one tier, with cached addresses and the present password.
+    """Connects to the servers of one tier. Caches addresses, and uses the present password.
 
-    Reads the password file before each connection. While the file is unreadable or empty, for example during
-    its replacement, the last password is used.
+    The password file, if any, is read again before each connection. While the file is unreadable or empty,
+    for example during a replacement, the last password is used.
 
     Args:
         password_file: empty if the password does not come from a file.
@@ -64,7 +64,8 @@ class Connector:
         self._addresses = Addresses()
 
     def __call__(self, address: Address, deadline: float) -> Connection:
-        """Connect and log in, until the deadline (of `time.monotonic`). Raises as `Connection`."""
+        """Return a connection after login, within the deadline (of `time.monotonic`). Raises as
+        `Connection`."""
         if self._password_file:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 password = password_in(self._password_file)

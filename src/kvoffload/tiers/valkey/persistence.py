@@ -1,6 +1,6 @@
-"""Persistence of a server: after a crash a persistent server restores blocks from before a reset.
+"""Persistence of a server. After a crash, a persistent server may restore blocks from before a reset.
 
-`tier ping` and engines send the same commands and evaluate the replies with the same function.
+`tier ping` and engines judge persistence by one function, `persistence_of`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUESTIONS = (
 
 
 def ask_persistence(connection: Connection, question: PersistenceQuestion) -> None:
-    """Ask a server about its persistence."""
+    """Ask a server about its persistence, and write the reply into `question`."""
     connection.send(QUESTIONS, question.deadline)
     info_reply, *config_replies = [connection.answer(question.deadline) for _ in QUESTIONS]
     settings = {name: value for reply in config_replies for name, value in pairs_of(reply).items()}
@@ -27,10 +27,11 @@ def ask_persistence(connection: Connection, question: PersistenceQuestion) -> No
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Return the persistence of a server, and the settings that turn it on, as unescaped server text.
+    """Return the persistence of a server, and the settings that turn it on. Their text is not escaped.
 
     Args:
-        facts: from ``INFO``. settings: from ``CONFIG GET``. Either is empty without permission.
+        facts: reply to ``INFO``; empty without permission.
+        settings: reply to ``CONFIG GET``; empty without permission.
     """
     reasons = []
     if settings.get("save"):
@@ -46,14 +47,14 @@ def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tup
 
 
 def facts_of(answer: Answer) -> dict[str, str]:
-    """Parse the reply to ``INFO``; empty without permission."""
+    """Parse the reply to ``INFO``: values by name; empty if the reply is an error."""
     text = answer.decode(errors="replace") if isinstance(answer, bytes) else ""
     lines = [line.partition(":") for line in text.split("\r\n") if ":" in line]
     return {name: value for name, _, value in lines}
 
 
 def pairs_of(answer: Answer) -> dict[str, str]:
-    """Parse the reply to ``CONFIG GET``; empty without permission."""
+    """Parse the reply to ``CONFIG GET``: values by name; empty if the reply is an error."""
     if not isinstance(answer, list):
         return {}
     words = [word.decode(errors="replace") if isinstance(word, bytes) else "" for word in answer]

@@ -1,7 +1,7 @@
 """Commands of RESP2 that perform exchanges: handshake, probe, read, write.
 
-Owns the commands, and the conditions for a block to count as read, written or present. Every exchange about
-blocks reads the epoch first, so that a reset by another machine is noticed before any block counts.
+Owns the commands, and the conditions under which a block counts as read, written or present. Every exchange
+about blocks reads the epoch first, to notice a reset by another machine before any block counts.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from kvoffload.tiers.valkey.persistence import ask_persistence
 from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of blocks requested or sent at a time. The next window is requested before this window is received,
-and received blocks are verified while they are in the CPU's cache."""
+"""Bytes of blocks requested or sent at a time, called a window. The tier requests a window before it receives
+the window before, and verifies received blocks while they are in the CPU's cache."""
 _ABOUT_S = b"2592000"
-"""30 days: an engine stores its text again when it connects; the text of an engine that is gone expires."""
+"""Time to live of a producer's text: 30 days. Engines store their texts again at each handshake."""
 
 
 def valkey_tier(
@@ -64,7 +64,7 @@ class Resp:
 
     Attributes:
         window_bytes: bytes of blocks requested or sent at a time.
-        most_at_once: blocks received by one call.
+        most_at_once: limit of blocks received in one call.
     """
 
     window_bytes: int = WINDOW_BYTES
@@ -139,7 +139,7 @@ class Resp:
         return (slice(start, min(start + size, count)) for start in range(0, count, size))
 
     def _present(self, connection: Connection, exchange: BlockExchange, names: list[bytes]) -> Mask:
-        """Read the epoch; returns a mask of the present blocks."""
+        """Check the epoch, and return a mask of the blocks that the server has."""
         keys, values = exchange.epoch.epoch_keys(exchange.keys), _values(exchange, names)
         commands = _commands(b"GET", keys.names) + _commands(b"EXISTS", *values)
         connection.send([b"".join(commands)], exchange.deadline)
@@ -165,7 +165,7 @@ class Resp:
 
 
 class _Reading:
-    """Headers and progress of a read over one connection."""
+    """Receives and verifies the blocks of a read over one connection."""
 
     def __init__(self, connection: Connection, read: Read) -> None:
         self._connection, self._read = connection, read
@@ -174,10 +174,10 @@ class _Reading:
         self._arrived: list[int] = []
 
     def receive(self, window: slice, most_at_once: int) -> None:
-        """Receive the blocks of a window, several at a time.
+        """Receive and verify the blocks of a window, several at a time.
 
-        A block that is absent, or has another length, is received alone. Then the number of blocks at a time
-        grows again from one.
+        An absent block or a block of another length is received alone. After such a block, the number of
+        blocks at a time restarts at one and doubles up to `most_at_once`.
         """
         read, row, at_once = self._read, window.start, most_at_once
         while row < window.stop:
@@ -223,13 +223,16 @@ class _Reading:
 
 
 def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
-    """Return the names of all first values, then of all second values if blocks have two."""
+    """Return a list of the blocks' first value names and, if blocks are split, one of the second names."""
     is_whole = head_bytes(exchange.block_bytes) == exchange.block_bytes
     return [names] if is_whole else [names, rest_names(names)]
 
 
 def _check_epoch(connection: Connection, exchange: BlockExchange, keys: EpochKeys) -> Mask:
-    """Receive the epochs; returns a mask of the blocks that they confirm. Raises `CacheResetError`."""
+    """Receive the epoch numbers; returns a mask of the blocks whose epoch is as expected.
+
+    Raises: `CacheResetError` if an epoch has changed; `ServerError`, except from a slot that has moved.
+    """
     confirmed, was_reset = np.zeros(len(keys.names), np.bool_), False
     replies = connection.short_replies(len(keys.names), exchange.deadline)
     for row, (reply, expected) in enumerate(zip(replies, keys.numbers, strict=True)):
@@ -274,7 +277,7 @@ def _store(connection: Connection, write: Write, names: list[bytes], at: npt.NDA
 
 
 def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-    """Return the SET commands of the blocks in these rows, as buffers: framing and values in turn."""
+    """Return the SET commands of the blocks in these rows, as buffers that alternate framing and values."""
     headers = write.epoch.headers(write.keys.take(at), write.addresses(at), write.block_bytes).tobytes()
     options = [b"EX", b"%d" % write.ttl_s] if write.ttl_s else []
     end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
@@ -302,7 +305,7 @@ def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -
 
 
 def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
-    """Return one encoded command for each row of these lists. The names in one list have equal lengths."""
+    """Encode one command for each row of the lists `names`. All names in one list have equal lengths."""
     if not names[0]:
         return []
     begin = b"*%d\r\n$%d\r\n%b\r\n" % (1 + len(names), len(verb), verb)
@@ -311,7 +314,8 @@ def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
 
 
 def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
-    """Read the replies to SET and GET of an epoch key; returns an error if the key is on another node."""
+    """Read the replies to SET and GET of an epoch key; returns the epoch, or the error if the key is on
+    another node. Raises other errors, and `ProtocolError` for an invalid epoch."""
     replies = [connection.reply(deadline) for _ in ("SET", "GET")]
     for reply in replies:
         if isinstance(reply, ServerError):
@@ -328,7 +332,7 @@ def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
 
 
 def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
-    """Wait until the replicas have a reset. Raises `TimeoutError`."""
+    """Wait until `num_replicas` replicas have the reset. Raises `TimeoutError`."""
     patience_ms = max(1, int(1e3 * (exchange.deadline - time.monotonic()) / 2))
     connection.send([command(b"WAIT", b"%d" % exchange.num_replicas, b"%d" % patience_ms)], exchange.deadline)
     count = connection.reply(exchange.deadline)
@@ -343,15 +347,15 @@ def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
 def _rights_commands(epoch_key: bytes) -> bytes:
     """Return EXISTS and DEL commands on an unused key beside an epoch key, to check permissions.
 
-    Without these permissions every probe would fail, and damaged blocks would remain. So the handshake fails,
-    and ``tier ping`` reports it.
+    Without permission for EXISTS every probe would fail; without DEL damaged blocks would remain. A missing
+    permission therefore makes the handshake fail, and ``tier ping`` reports the reason.
     """
     name = epoch_key + b":rights"
     return command(b"EXISTS", name) + command(b"DEL", name)
 
 
 def _check_rights(connection: Connection, deadline: float) -> None:
-    """Read the replies to `_rights_commands`. Raises `ServerError`, except for a slot that has moved."""
+    """Read the replies to `_rights_commands`. Raises `ServerError`, except from a slot that has moved."""
     for reply in [connection.reply(deadline) for _ in ("EXISTS", "DEL")]:
         if isinstance(reply, ServerError) and not reply.is_elsewhere:
             raise reply

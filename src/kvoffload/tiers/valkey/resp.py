@@ -1,7 +1,7 @@
 """A connection to a server that speaks RESP2, such as Valkey or Redis.
 
-Owns the bytes on a socket. A value of the expected length is received directly into its destination. Does not
-know blocks, and does not retry: after an error the connection must be closed.
+Owns the bytes on a socket. Receives a value of the expected length directly into its destination. Knows
+nothing of keys and checksums, and never retries: after an error the connection must be closed.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Reply: TypeAlias = "bytes | int | ServerError | None"
 Answer: TypeAlias = "Reply | list[Answer]"
 """A reply of any type; an array is a list."""
 Block: TypeAlias = Sequence[Sequence[memoryview]]
-"""Memory for the values of a block, each in parts."""
+"""Memory for the values of a block: for each value, a sequence of parts."""
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
-"""5 ms, as a ``timeval``: a call may exceed its deadline by this time."""
+"""5 ms, as a ``timeval``. A call may exceed its deadline by up to 5 ms."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
 """Limit of buffers in one call; `sendmsg` and `recvmsg` accept 1,024."""
 MOST_AT_ONCE = 128
-"""Limit of blocks in one `blocks_into` call, with five buffers each."""
+"""Limit of blocks in one `blocks_into` call. A block has up to five buffers."""
 _RECORD_BYTES = 16 << 10
 _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
 """Length of ``:1`` with its line end."""
 _ELEMENT_BYTES = 16
-"""Charge for each element of an answer besides its text: a third of a Python object."""
+"""Bytes that each element of an answer counts in addition to its text, to limit the memory for objects."""
 _MOST_DIGITS = 19
 _SHORT_WAIT_S = 0.05
-"""Longest wait for all expected bytes; then the bytes that have arrived are read."""
+"""Longest wait for all expected bytes. After this time the bytes that have arrived are read."""
 
 
 @dataclass(frozen=True)
 class Login:
-    """Credentials of a connection. Its text forms omit the password.
+    """Credentials of a connection. `repr` and `str` omit the password.
 
     Attributes:
         username: empty for the server's default user.
@@ -62,7 +62,7 @@ class Login:
 
 
 def command(*words: bytes) -> bytes:
-    """Encode a command."""
+    """Encode a command: an array of these words."""
     parts = [b"*%d\r\n" % len(words)]
     parts += [b"$%d\r\n%b\r\n" % (len(word), word) for word in words]
     return b"".join(parts)
@@ -71,7 +71,7 @@ def command(*words: bytes) -> bytes:
 class Connection:
     """A connection to a server, after login.
 
-    The constructor resolves the host, connects and logs in. Constructor and calls have deadlines (of
+    The constructor resolves the host, connects and logs in. The constructor and all calls have deadlines (of
     `time.monotonic`).
 
     Attributes:
@@ -81,8 +81,12 @@ class Connection:
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
 
-    Raises: `OSError` (`TimeoutError` at the deadline) and `ProtocolError`: then close it; `ServerError` if
-        the login is refused. Thread: one, except `abort`.
+    Raises:
+        OSError: a failure of the network, or `TimeoutError` at the deadline. Close the connection.
+        ProtocolError: an invalid reply. Close the connection.
+        ServerError: the server refuses the login (constructor only).
+
+    Thread: one, except `abort`.
     """
 
     def __init__(
@@ -128,15 +132,15 @@ class Connection:
             raise ProtocolError("the reply to AUTH is neither OK nor an error")
 
     def error(self, line: bytes) -> ServerError:
-        """Return the error of a reply line ``-ERR ...``, without the password."""
+        """Return the error of a reply line such as ``-ERR ...``, with the password masked."""
         return ServerError(line[1:].decode(errors="surrogateescape"), self._password)
 
     def shown(self, text: str | bytes) -> str:
-        """Return text of the server as `printable` text, without the password."""
+        """Return text of the server as `printable` text, with the password masked."""
         return printable(text, self._password)
 
     def masked(self, text: str) -> str:
-        """Return text of the server without the password, otherwise unescaped."""
+        """Return text of the server with the password masked, and otherwise unchanged."""
         return text.replace(self._password, MASK) if self._password else text
 
     def abort(self) -> None:
@@ -146,14 +150,14 @@ class Connection:
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; no byte arrives afterwards. Idempotent."""
+        """Close the connection. No byte is received afterwards. Idempotent."""
         self._socket.close()
 
     @property
     def is_in_step(self) -> bool:
-        """True between exchanges if no unexpected byte has arrived and the connection is open.
+        """True if the connection is open and no unexpected byte has arrived. Valid between exchanges.
 
-        Over TLS bytes in the socket are not checked, because they may be messages of TLS itself.
+        Over TLS, bytes in the socket are not checked, because they may be messages of TLS itself.
         """
         if self._begin != self._end:
             return False
@@ -185,7 +189,7 @@ class Connection:
             remaining = _without_first(remaining, count)
 
     def reply(self, deadline: float) -> Reply:
-        """Read a reply that is not an array, of up to 4 KiB."""
+        """Read a reply of up to 4 KiB. An array raises `ProtocolError`."""
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
         if kind == b"+":
@@ -206,16 +210,18 @@ class Connection:
         raise ProtocolError(f"a reply that begins with {kind!r}")
 
     def answer(self, deadline: float) -> Answer:
-        """Read a reply of any type, of up to 1 MiB; arrays are lists. For rare commands."""
+        """Read a reply of any type and up to 1 MiB; an array becomes a list. Slow; for rare commands."""
         self._answer_bytes_left = _MOST_ANSWER_BYTES
         return self._answer(deadline, _MOST_NESTED)
 
     def lines(self, count: int, deadline: float, shortest: int = _SHORTEST_LINE_BYTES) -> list[bytes]:
-        """Read `count` replies of one line each, unparsed: ``:1``, ``-ERR ...``. Faster than `reply`.
+        """Read `count` replies of one line each; returns unparsed lines: ``:1``, ``-ERR ...``.
+
+        Faster than `reply`.
 
         Args:
-            shortest: length of the usual reply with its line end. The thread wakes when ``count * shortest``
-                bytes have arrived, instead of once for each reply.
+            shortest: length of the usual reply, line end included. The thread wakes once when about
+                ``count * shortest`` bytes have arrived, instead of once for each reply.
         """
         lines: list[bytes] = []
         while len(lines) < count:
@@ -230,7 +236,7 @@ class Connection:
         return lines
 
     def short_replies(self, count: int, deadline: float) -> list[Reply]:
-        """Read `count` replies: values of one line, errors, or nulls. Faster than `reply`."""
+        """Read `count` replies, each a value of one line, an error, or a null. Faster than `reply`."""
         replies: list[Reply] = []
         length = None
         while len(replies) < count:
@@ -252,10 +258,10 @@ class Connection:
         return replies
 
     def value_into(self, parts: Sequence[memoryview], most_bytes: int, deadline: float) -> Reply:
-        """Receive a value into these parts; returns its length, None for a null, or the error.
+        """Receive a value into these parts; returns the value's length, None for a null, or the error.
 
-        A value of another length is discarded if it has at most `most_bytes`; a longer value is a
-        `ProtocolError`.
+        A value that does not fit the parts exactly is discarded. Raises `ProtocolError` if such a value is
+        longer than `most_bytes`.
         """
         line = self._line(deadline)
         kind, text = line[:1], line[1:]
@@ -281,10 +287,14 @@ class Connection:
     def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
         """Receive the values of these blocks with few system calls; returns the number of received blocks.
 
-        Takes at most `MOST_AT_ONCE` blocks of equal layout. Stops before a block with a null or a value of
-        another length: read its replies with `value_into`. Also stops at the deadline or the end of the
-        connection, if a block has arrived. Parts of later blocks have undefined contents. Over TLS the result
-        is 0. Cost: up to 5 ms more if the last values are nulls.
+        Stops before a block with a null, an error or a value of another length. Read the replies of that
+        block with `value_into`. Also stops at the deadline or the end of the connection, if at least one
+        block has arrived. Contents of the other blocks' parts are undefined. Over TLS the result is 0.
+
+        Args:
+            blocks: memory of at most `MOST_AT_ONCE` blocks of equal layout.
+
+        Cost: up to 5 ms more if the last values are nulls.
         """
         if not self._is_plain:
             return 0
@@ -309,13 +319,13 @@ class Connection:
     # ---- inside
 
     def _put_back(self, received: bytes) -> None:
-        """Replace the unused bytes by these bytes."""
+        """Make `received` the unused bytes of the buffer."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)
 
     def _move_unused(self, buffers: Sequence[memoryview]) -> int:
-        """Move unused bytes into these buffers; returns the number of bytes."""
+        """Move unused bytes of the buffer into `buffers`; returns the number of moved bytes."""
         count = 0
         for buffer in buffers:
             size = min(len(buffer), self._end - self._begin)
@@ -364,7 +374,7 @@ class Connection:
         return line
 
     def _fill(self, into: memoryview, deadline: float) -> None:
-        """Fill a buffer with unused bytes, then from the socket."""
+        """Fill `into` with unused bytes of the buffer, then from the socket."""
         filled = min(len(into), self._end - self._begin)
         into[:filled] = self._buffer[self._begin : self._begin + filled]
         self._begin += filled
@@ -379,10 +389,10 @@ class Connection:
         self._begin += 2
 
     def _wait_for(self, num_bytes: int, deadline: float) -> None:
-        """Wait until this many bytes can be received, the connection ends, or `_SHORT_WAIT_S` is over.
+        """Wait until `num_bytes` can be received, the connection ends, or `_SHORT_WAIT_S` is over.
 
-        A server sends the reply to each SET separately, and a wake-up costs as much CPU time as sending a
-        block. So the kernel wakes this thread once, when all replies have arrived.
+        A server sends the reply to each SET separately, and each wake-up of a thread costs as much CPU time
+        as sending a block. So the kernel wakes this thread once, when all replies have arrived.
         """
         if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
             return
@@ -394,7 +404,7 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def _receive_more(self, deadline: float) -> None:
-        """Receive more bytes behind the unused bytes, which are fewer than `_LINE_BYTES`."""
+        """Receive more bytes behind the unused bytes. Requires fewer than `_LINE_BYTES` unused bytes."""
         unused = self._held[self._begin : self._end]
         self._buffer[: len(unused)] = unused
         self._begin, self._end = 0, len(unused)
@@ -418,7 +428,7 @@ class Connection:
 
 
 class _BlockLayout:
-    """Layout of blocks in a stream without nulls: ``$LENGTH``, value, line end, for each value.
+    """Layout of blocks in a stream without nulls. Each value is a line ``$LENGTH``, the bytes, a line end.
 
     Attributes:
         num_bytes: length of one block in the stream, framing included.
@@ -431,7 +441,7 @@ class _BlockLayout:
         self.num_bytes = sum(lengths) + len(self._framing)
 
     def laid_out(self, blocks: Sequence[Block]) -> tuple[memoryview, list[memoryview]]:
-        """Return memory for the framing, and all buffers in the order of the stream."""
+        """Return new memory for the framing, and the buffers of framing and values in stream order."""
         framing = memoryview(bytearray(len(self._framing) * len(blocks)))
         buffers: list[memoryview] = []
         begin = end = 0

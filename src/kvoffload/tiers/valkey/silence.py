@@ -1,4 +1,4 @@
-"""A connection that fails when the server is silent, for replays, whose deadlines are long."""
+"""A connection that fails if the server is silent. For replays, which have long deadlines."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _PIECE_BYTES = 64 << 10
 
 
 class ImpatientConnection(Connection):
-    """A `Connection` whose calls raise `SilentError` after `silence_s` without a byte received or sent.
+    """A `Connection` whose calls raise `SilentError` after `silence_s` seconds without progress.
 
-    Data is sent in pieces of 64 KiB, and the server must accept each piece within `silence_s`.
+    Receiving progresses with every byte. Sending progresses with every piece of 64 KiB that the server
+    accepts.
     """
 
     def __init__(
