@@ -1,8 +1,8 @@
 """A client of an S3 bucket, on one thread.
 
-Owns requests, their outcomes and their costs. Knows no blocks. Repeats a request only if the credentials were
-just replaced, or if the server had closed the idle connection. After any other failure the client is
-discarded with its connections.
+Owns requests with their outcomes and costs. Knows no blocks. Repeats a request only after new credentials, or
+if the server had closed an idle connection. After any other failure, the user discards the client with its
+connections.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_AT_ONCE = 16
 """Limit of concurrent requests of one client."""
 _CANCEL_AGAIN_S = 0.01
 _ERROR_BYTES = 16 << 10
-"""Limit of an error response's body; the rest is not read."""
+"""Limit of bytes that are read from the body of an error response."""
 _SKIPPED_BYTES = 64 << 10
 _CODE = re.compile(rb"<Code>([A-Za-z0-9_.]{1,60})</Code>")
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
@@ -50,7 +50,7 @@ NO_BUCKET = "NoSuchBucket"
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Pieces: TypeAlias = Callable[[], Iterable[Buffer]]
-"""Makes the body of a request."""
+"""Function that creates the body of a request, anew for each attempt."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Prices:
     """Prices of requests and bytes, in any currency.
 
     Attributes:
-        per_1000_puts: of write requests. per_1000_gets: of other requests; deletions are free.
-        per_gb_read: of received bytes.
+        per_1000_puts: price of 1,000 write requests.
+        per_1000_gets: price of 1,000 read or probe requests. Deletions are free.
+        per_gb_read: price of 10^9 received bytes.
     """
 
     per_1000_puts: float
@@ -94,7 +95,7 @@ class BucketError(ServerError):
     """An error response.
 
     Attributes:
-        code: S3 error code, for example ``NoSuchBucket``; equal to `status` if the response has none.
+        code: S3 error code, for example ``NoSuchBucket``; equal to `status` if the response has no code.
         status: HTTP status.
     """
 
@@ -106,7 +107,8 @@ class BucketError(ServerError):
 class Found(enum.Enum):
     """Outcome of reading an object.
 
-    `OTHER_SIZE`: the object does not have the expected size; no byte of it was received.
+    `WHOLE`: all requested bytes were received. `ABSENT`: the object does not exist. `OTHER_SIZE`: the object
+    does not have the expected size, and none of its bytes were used.
     """
 
     WHOLE = enum.auto()
@@ -115,7 +117,7 @@ class Found(enum.Enum):
 
 
 class Span(NamedTuple):
-    """Bytes `begin` to `end` of an object whose size must be `size`."""
+    """The bytes `begin` to ``end - 1`` of an object; `size` is the expected size of the whole object."""
 
     begin: int
     end: int
@@ -125,15 +127,16 @@ class Span(NamedTuple):
 class Bucket:
     """A client of one bucket, for one thread: a `Connection` of `ConnectionThread`.
 
-    Requests are coroutines, and `run` performs them. They raise `BucketError` for an error response, and
-    `OSError` for a response that is missing or violates the protocol. No error message contains a secret, the
-    address of an object, or server text except an error code. Memory does not depend on the server: an object
-    of another size is rejected by its headers, a longer response is cut, and an error body is read up to 16
-    KiB. Redirections are not followed.
+    Requests are coroutines, which `run` performs. A request raises `BucketError` for an error response, and
+    `OSError` for a response that is missing or violates the protocol. Error messages contain no secret, no
+    address of an object, and no server text except an error code.
+
+    The server cannot increase the memory use: objects of another size are rejected by their headers, longer
+    responses are cut, and error bodies are read up to 16 KiB. Redirections are not followed.
 
     Args:
-        signer: signs requests; shared by clients.
-        ledger: counts requests; shared by clients.
+        signer: signs requests; several clients may share a signer.
+        ledger: counts requests; several clients may share a ledger.
     """
 
     is_in_step = True
@@ -147,7 +150,7 @@ class Bucket:
 
     @property
     def has_received(self) -> bool:
-        """Always True, so that an exchange is not repeated: `Bucket` repeats single requests itself."""
+        """Always True, so that `ConnectionThread` repeats no exchange. `Bucket` repeats single requests."""
         return True
 
     @has_received.setter
@@ -157,9 +160,9 @@ class Bucket:
     def run(
         self, requests: Iterable[Coroutine[Any, Any, None]], deadline: float, most_at_once: int = MOST_AT_ONCE
     ) -> None:
-        """Perform requests concurrently until all have ended; at the deadline, abort the others.
+        """Perform requests concurrently and wait for all. At the deadline, abort unfinished requests.
 
-        Raises: `TimeoutError`, or the first error of a request, after all have ended.
+        Raises: `TimeoutError` if a request was unfinished at the deadline; else the first error of a request.
         """
         coroutines = [*requests]
         try:
@@ -171,10 +174,10 @@ class Bucket:
                 coroutine.close()
 
     async def get(self, name: str, span: Span, receiver: Receiver) -> Found:
-        """Read bytes of an object into `receiver`, if the object has the expected size.
+        """Read the bytes of `span` into `receiver`, if the object has the expected size.
 
-        Raises: `ResponseError` for a response that is too short or has another range. Bytes that `receiver`
-        got before the error are valid.
+        Raises: `ResponseError` for a response that is too short or has another range. Bytes that reached
+            `receiver` before the error are valid.
         """
         self._ledger.add(gets=1)
         span_receiver = _SpanReceiver(span, receiver)
@@ -195,7 +198,7 @@ class Bucket:
         return Found.WHOLE
 
     async def value(self, name: str, num_bytes: int) -> tuple[Found, bytes]:
-        """Read a small object of a known size."""
+        """Read a small object of `num_bytes`; the bytes are empty unless the outcome is `Found.WHOLE`."""
         into = ValueReceiver(num_bytes)
         outcome = await self.get(name, Span(0, num_bytes, num_bytes), into)
         return outcome, bytes(into.data) if outcome is Found.WHOLE else b""
@@ -209,11 +212,13 @@ class Bucket:
         return None if head is None else head.length
 
     async def put(self, name: str, length: int, pieces: Pieces, *, only_new: bool = False) -> None:
-        """Store an object; with `only_new`, keep an existing object if the server supports the condition.
+        """Store an object.
 
         Args:
-            length: total length of the pieces.
-            pieces: makes the pieces anew for each attempt.
+            length: total bytes of the pieces.
+            pieces: creates the pieces, anew for each attempt.
+            only_new: True to leave an existing object unchanged. Servers without support for this condition
+                replace the object.
         """
         self._ledger.add(puts=1)
         headers = {"Content-Length": str(length)} | ({"If-None-Match": "*"} if only_new else {})
@@ -291,7 +296,10 @@ class Bucket:
         headers: Mapping[str, str] | None = None,
         pieces: Pieces = tuple,
     ) -> Head | None:
-        """Make a request; returns the head of the response, or None if the object does not exist."""
+        """Send a request; returns the head of the response, or None if the object does not exist.
+
+        Repeats the request once if the server refuses the keys and the key file has new keys.
+        """
         for may_repeat in (True, False):
             answer = _Answer(receiver)
             try:
@@ -343,7 +351,8 @@ class Bucket:
             return
 
     def _take_idle(self) -> HttpConnection | None:
-        """Return an idle connection that is open and has received nothing; None if there is none."""
+        """Return an idle connection that is still open and has received nothing; None if no idle connection
+        is usable."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and connection.is_quiet:
@@ -371,13 +380,13 @@ class _Answer:
 
     @property
     def code(self) -> str:
-        """The server's code for the error; empty if there is none."""
+        """S3 error code in the response's body; empty if the body has no code."""
         match = _CODE.search(self._error.data)
         return match[1].decode() if match is not None else ""
 
 
 class ValueReceiver:
-    """Receives at most `most` bytes."""
+    """Receives at most `most` bytes into memory; `data` holds the received bytes."""
 
     def __init__(self, most: int) -> None:
         self._memory = memoryview(bytearray(most))
@@ -395,11 +404,12 @@ class ValueReceiver:
 
 
 class _SpanReceiver:
-    """Receives a span of an object from a response with the span or with the whole object.
+    """Receives a span of an object. The response may contain only the span, or the whole object.
 
     Attributes:
-        num_left: bytes still missing. num_received: bytes received.
-        is_of_other_size: the object has another size than expected.
+        num_left: number of missing bytes of the span.
+        num_received: number of received bytes, including bytes before the span.
+        is_of_other_size: True if the object does not have the expected size.
     """
 
     def __init__(self, span: Span, receiver: Receiver) -> None:
@@ -410,7 +420,7 @@ class _SpanReceiver:
         self.is_of_other_size = False
 
     def accept(self, head: Head) -> Receiver:
-        """Check the head against the request."""
+        """Check the head of the response against the span; returns the receiver of the body."""
         span, content_range = self._span, head.headers.get("content-range")
         if head.headers.get("content-encoding", "").lower() not in _PLAIN:
             raise ResponseError("the object has a content encoding")
@@ -450,6 +460,6 @@ class _SpanReceiver:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """Return a failure without text from requests and responses, which contain signatures."""
+    """Return a `ConnectionError` without text of requests and responses, which may contain signatures."""
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
     return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

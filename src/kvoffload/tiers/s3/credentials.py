@@ -1,4 +1,4 @@
-"""Credentials of a bucket: keys from a file, or keys that obstore finds."""
+"""Credentials of a bucket: keys from a file, or from obstore (environment or the machine's role)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _CREDENTIALS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token
 
 
 def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_file: str) -> Signer:
-    """Return a signer for a bucket, with keys of a file or keys that obstore finds. Raises `ConfigError`."""
+    """Return a signer for a bucket, with the keys in `credentials_file` or, if empty, keys from obstore.
+
+    Raises: `ConfigError` if obstore is not installed, or the file has no keys.
+    """
     try:
         from obstore.store import S3Store
     except ImportError:
@@ -40,7 +43,7 @@ def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_f
 
 
 def keys_in(path: str) -> dict[str, str]:
-    """Read the keys in a file in the format of ``~/.aws/credentials``. Raises `ConfigError`."""
+    """Read the keys from a file in the format of ``~/.aws/credentials``. Raises `ConfigError`."""
     parser = configparser.ConfigParser(interpolation=None)
     try:
         with open(path) as file:

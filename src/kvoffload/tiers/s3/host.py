@@ -1,6 +1,6 @@
-"""The host of a bucket: connections to it, plain or TLS.
+"""The host of a bucket, and connections to the host, plain or TLS.
 
-Knows neither the resolution of names (`addresses`) nor requests.
+`addresses` resolves names. Does not know requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POLL_S = 0.005
 class Host:
     """A host that accepts HTTP connections, with or without TLS.
 
-    Only the first request waits for name resolution, at most until its deadline.
+    Only the first connections wait for name resolution, at most until their deadlines.
 
     Args:
         scheme: ``http`` or ``https``. authority: ``HOST`` or ``HOST:PORT``.
@@ -37,8 +37,12 @@ class Host:
         self._addresses = addresses or Addresses()
 
     async def connect(self, within_s: float) -> HttpConnection:
-        """Connect to the first address that accepts. The addresses share `within_s`, which does not include
-        name resolution. Raises: `OSError`.
+        """Connect to the first address that accepts; the addresses are tried one after the other.
+
+        Args:
+            within_s: time limit in seconds for all addresses together, without name resolution.
+
+        Raises: `OSError`.
         """
         while not (addresses := self._addresses.known(self.host, self.port)):
             await asyncio.sleep(_POLL_S)

@@ -1,7 +1,7 @@
 """HTTP/1.1 requests with bounded memory.
 
-Owns the framing of requests and responses. Does not know S3, addresses, deadlines or connection pools. No
-allocation depends on a length that a server sends: the receiver of a response provides memory for its body.
+Owns the framing of requests and responses. Does not know S3, addresses, deadlines or connection pools. The
+receiver of a response provides the memory for the body, so no allocation depends on a length from a server.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _HEAD_BYTES = 32 << 10
 """Limit of a response's status line and headers together. Amazon sends less than 1 KiB."""
 _SCRATCH_BYTES = 64 << 10
 _FRAMING_BYTES, _DATA_A_FRAMING_BYTE = 8 << 10, 16
-"""Limit of framing in a chunked body: 8 KiB, and a byte for each 16 bytes of data. A chunk takes 6 µs, so
-chunks of one byte would take seconds."""
+"""Limit of framing in a chunked body: 8 KiB plus one byte for each 16 bytes of data. Each chunk takes 6 µs of
+CPU time, so a body in chunks of one byte would take seconds."""
 _INTERIM_RESPONSES = 8
 _SEND_BYTES = 256 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")
@@ -39,8 +39,8 @@ class Head(NamedTuple):
     """Status and headers of a response.
 
     Attributes:
-        headers: by name in lower case.
-        length: content length; None if the server sends none.
+        headers: values of the headers, by name in lower case.
+        length: content length; None if the server sends no content length.
     """
 
     status: int
@@ -55,11 +55,11 @@ class Receiver(Protocol):
         """Return memory for the next bytes; empty if the receiver is full."""
 
     def add(self, count: int) -> None:
-        """Record that `count` bytes have been written to the memory of `room`."""
+        """Record that the next `count` bytes have been written to the memory that `room` returned."""
 
 
 class NoReceiver:
-    """Receiver of a response that must have no body: it accepts no bytes."""
+    """Receiver that accepts no bytes, for responses without a body."""
 
     def room(self) -> memoryview:
         return memoryview(b"")
@@ -69,15 +69,15 @@ class NoReceiver:
 
 
 Accept: TypeAlias = Callable[[Head], Receiver]
-"""Called with the head of the final response; returns the receiver of its body. An exception ends the
-request."""
+"""Callback for the head of the final response; returns the receiver of the body. An exception from the
+callback ends the request."""
 
 
 class HttpConnection(asyncio.BufferedProtocol):
     """A connection over an asyncio transport, plain or TLS, for one request at a time.
 
     Attributes:
-        is_usable: another request may be sent.
+        is_usable: True if another request may be sent.
 
     Thread: the event loop's.
     """
@@ -99,10 +99,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Send a request and receive the response. Cancellation closes the connection.
 
         Args:
-            head: request line and headers, with the empty line.
-            body: pieces, each requested when the earlier pieces have been sent. A piece must not change until
-                the request has ended.
-            is_head: the method is ``HEAD``: its response has no body.
+            head: request line and headers, up to the empty line.
+            body: pieces of the body. A piece is taken when the earlier pieces have been sent, and must not
+                change until the request has ended.
+            is_head: True for the method ``HEAD``, whose response has no body.
 
         Raises: `ResponseError`, `ConnectionError`, and the exceptions of `accept`.
         """
@@ -125,12 +125,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     @property
     def has_begun(self) -> bool:
-        """True if the last request has received a byte of its response."""
+        """True if a byte of the last request's response has been received."""
         return self._has_begun
 
     @property
     def is_quiet(self) -> bool:
-        """True if nothing has arrived since the last response, neither bytes nor the end of the stream."""
+        """True if neither a byte nor the end of the stream has arrived since the last response."""
         end = self._transport.get_extra_info("socket") if self._transport is not None else None
         if end is None or end.fileno() < 0:
             return False
@@ -222,7 +222,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.resume_writing()
 
     def _take_head(self) -> None:
-        """Parse the head if it is complete, and pass the bytes after it to the body."""
+        """Parse the head once it is complete, and pass the bytes behind it to the body's receiver.
+
+        Skips interim responses (status 1xx).
+        """
         while (end := self._scratch.find(b"\r\n\r\n", 0, self._fill)) >= 0:
             head, remaining = bytes(self._view[:end]), bytes(self._view[end + 4 : self._fill])
             status, headers = _parsed(head)
@@ -291,7 +294,8 @@ class _Chunks:
     """Decodes a chunked body.
 
     Attributes:
-        is_at_end: the chunk of size 0 has been received. is_over: its trailers have been received as well.
+        is_at_end: True after the last chunk, which has size 0.
+        is_over: True after the trailers behind the last chunk.
     """
 
     def __init__(self) -> None:
@@ -302,7 +306,7 @@ class _Chunks:
         self._num_framing = self._num_data = 0
 
     def feed(self, data: memoryview, receiver: Receiver) -> int:
-        """Decode bytes while the receiver has room; returns the number of bytes after the end of the body."""
+        """Decode `data` into `receiver` while it has room; returns the number of bytes behind the body."""
         while len(data) and not self.is_over:
             if self._num_left:
                 taken = _copy(data[: self._num_left], receiver)
@@ -317,7 +321,7 @@ class _Chunks:
         return len(data)
 
     def _take_line(self, data: memoryview) -> memoryview:
-        """Take bytes up to the end of a line between chunks."""
+        """Consume the next bytes of a framing line, at most up to its end; returns the remaining bytes."""
         piece = bytes(data[:_FRAMING_BYTES])
         end = piece.find(b"\n")
         taken = len(piece) if end < 0 else end + 1
@@ -347,7 +351,7 @@ class _Chunks:
 
 
 def _copy(data: memoryview, receiver: Receiver) -> int:
-    """Copy bytes to a receiver while it has room; returns their number."""
+    """Copy bytes to a receiver while the receiver has room; returns the number of copied bytes."""
     at = 0
     while at < len(data) and len(room := receiver.room()):
         count = min(len(room), len(data) - at)
@@ -387,7 +391,7 @@ def _length_of(headers: dict[str, str]) -> int | None:
 
 
 def cause_of(error: Exception) -> str:
-    """Describe a failure by text of the system, OpenSSL or this module, without sent or received data."""
+    """Describe a failure in words of the system, OpenSSL or this module. Quotes no sent or received data."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, socket.gaierror):

@@ -1,6 +1,7 @@
 """Requests of S3 that perform exchanges: handshake, probe, read, write.
 
-Owns the names and contents of objects (docs/formats.md), and when a block counts as read, written or present.
+Owns the names and contents of objects (docs/formats.md), and the conditions under which a block counts as
+read, written or present.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ def s3_tier(
     group_blocks: int = 1,
     **arguments: Any,
 ) -> RemoteTier:
-    """Return a tier in a bucket.
+    """Create a tier in a bucket.
 
     Args:
         ledger: counts the requests of all connections.
-        group_blocks: blocks in an object, equal on all machines. With 1, `follow` need not be called.
+        group_blocks: number of blocks in an object, equal on all machines. With 1, `follow` is not needed.
         arguments: other arguments of `RemoteTier`.
     """
     producer = producer_of(fingerprint)
@@ -77,7 +78,7 @@ def s3_tier(
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
-    """Return the name of the object with the epoch. A rule that expires blocks does not cover this name."""
+    """Return the name of the object with the epoch. Rules that expire blocks do not match this name."""
     return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
 
 
@@ -100,8 +101,8 @@ class S3:
 
     Attributes:
         ledger: counts the requests of all connections.
-        group_blocks: blocks in an object.
-        window_bytes: bytes of blocks received and verified, or sent, at a time.
+        group_blocks: number of blocks in an object.
+        window_bytes: bytes of blocks that are verified, or copied for sending, at a time.
         most_at_once: limit of concurrent requests of one client.
     """
 
@@ -115,7 +116,7 @@ class S3:
         stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
 
     def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
-        """Do nothing: a bucket is persistent, and so is a reset."""
+        """Do nothing. A bucket is persistent, but keeps resets as well as blocks."""
 
     def handshake(self, connection: Bucket, exchange: Handshake) -> None:
         connection.run([_handshake(connection, exchange)], exchange.deadline)
@@ -149,9 +150,10 @@ class S3:
         return self.group_blocks * (HEADER_BYTES + exchange.block_bytes)
 
     def _run(self, bucket: Bucket, exchange: BlockExchange, requests: Iterable[Request]) -> None:
-        """Perform requests and read the epoch concurrently: no result counts if the epoch has changed.
+        """Perform requests, and read the epoch at the same time. Raises the first error after all have ended.
 
-        If some requests fail, the results of the others count.
+        If the epoch has changed or cannot be read, no result counts. Otherwise the results of successful
+        requests count, even if other requests fail.
         """
         assert isinstance(exchange.epoch, SingleEpoch)
         epoch = _EpochReader(exchange.epoch)
@@ -197,7 +199,8 @@ class _EpochReader:
     """Reads the epoch of a bucket.
 
     Attributes:
-        number: the epoch, or None. has_reply: the server has replied.
+        number: the epoch; None if it is missing, damaged or not read yet.
+        has_reply: True after the server's reply.
     """
 
     def __init__(self, epoch: SingleEpoch) -> None:
@@ -211,10 +214,10 @@ class _EpochReader:
 
 
 class _BlockReceiver:
-    """Receives blocks of an object, and verifies a few at a time while they are in the CPU's cache.
+    """Receives blocks of an object. Verifies a few blocks at a time, while they are in the CPU's cache.
 
     Args:
-        begin, end: positions of the blocks in the object.
+        begin, end: the received positions in the object are `begin` to ``end - 1``.
         window_bytes: bytes of blocks that are verified at a time.
     """
 
@@ -241,13 +244,13 @@ class _BlockReceiver:
             self._at, self._fill = self._at + num_blocks, 0
 
     def _take(self, begin: int, received: Bytes) -> None:
-        """Verify blocks, and copy the sound blocks into their rows.
+        """Verify received blocks, and copy the sound blocks into their rows.
 
         Args:
-            begin: position of the first block in the object.
-            received: shape ``(n, header and block)``.
+            begin: position of the first received block in the object.
+            received: shape ``(n, bytes of header and block)``.
 
-        Raises: `TimeoutError` after the deadline, when the rows may have been reused.
+        Raises: `TimeoutError` after the deadline, because the rows may have been reused.
         """
         read, group = self._read, self._part
         if time.monotonic() >= read.deadline:
@@ -263,9 +266,10 @@ class _BlockReceiver:
 
 
 def _pieces(write: Write, group: ObjectPart, window_bytes: int) -> Iterator[Buffer]:
-    """Yield blocks with their headers, a few at a time while they are in the CPU's cache.
+    """Yield the body of an object: each block after its header, about `window_bytes` at a time.
 
-    Yields copies, because an aborted PUT may still read its buffer after the rows were reused.
+    Small pieces stay in the CPU's cache. They are copies, because an aborted PUT may still read its buffer
+    after the rows were reused.
     """
     stride = HEADER_BYTES + write.block_bytes
     most = max(1, window_bytes // stride)

@@ -1,7 +1,7 @@
-"""Signed addresses of objects in a bucket, and keys that change while an engine runs.
+"""Signed addresses of objects in a bucket, with keys that may change while an engine runs.
 
-Owns the credentials in use. Sends no requests: obstore computes signatures, and fetches the keys of a
-machine's role.
+Owns the credentials in use. Sends no requests. obstore computes signatures, and fetches the keys of a
+machine's role over the network.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.s3.host import Host
 
 _VALID = timedelta(minutes=15)
-"""Lifetime of a signature; Amazon accepts clocks that differ by as much."""
+"""Lifetime of a signature. Amazon also accepts clocks that differ by up to 15 minutes."""
 
 Keys = dict[str, str]
 
@@ -29,8 +29,8 @@ class Signed(NamedTuple):
     """The signed address of a request.
 
     Attributes:
-        target: path and query of the request line; the query has the signature.
-        version: version of the keys.
+        target: path and query of the request line; the query contains the signature.
+        version: number of the keys that signed; a change of the keys increases the number.
     """
 
     host: Host
@@ -39,9 +39,9 @@ class Signed(NamedTuple):
 
 
 async def _on_a_thread(call: Callable[[], str]) -> str:
-    """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
+    """Run a call that may wait for the network on a daemon thread. A deadline can then abandon the call.
 
-    obstore's own `sign_async` aborted 2 of 25 processes that ended shortly after the call.
+    Used instead of obstore's `sign_async`, which aborted 2 of 25 processes that ended shortly after the call.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()
@@ -67,9 +67,9 @@ class Signer:
     """Signs requests with the present keys. Thread: any.
 
     Args:
-        make_store: creates an obstore store with these keys; without keys, obstore finds them.
-        read_keys: reads the keys of a file; raises `ConfigError` if it has none. None without a file.
-        file: path of the file, which is read again when it has changed.
+        make_store: creates an obstore store with the given keys; if there are none, obstore finds keys.
+        read_keys: reads the keys of `file`, or raises `ConfigError`; None without a file.
+        file: path of the key file, which is read again after a change; empty without a file.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Signer:
         self._knows_keys = bool(self._keys) or "AWS_ACCESS_KEY_ID" in os.environ
 
     async def sign(self, method: str, name: str) -> Signed:
-        """Sign a request. Raises obstore's exception if there are no keys."""
+        """Sign a request for the object `name`. Raises obstore's exception if there are no keys."""
         version = self._version
         store = self._store
 
@@ -104,13 +104,13 @@ class Signer:
         return Signed(host, f"{parts.path}?{parts.query}", version)
 
     def refresh(self, refused: int | None = None) -> bool:
-        """Read the key file again if it has changed, or if the server has refused its keys.
+        """Read the key file again if the file has changed, or if the server has refused the present keys.
 
         Args:
-            refused: version of the refused keys, if any.
+            refused: version of the refused keys, or None.
 
-        Returns True if the keys have changed since `refused`. A file without keys, for example while it is
-        being written, changes nothing.
+        Returns: True if the keys have changed since version `refused`. A file without keys, for example
+            during a rewrite, changes nothing.
         """
         if self._read_keys is None:
             return False
@@ -132,7 +132,7 @@ class Signer:
             self._version += 1
 
     def _file_stamp(self) -> tuple[int, ...]:
-        """Return a value that changes with the file or the link to it."""
+        """Return a value that changes with the file's content or link; empty without a file."""
         try:
             status = os.stat(self._file) if self._file else None
         except OSError:
