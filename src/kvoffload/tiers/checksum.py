@@ -1,11 +1,13 @@
 """xxh3_64 of many blocks in one call, without the GIL.
 
-Bit-identical to the `xxhash` library, which hashes blocks of less than 241 bytes and is the oracle of the
-tests. A tier of small blocks needs half a million checksums a second, on several threads. A library call for
-each block would cost more than its checksum, and the threads would wait for the GIL.
+The results are equal to the `xxhash` library's, bit by bit; tests compare the two. The library itself hashes
+blocks of up to 240 bytes.
 
-Written from the specification (Collet, xxHash fast digest algorithm, doc/xxhash_spec.md, "XXH3 Algorithm
-Overview"), for seeds and inputs of more than 240 bytes.
+A tier of small blocks computes half a million checksums a second, on several threads. With one library call
+for each block, the calls would cost more than the hashing, and the threads would wait for the GIL.
+
+Source: Collet, xxHash fast digest algorithm, doc/xxhash_spec.md, "XXH3 Algorithm Overview", the case of
+seeded inputs of more than 240 bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _cgutils: Any = cgutils
 _SHORT_BYTES = 240
 _STRIPE, _STRIPES = 64, 16
 _WORK_WORDS = 32
-"""The secret for a seed, and eight accumulators."""
+"""24 words for the secret of a seed, and 8 accumulators."""
 
 _SECRET = np.frombuffer(
     bytes.fromhex(
@@ -76,7 +78,10 @@ def _load(typing_context: Any, address: int) -> Any:
 
 @_intrinsic
 def _accumulate(typing_context: Any, lanes: int, data: int, secret: int, num_stripes: int) -> Any:
-    """Add stripes of 64 bytes to the eight lanes at an address; the secret advances 8 bytes a stripe."""
+    """Add `num_stripes` stripes of 64 bytes to the eight lanes. The secret advances by 8 bytes a stripe.
+
+    `lanes`, `data` and `secret` are addresses.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         word, i64 = ir.VectorType(ir.IntType(64), 8), ir.IntType(64)
@@ -103,7 +108,7 @@ def _accumulate(typing_context: Any, lanes: int, data: int, secret: int, num_str
 
 @inline
 def _fold(a: Any, b: Any) -> Any:
-    """The 128-bit product of two words: its upper half xor its lower half."""
+    """Multiply two words to 128 bits; return the upper half xor the lower half."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> np.uint64(32), b & _LOW, b >> np.uint64(32)
     low = a_low * b_low
     middle = a_high * b_low + (low >> np.uint64(32))
@@ -122,7 +127,13 @@ def _xxh3(
     secret: int,
     sums: U64Array,
 ) -> None:
-    """`work` is 32 words at the address `secret`: the secret for the seed, then the lanes."""
+    """Write the checksum of each block to `sums`.
+
+    Args:
+        default: the secret of the specification, for seed 0.
+        work: scratch memory of 32 words: the secret for the seed, then the eight lanes.
+        secret: address of `work`.
+    """
     lanes, stride = secret + 192, _STRIPE * _STRIPES
     num_rounds = (num_bytes - 1) // stride
     num_rest = (num_bytes - 1 - stride * num_rounds) // _STRIPE

@@ -75,10 +75,9 @@ class SecondaryTier(ABC):
         """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
-        """Record that a request asked for these blocks and RAM lacked them, whether or not the tier has them.
+        """Record blocks that a request looked up and RAM did not have. The tier may have them or not.
 
-        Called at a lookup, before the blocks are counted, and possibly again at a further lookup of the
-        request.
+        Called at a lookup, before the blocks are counted. A request may report a block several times.
         """
 
     @abstractmethod
@@ -94,17 +93,19 @@ class SecondaryTier(ABC):
     ) -> tuple[int, Mask]:
         """Begin to write blocks from ``pool[rows[i]]``; returns the job's number and the accepted blocks.
 
-        The tier does not accept blocks that it has, blocks that its admission rule or policy refuses, and any
-        block while its queue is full. If no block is accepted, there is no job, and the number is `NO_JOB`.
-        The job's result has one row for each accepted block. An offer without a request is no reference: its
-        blocks were counted when their request finished.
+        The tier accepts neither blocks that it already has nor blocks that its admission rule or policy
+        refuses. While its queue is full, it accepts no block. Without an accepted block no job begins, and
+        the number is `NO_JOB`. The job's result has one row for each accepted block.
+
+        An offer without a request does not count as a use of the blocks, because the uses were counted when
+        their request finished.
         """
 
     @property
     @abstractmethod
     def queue_room(self) -> int:
-        """Room in the write queue, in blocks; ``sys.maxsize`` without a limit. 0 only while a job is in
-        flight."""
+        """Number of blocks that the write queue still accepts; ``sys.maxsize`` without a limit. The number is
+        0 only while a job is in flight."""
 
     @abstractmethod
     def finished(self) -> list[JobResult]:
@@ -137,13 +138,13 @@ class SecondaryTier(ABC):
 
 
 class SharedTier(SecondaryTier):
-    """A tier that several machines share. Its contents are not known, because other machines write and the
-    server evicts.
+    """A tier that several machines share. This process cannot know all contents, because other machines write
+    and the server evicts.
 
-    `contains` uses a presence cache. A block that the cache lists and the server has lost is a miss
-    (`JobResult.stale`). `unknown` returns the blocks that the cache does not cover, and `submit_probe` asks
-    the server for them. Every job ends in bounded time, however the network fails, and nothing writes to its
-    rows afterwards.
+    `contains` reads a presence cache. If the cache lists a block that the server has lost, the read is a miss
+    (`JobResult.stale`). `unknown` returns the blocks without an entry in the cache, and `submit_probe` asks
+    the server for these blocks. Every job ends in bounded time, even if the network fails. After the end of a
+    job nothing writes to its rows.
 
     Attributes:
         probe_timeout_s: longest duration of a probe, and longest time that a request waits for probes.
@@ -159,22 +160,22 @@ class SharedTier(SecondaryTier):
     def submit_probe(self, keys: Keys) -> int:
         """Begin to probe the server for blocks; returns the job's number, or `NO_JOB` if no probe is sent.
 
-        Present blocks are True in the result. For a while after the job, even a failed job, the blocks are
-        not `unknown`.
+        Present blocks are True in the result. The presence cache then covers the blocks for some seconds,
+        even if the job failed: `unknown` is False for them.
         """
 
     @abstractmethod
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         """Return the changes since the last call, in order, as (keys, removed).
 
-        ``removed`` is False for blocks that this process has written, once the server confirms the write. It
-        is True for such blocks once they are found missing, or their presence is no longer certain. Not
-        reported: blocks of other writers, and changes before the first call.
+        ``removed`` is False for blocks of this process whose write the server has confirmed. ``removed`` is
+        True if a probe or read finds such a block missing, or if the tier no longer tracks the block, for
+        example after a reset. Blocks of other writers and changes before the first call are not reported.
         """
 
 
 class GroupedTier(SecondaryTier):
-    """A tier that keeps consecutive blocks of a path together, and so must know paths.
+    """A tier that stores consecutive blocks of a path as one group. Callers report paths with `follow`.
 
     Attributes:
         group_blocks: blocks in a group, counted from the beginning of a path; 1 for no groups. Only whole
@@ -187,14 +188,14 @@ class GroupedTier(SecondaryTier):
     def follow(self, request: object, path: Keys) -> None:
         """Record the path of a request, from its beginning as far as known.
 
-        Called before lookups and writes of blocks of the path, and again when the path has grown. `path` is a
-        view that the tier must not keep. Cost: O(new blocks).
+        Call it before lookups and writes of the path's blocks, and again after the path has grown. The tier
+        must copy the keys that it stores, because `path` is a view. Cost: O(new blocks).
         """
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer: at most `room`, and if possible up to the end of a
-        group. Cost: as `contains`."""
+        """Return the number of leading `keys` to offer, at most `room`. The last of these blocks ends a group
+        if possible. Cost: as `contains`."""
 
 
 NO_JOB = -1
@@ -209,7 +210,7 @@ class JobResult(NamedTuple):
             present.
         seconds: from submission to end, including time in queues.
         stale: shape ``(n,)``; True for blocks that the presence cache of a shared tier listed and the server
-            has lost, which count neither as failed nor as damaged. None for none.
+            had lost. They count neither as failed nor as damaged. None if no block is stale.
     """
 
     job: int
@@ -260,9 +261,9 @@ class TierStats:
     circuit_open: int = 0
     """Nodes of a shared tier with an open circuit breaker."""
     outages: int = 0
-    """Times that the circuit breaker of a node has opened."""
+    """Number of outages: times that a node could no longer be read because a circuit breaker opened."""
     outage_s: float = 0.0
-    """Seconds with an open circuit breaker, and of the waits that opened it; summed over nodes."""
+    """Seconds without reads, summed over nodes: an open circuit breaker, and the waits that opened it."""
     puts: int = 0
     """Write requests to a bucket."""
     gets: int = 0

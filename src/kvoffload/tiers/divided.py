@@ -1,6 +1,6 @@
-"""Tiers that divide their blocks among members: jobs are split by member, and their results joined.
+"""Tiers that divide their blocks among member tiers: splits each job by member and joins the results.
 
-Does not know which member has a key, nor which blocks a member keeps.
+Subclasses assign keys to members. Does not know the contents of a member.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _DividedRequest:
 
 @dataclass(eq=False)
 class _DividedJob:
-    """A job that is divided among members; `remaining` counts the members' unfinished jobs."""
+    """A job that is divided among members; `remaining` is the number of the members' unfinished jobs."""
 
     number: int
     ok: Mask
@@ -70,10 +70,10 @@ class _Refusals:
 
 
 class DividedTier(SecondaryTier, Generic[Member]):
-    """A tier that assigns each key to one member, or for now to none: then the block is absent.
+    """A tier that assigns each key to one member. A block whose key has no member now is absent.
 
-    A member that fails, hangs or raises costs only its own blocks. If no member begins its part of a job, the
-    first exception is raised.
+    If a member fails, hangs or raises, only its own blocks are misses. If members raise and no other member
+    begins its part of a job, the first exception is raised.
 
     Thread: one, as for its members.
     """
@@ -91,7 +91,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     @abstractmethod
     def _shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
-        """Divide keys among members; returns number, member and rows of the batch of members with keys."""
+        """Divide a batch of keys; returns (number, member, rows of the batch) for each member with keys."""
 
     # ---- requests
 
@@ -182,7 +182,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return min(tier.queue_room for tier in self._members().values())
 
     def stats(self) -> TierStats:
-        """Sum the counters of the members; no write budget if a member has none."""
+        """Sum the counters of the members. `write_budget_bytes` is None if a member has no budget."""
         counts = [vars(tier.stats()) for tier in self._members().values()]
         total: dict[str, int | None] = {}
         for counter in fields(TierStats):
@@ -206,7 +206,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return request.record_of(number, tier)
 
     def _report_refusals(self, refusals: _Refusals, *, has_begun: bool) -> None:
-        """Log the refusals, or raise the first exception if no member has begun: the caller gets no job."""
+        """Log the refusals. If no member has begun, raise the first exception instead: no job exists then."""
         if refusals.first is None:
             return
         if not has_begun:
@@ -216,7 +216,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         self._log.warn("refused", text, self.name, refusals.num_blocks, name, refusals.first)
 
     def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
-        """Begin a job of `count` rows from jobs of members (member, its job, rows); returns its number."""
+        """Begin a job of `count` rows and return its number. `parts`: (member, member's job, rows)."""
         job = _DividedJob(self._next_job, np.zeros(count, np.bool_), len(parts))
         self._next_job += 1
         self._parts.update({(number, member_job): (job, rows) for number, member_job, rows in parts})

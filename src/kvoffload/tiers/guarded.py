@@ -1,6 +1,7 @@
-"""A guard around any tier: an exception in a call becomes a miss and a counted failure.
+"""A guard around any tier: turns an exception into a miss and a counted failure.
 
-Owns the back-off from a failing tier, and the end of its jobs. Does not know the contents of a tier.
+Owns the back-off from a failing tier, and ends the jobs of a tier that does not report results. Does not know
+the contents of a tier.
 """
 
 from __future__ import annotations
@@ -38,26 +39,27 @@ _JOBS_END_WITHIN_S = 10.0
 
 @dataclass
 class _Failures:
-    """Failures of one method in a row, and the pauses that follow."""
+    """Number of consecutive failures of one method, and the back-off after them."""
 
     count: int = 0
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S))
 
 
 class GuardedTier(SharedTier, GroupedTier):
-    """A tier whose methods raise no `Exception`; otherwise it behaves as the wrapped tier.
+    """A wrapper that behaves as the wrapped tier, but raises no `Exception`.
 
-    It has the methods of every kind of tier. If the wrapped tier is not shared, no block is `unknown`; if it
-    has no groups, a group is one block.
+    The guard has the methods of every kind of tier. Around a tier that is not shared, no block is `unknown`.
+    Around a tier without groups, each group is one block.
 
-    - If a call raises, blocks are misses, and no job begins (`NO_JOB`).
-    - After three failures of one method in a row the tier pauses for 1 s, then 2 s, up to 60 s, until the
-      method succeeds. A paused tier is not called; jobs in flight are still collected.
-    - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight; then it closes
-      the tier, so that nothing writes to their rows, and reports these jobs as failed. The tier is not used
-      again. If `close` raises too, the jobs never end and keep their rows.
-    - If `clear` raises, the tier may still have blocks from before the reset. It is not called until a
-      repeated `clear` succeeds.
+    - If a call raises, its blocks are misses, and no job begins (`NO_JOB`).
+    - After three consecutive failures of one method the guard does not call the tier for 1 s. Each further
+      failure of the method doubles the pause, up to 60 s; a success resets it. Jobs in flight are still
+      collected during a pause.
+    - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. Then it closes
+      the tier, so that nothing writes to the rows of these jobs, reports the jobs as failed, and never uses
+      the tier again. If `close` raises too, the jobs never end and keep their rows.
+    - If `clear` raises, the tier may still have blocks from before the reset. The guard makes no other call
+      to find, read or write blocks until a repeated `clear` succeeds.
 
     Args:
         tier: any tier. The guard owns it from now on.
@@ -128,7 +130,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._submit("submit_probe", self._shared.submit_probe, keys)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        """Begin a read; returns `NO_JOB` if the tier does not begin it."""
+        """Begin a read; returns the job's number, or `NO_JOB` if the tier raises or is paused."""
         return self._submit("submit_read", self.inner.submit_read, keys, pool, rows)
 
     def submit_write(
@@ -147,7 +149,8 @@ class GuardedTier(SharedTier, GroupedTier):
 
     @property
     def queue_room(self) -> int:
-        """Room in the write queue; unlimited while the tier is paused, because the guard drops all offers."""
+        """Room in the tier's write queue, in blocks; ``sys.maxsize`` during a pause, when the guard drops all
+        offers."""
         return self._call_unless_paused("queue_room", sys.maxsize, lambda: self.inner.queue_room)
 
     def finished(self) -> list[JobResult]:
@@ -173,7 +176,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("take_changes", nothing, self._shared.take_changes)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for the jobs; False on time-out, while a failed `clear` is pending, or for a closed tier."""
+        """Wait for all jobs; returns False on time-out, after a `clear` that still fails, or if closed."""
         if self._must_clear:
             self._try_clear()
         if self._must_clear or self._is_closed:
@@ -181,8 +184,8 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("drain", False, self.inner.drain, timeout_s)
 
     def stats(self) -> TierStats:
-        """Return the tier's counters plus the blocks of calls that raised. If `stats` raises, use its last
-        result."""
+        """Return the tier's counters plus the guard's counts of failures. If the tier's `stats` raises, its
+        last result is used."""
         if not self._is_closed:
             self._last_stats = self._call("stats", self._last_stats, self.inner.stats)
         stats = self._last_stats
@@ -210,7 +213,7 @@ class GuardedTier(SharedTier, GroupedTier):
     def _call(
         self, method: str, default: T, call: Callable[..., T], *arguments: object, num_blocks: int = 0
     ) -> T:
-        """Call a method of the tier; returns `default` if it raises."""
+        """Call a method of the tier; returns `default` if the method raises."""
         try:
             answer = call(*arguments)
         except Exception as error:
@@ -237,7 +240,7 @@ class GuardedTier(SharedTier, GroupedTier):
     # ---- failures
 
     def _is_paused(self) -> bool:
-        """Return True while the tier must not be called."""
+        """Return True while the tier must not be called. After a pause, retries a failed `clear`."""
         if self._is_closed or (self._paused_until and self._clock() < self._paused_until):
             return True
         self._paused_until = 0.0
@@ -263,7 +266,7 @@ class GuardedTier(SharedTier, GroupedTier):
             self._log.warn(f"pause {id(self)}", text, self.name, pause_s, method, failures.count)
 
     def _end(self, result: JobResult) -> None:
-        """Keep a result if it matches a job in flight."""
+        """Accept the result of a job in flight; count a result that fits no job as a failure."""
         num_rows = self._num_rows.pop(result.job, None)
         self._doubtful.discard(result.job)
         if num_rows is None:
@@ -276,7 +279,7 @@ class GuardedTier(SharedTier, GroupedTier):
             self._ended.append(result)
 
     def _end_doubtful(self) -> None:
-        """Note the jobs in flight when `finished` raises, and close the tier if they do not end in time."""
+        """Close the tier if jobs that were in flight when `finished` raised do not end within 10 s."""
         now = self._clock()
         if "finished" in self._failing and not self._doubtful:
             self._doubtful, self._doubtful_since = {*self._num_rows}, now

@@ -1,8 +1,8 @@
 """Offers of blocks to a tier: payment from a write budget, and admission of blocks without a request.
 
-RAM offers blocks without a request when the device drops them, or when they have waited for a busy tier. The
-offer is no reference: the blocks were counted when their request finished. The blocks may belong to several
-requests.
+RAM offers blocks without a request when the device drops the blocks, or after they have waited for a busy
+tier. Such an offer may hold blocks of several requests. It does not count as a use of the blocks, because the
+uses were counted when their requests finished.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Rows = npt.NDArray[np.intp]
 def admitted_rows(manager: OffloadingManager, keys: Keys, request: RequestContext | None) -> tuple[Rows, int]:
     """Return the rows of `keys` that `prepare_offer` may store, and the number of blocks refused here.
 
-    With a request, or without an admission rule: all rows. Otherwise the missing blocks that the rule admits,
-    each by itself: a refused block does not exclude blocks of other requests behind it.
+    With a request, or without an admission rule, all rows are returned. Otherwise the rule judges each
+    missing block separately, because a block behind a refused block may belong to another request.
     """
     rule = manager.admission
     if rule is None or request is not None:
@@ -34,11 +34,11 @@ def admitted_rows(manager: OffloadingManager, keys: Keys, request: RequestContex
 
 
 class Purse:
-    """A tier's part of a write budget: reports offers to the tier's admission rule (`Admission.settle`).
+    """A tier's part of a write budget. Reports each offer to the tier's admission rule (`Admission.settle`).
 
     Args:
         manager: the tier's manager.
-        unit_bytes: bytes of a written block, in the unit of the budget.
+        unit_bytes: cost of a written block: its bytes on the medium, or 1 if the budget counts blocks.
     """
 
     def __init__(self, budget: WriteBudget, manager: OffloadingManager, unit_bytes: int) -> None:
@@ -49,11 +49,11 @@ class Purse:
 
     @property
     def room(self) -> int:
-        """Blocks that may be written now."""
+        """Number of blocks for which the budget has room now."""
         return self._budget.left_bytes // self._unit_bytes
 
     def pay(self, offered: Keys, num_written: int) -> None:
-        """Count the written blocks of an offer. `offered`: the blocks of the offer that were absent."""
+        """Charge the budget for `num_written` blocks. `offered`: the blocks of the offer that were absent."""
         if num_written:
             self._budget.spend(num_written * self._unit_bytes)
         if self._rule is not None:
@@ -65,7 +65,7 @@ class Purse:
 
 
 def prepare_offer(manager: OffloadingManager, keys: Keys, request: RequestContext | None) -> StorePlan | None:
-    """Call `OffloadingManager.prepare_store` for the blocks of `admitted_rows`."""
+    """Plan to store the blocks of `admitted_rows`, as `OffloadingManager.prepare_store`."""
     if request is not None or manager.admission is None:
         return manager.prepare_store(keys, request)
     unasked = manager.begin_request("")

@@ -1,8 +1,8 @@
-"""The text that describes a producer: packed into a bounded number of bytes, unpacked, and compared.
+"""The text that describes a producer. Packs it into a bounded number of bytes, unpacks and compares it.
 
-Tiers identify a producer by a hash of its whole text, and store the packed text beside the hash, so that
-``inspect`` can show how two producers differ. The stored text is untrusted: only the hash decides whether a
-block is served.
+Tiers identify a producer by a hash of the whole text. They store the packed text beside the hash, so that
+``inspect`` can show the differences of two producers. The stored text is untrusted: only the hash decides
+which blocks are served.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def summary(text: str) -> str:
 
 
 def differences(first: str, second: str) -> list[Difference]:
-    """Return the fields that differ between two producers' texts, by their shortest distinct names."""
+    """Return the fields that differ between two producers' texts, with the shortest distinct names."""
     a, b = fields(first), fields(second)
     names = sorted(name for name in {*a, *b} if a.get(name, ABSENT) != b.get(name, ABSENT))
     short = _short(names)
@@ -124,14 +124,14 @@ def _shortened(value: Any) -> Any:
 
 
 def _short(names: list[str]) -> dict[str, str]:
-    """Map each dotted name to its last part, or to itself if several names end alike."""
+    """Map each dotted name to its last part, or to the whole name if several names have equal last parts."""
     last = {name: name.rpartition(".")[2] for name in names}
     ends = list(last.values())
     return {name: end if ends.count(end) == 1 else name for name, end in last.items()}
 
 
 def _shown(value: Any) -> str:
-    """Format a value for a terminal: short, and without control characters, which a server could send."""
+    """Format a value for a terminal: truncated, with control characters escaped, since a server sent it."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     text = value if isinstance(value, str) else json.dumps(value)

@@ -1,6 +1,6 @@
-"""A logger for failures of disks, networks and servers, with at most one line of each kind in ten seconds.
+"""A logger for failures of disks, networks and servers: at most one line of each kind in ten seconds.
 
-A failing disk may fail thousands of times a second; the counters have the number.
+A failing disk may fail thousands of times a second. The tiers' counters count every failure.
 """
 
 from __future__ import annotations

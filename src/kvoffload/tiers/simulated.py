@@ -23,13 +23,13 @@ from kvoffload.transfer import Blocks, Rows
 
 
 class SimulatedTier(SecondaryTier):
-    """A tier that keeps track of blocks and holds no bytes.
+    """A tier that records which blocks it has, and stores no bytes.
 
     Args:
         capacity_blocks, policy, admission, key_bytes: as for `OffloadingManager`.
-        block_bytes: bytes of a block, as in RAM; for `TierStats`.
+        block_bytes: bytes of a block in RAM, for the byte counters of `TierStats`.
         identity: as for `SecondaryTier`.
-        write_budget: limit of the blocks written in a day; it counts blocks, not bytes.
+        write_budget: limit of the writes in a day, in blocks instead of bytes.
     """
 
     name = "simulated"

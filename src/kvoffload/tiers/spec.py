@@ -46,17 +46,17 @@ class TierOwner:
         block_bytes: bytes of a block; 0 in a replay without data.
         key_bytes: length of every key.
         fingerprint: identifies the producer of the blocks; blocks of another producer are never served.
-        clock: seconds of the recording that is replayed; None: tiers use the system's time.
-        recorded_s: length of that recording; 0: it has no times.
-        shared_fingerprint: returns the fingerprint for tiers that several machines share, given the user's
-            name of the weights (or an empty text). It is equal on all machines that compute equal bytes for
-            equal keys. Raises `ConfigError` if the weights cannot be identified.
+        clock: returns the time in a replayed recording, in seconds; None: tiers use the system's time.
+        recorded_s: length of the replayed recording in seconds; 0 if the recording has no times.
+        shared_fingerprint: returns the fingerprint for tiers that several machines share. Its argument is the
+            user's name of the weights, or an empty text. All machines that compute equal bytes for equal keys
+            get an equal fingerprint. Raises `ConfigError` if the weights cannot be identified.
         replica: name of this engine among engines with equal fingerprints; each has its own directory.
         counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
         reports_paths: True if the owner reports paths (`GroupedTier.follow`) and offers all blocks of a path
             at its end.
-        on_unavailable: called with the error of each tier, or directory of a tier, that cannot be opened now;
-            None to raise the error.
+        on_unavailable: called with the error if a tier, or a directory of a tier, cannot be opened now; None
+            to raise the error.
     """
 
     block_bytes: int
@@ -71,7 +71,7 @@ class TierOwner:
     recorded_s: float = 0.0
 
     def handle_unavailable(self, error: UnavailableError) -> None:
-        """Report a tier that cannot be opened now, or raise the error."""
+        """Pass the error of a tier that cannot be opened now to `on_unavailable`, or raise the error."""
         if self.on_unavailable is None:
             raise error
         self.on_unavailable(error)
@@ -109,7 +109,7 @@ class TierOptions(ABC):
     A kind is a file in `kinds` with a subclass of `TierOptions`, whose fields are the options.
 
     Attributes:
-        label: name of the tier in metrics and reports; empty for a name from the kind (`names_of`).
+        label: name of the tier in metrics and reports; if empty, `names_of` derives a name from the kind.
         name: name of the kind, as users type it.
         schemes: URL schemes of a kind on a network; each begins with the name: ``valkeys``.
         keeps_blocks: False for a kind that stores no bytes, for replays only.
@@ -131,7 +131,7 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks; more than any trace needs, for a kind without a capacity."""
+        """Capacity in blocks. For a kind without a capacity: a number above the blocks of any trace."""
         return MOST_BLOCKS
 
     @property
@@ -254,19 +254,20 @@ def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ..
 
 
 def names_of(options: Sequence[TierOptions]) -> list[str]:
-    """Return the name of each tier in metrics and reports, independent of their order.
+    """Return the name of each tier in metrics and reports. The order of the tiers does not change a name.
 
-    The name is the label. A tier without a label is named by its kind, or by kind and place if several tiers
-    of the kind have no label.
+    The name is the label or, without a label, the kind. If several tiers of one kind have no label, their
+    names are kind and place.
     """
     kinds = Counter(tier.name for tier in options if not tier.label)
     return [tier.label or (tier.name if kinds[tier.name] == 1 else tier.place) for tier in options]
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
-    """Open all tiers, or none if an error is raised. The owner may accept that a tier is unavailable.
+    """Open all tiers. If opening one raises, the opened tiers are closed.
 
-    Raises `ConfigError`, `UnavailableError`.
+    Unavailable tiers are left out if the owner has `on_unavailable`. Raises `ConfigError`,
+    `UnavailableError`.
     """
     opened, given = list[SecondaryTier](), list(options)
     with ExitStack() as undo:
@@ -292,9 +293,9 @@ def open_tier(
 ) -> SecondaryTier:
     """Open a tier from the text that the command line takes: a disk, a server, a cluster or a bucket.
 
-    The tier is one of `TieredManager`'s, which closes it. ``disk:/nvme/kv:1TiB`` is a `DiskTier`, or a
+    Pass the tier to a `TieredManager`, which closes it. ``disk:/nvme/kv:1TiB`` gives a `DiskTier`, or a
     `StripedTier` for several paths. ``valkey://cache:6379/team-a``, ``valkey+cluster://...`` and
-    ``s3://bucket/prefix`` are tiers that machines share. Options follow the text: ``...:1TiB,policy=arc``,
+    ``s3://bucket/prefix`` give tiers that machines share. Options follow the text: ``...:1TiB,policy=arc``,
     ``...team-a?ttl=7d&timeout=1s``.
 
     Args:
@@ -304,11 +305,11 @@ def open_tier(
             producer are never served. For a shared tier the fingerprint must be equal on all machines that
             compute equal bytes for equal keys, and on no other machine.
         key_bytes: length of every key.
-        must_answer: False: a shared tier whose server does not answer yet is opened, and used when the
-            server answers.
+        must_answer: False to open a shared tier even if its server does not reply yet. The tier is used once
+            the server replies.
 
     Raises:
-        ConfigError: an impossible option, or a server that refuses the login.
+        ConfigError: an option is invalid, or the server refuses the login.
         UnavailableError: the directory or server cannot be used now.
 
     Cost: waits up to 5 s for a server, up to 1 s with ``must_answer=False`` (3 s for a bucket).
@@ -342,8 +343,8 @@ Tiers: TypeAlias = Annotated[tuple[TierOptions, ...], _TiersParser()]
 
 
 def _fields_of_text(field: str, text: str) -> dict[str, Any]:
-    """Parse a text into a mapping. After ``policy=`` or ``admission=``, a name that is no option of the tier
-    is a parameter of the policy or rule."""
+    """Parse the text of a tier into a mapping. After ``policy=`` or ``admission=``, settings that are not
+    options of the tier are parameters of the policy or rule."""
     if match := _SCHEME.match(text):
         return {"type": _kind_of_scheme(field, match[1], text), "url": text}
     place, *settings = text.split(",")

@@ -1,4 +1,4 @@
-"""Several tiers of one machine as one tier: each key belongs to one of them, and all work in parallel.
+"""Several tiers of one machine as one tier. Each key belongs to one tier, and the tiers work in parallel.
 
 Owns the assignment of keys to tiers. Does not know the contents of a tier.
 """
@@ -19,22 +19,22 @@ from kvoffload.tiers.divided import DividedTier
 class StripedTier(DividedTier[SecondaryTier]):
     """Tiers side by side: disks, simulated tiers, or your own.
 
-    Each key belongs to one tier, by highest random weight (Thaler and Ravishankar, "Using name-based mappings
-    to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on the tiers'
-    identities, not on their order. A new tier takes its share of the keys from the others, and no other key
-    moves. Each tier gets its share of every prefix in order. A tier that fails or hangs costs only its own
-    blocks.
+    Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
+    mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
+    the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
+    each old tier, and no key moves between old tiers. Each tier gets its keys of a prefix in order. If a tier
+    fails or hangs, only its own blocks are misses.
 
     Args:
-        tiers: tiers of one block size. The stripe owns them from now on: `close` closes them.
+        tiers: tiers of one block size. The stripe owns the tiers and closes them in `close`.
 
     Attributes:
         identity: identity of the first tier.
         stored_bytes: the largest `stored_bytes` of the tiers.
 
     Thread: one, as for its tiers. Cost: 50 ns a key with four tiers, for a digest and a weight per tier.
-    Raises: `ConfigError` for no tiers, tiers of different `block_bytes` or equal identity, and for tiers
-        that machines share.
+    Raises: `ConfigError` if `tiers` is empty, if the tiers differ in `block_bytes`, if two tiers have one
+        identity, or if machines share a tier.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
@@ -65,7 +65,7 @@ class StripedTier(DividedTier[SecondaryTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the number of each key's tier. A change would lose the blocks that are on disks."""
+        """Return the number of each key's tier. Other weights would lose the blocks already on disks."""
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)

@@ -1,4 +1,4 @@
-"""A limit of the bytes written to a disk in a day: every write wears a solid-state disk.
+"""A limit of the bytes written to a disk in a day, against the wear of solid-state disks.
 
 Counts bytes by the hour. Does not know keys or tiers.
 """
@@ -19,15 +19,15 @@ _HOURS = 25
 
 
 class WriteBudget:
-    """A limit of the bytes that tiers write in any 24 hours. Several tiers may share one object.
+    """A limit of the bytes that tiers write in any 24 hours. Several tiers may share one budget.
 
-    A write counts with its bytes on the medium, even if it fails. Writes before a restart count, too.
+    A write counts with its bytes on the medium, even if the write fails. Writes before a restart count, too.
 
     Args:
         max_bytes_per_day: 0 for tiers that are only read.
         clock: seconds since 1970. The default ignores later changes of the system's clock.
-        is_even: True to allow at any time only the bytes that the mean rate has paid since the construction,
-            less the writes since then: for replays (`budget_of_recording`).
+        is_even: True to spend the budget at an even rate from the construction, as replays do
+            (`budget_of_recording`): writes may never exceed the bytes that this rate has earned so far.
 
     Thread: the scheduler's. Raises: `ConfigError` for a negative budget.
     """
@@ -43,7 +43,12 @@ class WriteBudget:
         self._spent, self._began_s = 0, self._clock() if is_even else None
 
     def add_tier(self, stored_bytes: int, written_before: Mapping[int, int]) -> None:
-        """Count a tier's earlier writes: blocks of `stored_bytes`, by hour since 1970."""
+        """Count the writes of a tier before its opening.
+
+        Args:
+            stored_bytes: bytes of a block on the medium.
+            written_before: number of blocks that the tier wrote, by hour since 1970.
+        """
         self._num_tiers += 1
         for hour, num_blocks in written_before.items():
             self._bytes_by_hour[hour] += num_blocks * stored_bytes
@@ -69,16 +74,16 @@ class WriteBudget:
 
     @property
     def left_bytes_each(self) -> int:
-        """An equal share of `left_bytes` for each tier, so that the counters of the tiers add up."""
+        """Share of each tier in `left_bytes`; all shares are equal, so that the tiers' counters add up."""
         return self.left_bytes // max(1, self._num_tiers)
 
     @property
     def bytes_each(self) -> float:
-        """An equal share of the whole budget for each tier."""
+        """Share of each tier in the bytes of a day; all shares are equal."""
         return self._max_bytes / max(1, self._num_tiers)
 
     def earned_bytes_each(self, seconds: float) -> float:
-        """Return the bytes of an equal share that the budget pays for `seconds`, at its mean rate."""
+        """Return the bytes that each tier's share earns in `seconds` at the mean rate."""
         return self.bytes_each * seconds / DAY_S
 
     def now_s(self) -> float:
@@ -90,15 +95,15 @@ class WriteBudget:
 
 
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
-    """Create the budget of a replay, which is spent evenly over the time of the recording.
+    """Create the budget of a replay, spent at an even rate over the time of the recording.
 
-    A day's budget would never bind in a recording of minutes. A part of the budget for the length of the
-    recording, available at once, would be spent on the first blocks of the recording, which are the blocks
-    that all sessions share. A tier that has run for days has those blocks.
+    In a recording of minutes, a day's budget would never be exhausted. A budget scaled to the length of the
+    recording, but available at once, would be spent on the first blocks. All sessions share those blocks, and
+    a tier that has run for days already has them.
 
     Args:
-        max_per_day: in any unit that `WriteBudget.spend` then gets, such as blocks.
-        clock: seconds of the recording.
+        max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.
+        clock: returns the time in the recording, in seconds.
     """
     return WriteBudget(max_per_day, clock, is_even=True)
 

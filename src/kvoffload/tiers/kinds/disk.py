@@ -57,7 +57,7 @@ class DiskOptions(SizedTierOptions):
     salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """Open the tier. Engines that share the path use subdirectories, named after their replicas."""
+        """Open the tier. Each engine that shares the path has a subdirectory, named after `owner.replica`."""
         if owner.block_bytes == 0:
             raise ConfigError(
                 "tier",

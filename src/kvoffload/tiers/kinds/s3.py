@@ -1,4 +1,4 @@
-"""``s3://BUCKET/PREFIX``: a bucket of an object store that machines share, through obstore."""
+"""The kind ``s3://BUCKET/PREFIX``: a bucket of an object store that machines share, through obstore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvoffload.tiers.shared.tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
 
 MOST_IN_AN_OBJECT = 32
-"""Limit of blocks in an object. An incomplete object at the end of a path is not written."""
+"""Limit of blocks in an object. Blocks at the end of a path that do not fill an object are not written."""
 _REFUSALS = {"301", "400", "401", "403"}
 """HTTP statuses that mean that no later attempt will succeed."""
 
@@ -114,13 +114,13 @@ class S3Options(SharedTierOptions):
         return None
 
     def group_blocks(self, owner: TierOwner) -> int:
-        """Return the number of blocks in an object."""
+        """Return the number of blocks in an object; 1 if the owner reports no paths."""
         if not owner.reports_paths:
             return 1
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))
 
     def warn_if_unencrypted(self) -> None:
-        """Log a warning if blocks travel to another machine without TLS: prompts can be read from them."""
+        """Log a warning if blocks, which reveal prompts, are sent to another machine without TLS."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             text = "kvoffload: the tier at %s is used without TLS: prompts can be read on the network"

@@ -52,9 +52,10 @@ class SimulatedOptions(SizedTierOptions):
 
 
 def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
-    """Return a simulated tier that decides like `tier`. Raises `ConfigError` for tiers without a capacity.
+    """Return the options of a simulated tier with the capacity, policy and admission rule of `tier`.
 
-    A limit of bytes written is refused: a simulated tier counts blocks.
+    Raises: `ConfigError` if `tier` has no capacity, or has a limit of bytes written, because a simulated tier
+        counts blocks.
     """
     if isinstance(tier, SimulatedOptions):
         return tier

@@ -1,7 +1,7 @@
-"""``valkey://HOST:PORT/NAMESPACE``: a Valkey or Redis server that machines share; ``valkeys://`` over TLS.
+"""The kind ``valkey://HOST:PORT/NAMESPACE``: a Valkey or Redis server that machines share; ``valkeys://`` is
+over TLS.
 
-``valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE`` and ``valkeys+cluster://...``: a cluster, by some of its
-nodes.
+``valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE`` and ``valkeys+cluster://...`` name some nodes of a cluster.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""Threads for reads, writes and probes each: one verifies while the other receives. In a cluster, a node has
-one."""
+"""Number of threads for reads, for writes and for probes: one thread verifies while the other receives. In a
+cluster, each node has one thread of each type."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Error codes that mean that no later attempt will succeed."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
@@ -109,7 +109,10 @@ class ValkeyOptions(SharedTierOptions):
         return str(error) if error.code in _REFUSALS else None
 
     def connector(self, silence_s: float | None = None) -> Connector:
-        """Return a new connector with the present login. Raises `ConfigError`."""
+        """Return a new connector that uses the present login. Raises `ConfigError`.
+
+        `silence_s`: see `Connector`.
+        """
         tls = None
         if parse_url(self.url).has_tls:
             tls = tls_context(self.ca, self.cert, self.cert_key)
