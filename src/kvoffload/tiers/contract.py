@@ -75,7 +75,7 @@ class SecondaryTier(ABC):
         """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
-        """Record blocks that a request looked up and RAM did not have. The tier may have them or not.
+        """Record blocks that a request looked up and RAM did not have. The tier may have the blocks or not.
 
         Called at a lookup, before the blocks are counted. A request may report a block several times.
         """

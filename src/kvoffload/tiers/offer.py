@@ -53,7 +53,10 @@ class Purse:
         return self._budget.left_bytes // self._unit_bytes
 
     def pay(self, offered: Keys, num_written: int) -> None:
-        """Charge the budget for `num_written` blocks. `offered`: the blocks of the offer that were absent."""
+        """Charge the budget for the written blocks of an offer, and report the offer to the admission rule.
+
+        `offered`: the blocks of the offer that were absent.
+        """
         if num_written:
             self._budget.spend(num_written * self._unit_bytes)
         if self._rule is not None:

@@ -131,7 +131,7 @@ def _short(names: list[str]) -> dict[str, str]:
 
 
 def _shown(value: Any) -> str:
-    """Format a value for a terminal: truncated, with control characters escaped, since a server sent it."""
+    """Format a value for a terminal: truncated, with control characters escaped. Values are untrusted."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     text = value if isinstance(value, str) else json.dumps(value)

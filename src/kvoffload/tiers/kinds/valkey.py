@@ -1,7 +1,7 @@
-"""The kind ``valkey://HOST:PORT/NAMESPACE``: a Valkey or Redis server that machines share; ``valkeys://`` is
-over TLS.
+"""The kind ``valkey://HOST:PORT/NAMESPACE``: a Valkey or Redis server that machines share.
 
-``valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE`` and ``valkeys+cluster://...`` name some nodes of a cluster.
+``valkey+cluster://HOST:PORT,HOST:PORT/NAMESPACE`` names some nodes of a cluster. ``valkeys://`` and
+``valkeys+cluster://`` connect over TLS.
 """
 
 from __future__ import annotations
