@@ -1,4 +1,4 @@
-"""Allocation of the pages of a shared mapping, before use and by the process that will use them.
+"""Allocation of a shared mapping's pages, before use, by the process that will use the pages.
 
 The kernel allocates a page on the NUMA node of the thread that touches the page first.
 """

@@ -1,6 +1,7 @@
-"""The pool that engines of a machine share (``ram: {"shared": "node"}``): the engines that may share it.
+"""Membership in the pool that engines of a machine share (``ram: {"shared": "node"}``).
 
-Owns the facts that must be equal in these engines. Decides nothing about blocks.
+Owns the conditions for sharing, and the facts that must be equal in all engines of a pool. Decides nothing
+about blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory, pools
 from kvoffload.text import size
 
 USUAL_KEY_BYTES = 36
-"""Bytes of a SHA-256 and the number of the KV group. With another hash the first key gives the length."""
+"""Bytes of a key: a SHA-256 hash and the number of the KV group. With another hash algorithm the first key
+determines the length."""
 _LONG_HASHES = ("sha256", "sha256_cbor")
 
 
@@ -29,8 +31,9 @@ def join_node_pool(
     sees_requests: bool,
     root: Path = SHARED_MEMORY,
 ) -> PoolDirectory | None:
-    """Join the pool for engines like this one; None, with the reason in the log, if it cannot share its RAM.
+    """Join the pool of engines with equal blocks.
 
+    None: no shared pool is requested, or this engine cannot share RAM for the reason in the log.
     All processes of an engine get the same result. Raises as `PoolDirectory.join`.
     """
     if not options.ram.shared:

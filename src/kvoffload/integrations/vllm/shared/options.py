@@ -56,9 +56,10 @@ class AuditOptions:
     """The audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
 
     Attributes:
-        share: share of the requests with hits that is audited.
-        first: number of requests with hits that are audited after the engine's start.
-        on_difference: ``count`` the block only; ``drop`` it; ``stop`` offloading until the cache is reset.
+        share: fraction of the requests with hits to audit, from 0 to 1.
+        first: number of requests with hits to audit first, after the engine's start.
+        on_difference: reaction to a block that differs. ``count``: only count the block. ``drop``: also
+            discard the block. ``stop``: also stop offloading until the cache is reset.
     """
 
     share: _Share = 0.0
@@ -116,7 +117,7 @@ class RamOptions:
     share: Size | None = None
 
     def share_blocks(self, num_blocks: int) -> int:
-        """Return the share in blocks of a pool, rounded down."""
+        """Convert `share` to blocks of a pool with `num_blocks` blocks, rounded down; 0 without a share."""
         return (self.share or 0) * num_blocks // self.size
 
 
@@ -199,20 +200,21 @@ class VLLMOptions:
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
-        prompt_only: leave out blocks computed after the prompt. True is vLLM's default, too.
+        prompt_only: store no blocks computed after the prompt. True is also vLLM's default.
         blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM reads this option and
             `tokens_per_chunk`, and its configuration has the result.
-        tokens_per_chunk: the same in tokens (``block_size``).
+        tokens_per_chunk: `blocks_per_chunk` in tokens (``block_size``).
         self_describing_events: KV events carry the tokens of their blocks.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
-        recompute_tokens_per_s: the engine's prefill speed; reads slower than that are skipped. None if
-            unknown.
-        audit: the requests that are computed although RAM holds their blocks, to compare both; None for none.
-        record: a trace of the engine's requests, and the calls of RAM's manager; None for none.
+        recompute_tokens_per_s: the engine's prefill speed. A read that is slower than computing the blocks is
+            skipped. None: unknown.
+        audit: requests to compute although RAM holds blocks of them, to compare the blocks; None: no audit.
+        record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
         record_max_bytes: size limit of each file of the recording.
-        live_settings: absolute path of a JSON file with options that a running engine takes; None for none.
-        tenants: quotas of tenants in bytes of RAM; None for none.
+        live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
+            no file.
+        tenants: quotas of tenants in bytes of RAM; None: no quotas.
         what_if: settings of RAM to estimate on a sample of the blocks.
         what_if_sample: one block in this many is sampled; None: one in 128 for blocks of 16 tokens.
     """
@@ -325,7 +327,7 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
 
 
 def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
-    """Yield the problems of quotas with other options."""
+    """Yield the conflicts between quotas and other options."""
     if options.tenants is None:
         return
     if options.ram.shared:
@@ -339,7 +341,7 @@ def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
-    """Yield the problems of tiers that only a replay accepts."""
+    """Yield the problems of tiers that a replay accepts and an engine refuses."""
     used_paths = set[str]()
     for number, tier in enumerate(tiers):
         for path in getattr(tier, "path", ()):
@@ -360,7 +362,7 @@ def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Turn vLLM's threshold and tracker size into parameters of the rule ``reuse``."""
+    """Convert ``store_threshold`` and ``max_tracker_size`` to the rule ``reuse``; also return problems."""
     problems, rule = list[ConfigError](), given.get("admission")
     threshold = tracker = None
     try:

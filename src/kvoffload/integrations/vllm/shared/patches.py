@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """Return an object of class `ours` with the attributes of `made`, an instance of its base class.
+    """Return an object of class `ours` with the attributes of `made`, which has the base class of `ours`.
 
     vLLM's connector has no option for the class of its scheduler side.
     """
@@ -40,7 +40,7 @@ def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None
 
 
 def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
-    """Make the connector of this process report the requests whose loads have failed.
+    """Patch the connector of this process: it then reports the requests whose loads have failed.
 
     vLLM's connector assumes that loads succeed, but its engine handles reported failures by
     ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
@@ -50,7 +50,7 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
         group: the connector of the process, or a connector that combines several.
         spec: the specification that made the worker; it identifies our connector.
 
-    Returns True if a connector can report failed loads. Otherwise a failed load is reported as a failed job,
+    Returns False if no connector here has the specification. Then a failed load is reported as a failed job,
     and the engine stops rather than compute with missing bytes.
     """
     connector = own_connector(group, spec)

@@ -5,8 +5,8 @@ Owns a file in shared memory: its name, its size and its removal. Does not know 
 Each worker allocates the memory that it will use, on its own NUMA node.
 
 The file has a name only while the engine starts. The last process to attach and allocate its memory removes
-the name. So the kernel frees the memory when the last process ends, even by a kill. An engine that is killed
-during its start leaves an unlocked file, which the next start removes.
+the name. So the kernel frees the memory when the last process ends, even if killed. An engine that is killed
+during its start leaves an unlocked file; the next start of any engine removes the file.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _F
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
-"""Results of an audit, the more serious the larger; 0 for none."""
+"""Results of an audit of a block. A larger number is more serious; 0: not compared."""
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""The result of an audit of a block, with its largest difference and the KV group and tensor of that."""
+"""The result of an audit of a block, and the largest difference with its KV group and tensor."""
 
 
 class SharedPool:
@@ -103,14 +103,14 @@ class SharedPool:
         Args:
             engine_id: equal in all processes of an engine, and different in every other engine.
             member: number of this process in the engine, from 0 to ``num_members - 1``.
-            num_parts: parts of a slot. part_bytes: bytes of a part that this process needs at least.
+            num_parts: parts of a slot. part_bytes: smallest part, in bytes, that this process can use.
             capacity_bytes: memory for slots, all parts together.
             node_pool: the directory of a pool that several engines share; None for a pool of this engine.
 
         Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
         Cost: a worker allocates its memory at once (`first_touch.take`), because a lack of memory later would
-        kill the process. Other members and other engines do not wait for that.
+        kill the process. Other processes wait for the allocation only if engines share the pool.
         """
         if node_pool is not None:
             return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
@@ -171,7 +171,7 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
-        """Create the file. It gets its name when it is complete, because a process may be killed before."""
+        """Create the file, with a temporary name until it is complete, because the process may be killed."""
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
@@ -237,7 +237,7 @@ class SharedPool:
         return address_of(self._slots)
 
     def seal(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> None:
-        """Compute and store the checksums of one part of these slots, seeded with their keys' digests."""
+        """Compute and store the checksums of one part of these slots, seeded with the digests of the keys."""
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
@@ -256,8 +256,8 @@ class SharedPool:
     def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
         """Return a mask of failed slots, and clear their marks; None if no worker has ever failed.
 
-        The scheduler calls this when a job has ended in all workers. If the scheduler has dropped a job, its
-        marks remain, and the next job in such a slot loses its block.
+        The scheduler calls this when a job has ended in all workers. Marks of a dropped job remain: the next
+        job in a marked slot loses the block.
         """
         if not self._header[_HAS_FAILED]:
             return None
@@ -267,9 +267,9 @@ class SharedPool:
         return np.asarray(marks.any(axis=0), np.bool_)
 
     def take_findings(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
-        """Return the most serious finding of each slot, ``(len(slots),)`` of `FINDING`, and clear them.
+        """Return the most serious finding of each slot, ``(len(slots),)`` of `FINDING`; clear the findings.
 
-        A slot that a part has not compared has result 0.
+        The result of a slot is 0 if any part of the slot was not compared.
         """
         of_parts = self.findings[:, slots]
         self.findings[:, slots] = np.zeros((), FINDING)
@@ -365,7 +365,7 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
-    """Refuse more memory than the machine has: the kernel would kill a process later."""
+    """Raise `ConfigError` for more memory than is free: otherwise the kernel would kill a process later."""
     free, promised = os.statvfs(directory), _promised_bytes(directory)
     shm_bytes, ram_bytes = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > shm_bytes:

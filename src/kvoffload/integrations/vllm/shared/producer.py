@@ -41,15 +41,15 @@ _DEEPEST = 12
 _LIBRARIES = ("torch", "flashinfer-python", "triton")
 
 GIVEN: ContextVar[Any] = ContextVar("kvoffload_vllm_configuration", default=None)
-"""The configuration of the engine while `KVOffloadConnector` is made."""
+"""vLLM's configuration while a `KVOffloadConnector` is constructed; otherwise None."""
 
 
 def find_configuration(spec: Any, engine_id: str) -> Any:
-    """Return vLLM's configuration of the engine for which a specification is being made; None if unknown.
+    """Return vLLM's configuration of the engine whose specification is being constructed; None if unknown.
 
     Call this function from the specification's constructor. vLLM 0.25 passes the configuration to the
-    specification. Later versions pass it only to the connector, whose constructor is on the call stack: the
-    configuration is a local variable there. The result must have this engine's id.
+    specification. Later versions pass it only to the connector. The connector's constructor is then on the
+    call stack, with the configuration as a local variable. Configurations of other engines are ignored.
     """
     candidates: list[Any] = [getattr(spec, "vllm_config", None), GIVEN.get()]
     frame = sys._getframe(1)

@@ -49,8 +49,8 @@ BOUND: Mapping[str, str] = {
     "attention_config mamba_config kernel_config lora_config speculative_config diffusion_config "
     "compilation_config additional_config performance_mode",
 }  # fmt: skip
-"""Section -> fields that determine KV. Only documents: fields in neither table are bound as well. A test
-compares the table with vLLM's classes."""
+"""Section -> fields that determine KV. `producer` uses only the names of sections, because fields in neither
+table are bound too. A test compares the table with vLLM's classes."""
 
 _AFTER = "used after the last hidden state, or for text, not for KV"
 _TOKENS = "it determines the tokens, which are in the key"

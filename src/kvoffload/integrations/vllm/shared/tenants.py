@@ -42,7 +42,7 @@ class TenantOptions:
         return sum(quota.min for quota in self.quotas.values())
 
     def in_blocks(self, ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
-        """Convert to blocks of a pool; a minimum is rounded down, a maximum is at least one block."""
+        """Return the quotas in blocks of a pool, rounded down. A maximum is at least one block."""
 
         def blocks(num_bytes: int) -> int:
             return num_bytes * capacity_blocks // ram_bytes

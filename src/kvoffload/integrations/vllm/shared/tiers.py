@@ -42,7 +42,7 @@ class Producer:
         identity: `EngineFacts.identity`.
         configuration: `kv_configuration`.
         weights: name or path, and hub commit, of each model with KV; the main model comes first.
-        not_kept: `why_not_kept`, as a function of `are_named`.
+        not_kept: takes `are_named`, and returns the reason as `why_not_kept`.
     """
 
     identity: Mapping[str, Any]
@@ -135,7 +135,7 @@ HOST, DISK, EXTERNAL = "host", "disk", "external_unspecified"
 
 
 def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
-    """Exclude tiers from a request's loads by its ``kv_load_tiers``; shared tiers are remote."""
+    """Forbid loads from the tiers that a request's ``kv_load_tiers`` excludes. Shared tiers are remote."""
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
         return

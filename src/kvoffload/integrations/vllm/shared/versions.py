@@ -74,7 +74,7 @@ class EngineFacts:
 def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
     """Return the facts about a specification's engine, after vLLM's base constructor has run.
 
-    Since 0.26 they are in the specification's ``config``; in 0.25 in two configurations of vLLM.
+    Since 0.26 the facts are in the specification's ``config``, in 0.25 in two configurations of vLLM.
     """
     config = getattr(spec, "config", None)
     if config is None:
@@ -106,8 +106,8 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
 def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | None) -> EngineFacts:
     """Return the facts with the user's number of blocks in a chunk.
 
-    Since 0.26 vLLM reads that option itself. In 0.25, which has only ``block_size`` in tokens, the number is
-    an attribute of the specification.
+    Since 0.26 vLLM reads this option itself. 0.25 has only ``block_size`` in tokens, so this function also
+    changes the specification.
     """
     if blocks_per_chunk is None or getattr(spec, "config", None) is not None:
         return facts
@@ -186,11 +186,11 @@ RAM = "CPU"
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
-    """Return vLLM's event for blocks that were added to, or removed from, RAM or the shared tier `medium`.
+    """Return vLLM's event for blocks that were added to, or removed from, RAM or a shared tier.
 
-    `base` is ``vllm.v1.kv_offload.base``. Media are names in 0.25 and 0.26, and members of an enum since. If
-    events have no owner field, the result for a shared tier is empty, because vLLM would read a removal from
-    the tier as a removal from RAM.
+    `base` is ``vllm.v1.kv_offload.base``; `medium` is `RAM` or the tier's name. vLLM's media are names in
+    0.25 and 0.26, and members of an enum since. If events have no owner field, the result for a shared tier is
+    empty, because vLLM would read a removal from the tier as a removal from RAM.
     """
     media = getattr(base, "Medium", None)
     if medium == RAM:

@@ -1,7 +1,8 @@
 """Compares blocks that the engine has just computed with the blocks that are stored under their keys.
 
-Owns the comparison, its limits and its thread. Reads the engine's tensors directly, not through the copies of
-stores, so that it also finds blocks that a store has damaged. Does not know keys, and forgets nothing.
+Owns the comparison and its thread; `transfer.difference` has the limits. Reads the engine's tensors directly,
+not through the copies of stores, and so detects blocks that a store has damaged. Does not know keys, and
+discards no blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Auditor:
     """Compares one worker's part of stored blocks with the engine's blocks. Results go to the pool.
 
     Args:
-        value_types: for each KV group, the name of torch's type of its values; None if the bytes have no
-            single type: the group's blocks are then equal or unjudged.
+        value_types: name of the torch dtype of each KV group's values. None: the values have several types,
+            and blocks of the group are either equal or unjudged.
 
     Thread: `submit` on the worker's; one more thread compares.
     """
@@ -44,9 +45,9 @@ class Auditor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-audit")
 
     def submit(self, engine: Any, slots: SlotArray) -> Future[None]:
-        """Compare the engine's blocks with these slots, after the engine's work submitted so far.
+        """Begin to compare the engine's blocks with these slots, after the engine's work submitted so far.
 
-        Until the result is there, the engine must not overwrite its blocks, and the scheduler must keep the
+        Until the future is done, the engine must not overwrite the blocks, and the scheduler must keep the
         slots pinned.
         """
         return self._thread.submit(self._compare, submitted_work(self._device), engine, slots)
@@ -84,7 +85,7 @@ class Auditor:
         stored: Blocks,
         value_type: str | None,
     ) -> None:
-        """Record two regions that differ in the finding of their block. `place`: KV group and tensor."""
+        """Add the difference of two regions to the finding of a block. `place`: KV group and tensor."""
         if value_type is None:
             finding["result"] = max(finding["result"], UNJUDGED)
             return
@@ -104,7 +105,7 @@ class Auditor:
 
 
 def value_types(kv_cache_config: Any, cache_dtype: str) -> list[str | None]:
-    """Return the type of the values of each KV group, as `Auditor` takes it.
+    """Return the argument `value_types` of `Auditor`: the dtype of each KV group's values.
 
     Args:
         kv_cache_config: vLLM's ``KVCacheConfig``.
@@ -114,7 +115,7 @@ def value_types(kv_cache_config: Any, cache_dtype: str) -> list[str | None]:
 
 
 _NO_SCALES_INSIDE = (0, 1)
-"""vLLM's ``KVQuantMode`` NONE and FP8_PER_TENSOR; the other modes keep scales between the values."""
+"""vLLM's ``KVQuantMode`` NONE and FP8_PER_TENSOR; the other modes store scales between the values."""
 
 
 def _value_type(spec: Any, cache_dtype: str) -> str | None:

@@ -120,7 +120,7 @@ def _check_begun(success: bool) -> None:
 
 
 def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[int]) -> list[Any]:
-    """Return views of each tensor in the pool: ``(num_slots, blocks_per_chunk * page_bytes)`` int8."""
+    """Return a view of the pool for each tensor: ``(num_slots, blocks_per_chunk * page_bytes)`` int8."""
     rows = pool.part(part)
     return [
         tensor_over(rows[:, start : start + size * layout.blocks_per_chunk].view(np.int8))

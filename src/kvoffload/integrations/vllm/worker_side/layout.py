@@ -126,7 +126,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return the lowest offset of each tensor at which it overlaps no tensor of its groups."""
+    """Return for each tensor the lowest offset without overlap with an earlier tensor of a common group."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):

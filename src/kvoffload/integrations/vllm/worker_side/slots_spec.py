@@ -23,10 +23,10 @@ class SlotsSpec(CPULoadStoreSpec):
 
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
-        digests: digests of the keys, if checksums are kept; None otherwise.
-        num_slots: number of slots of each KV group with slots, in order; None if not needed.
-        audited: in a store, a mask of the slots that already hold their blocks, and are compared with the
-            engine's blocks, not written; None for none.
+        digests: digests of the keys, if workers compute checksums; None otherwise.
+        num_slots: number of slots of each KV group with slots, in order; None if a slot has one engine block.
+        audited: in a store, a mask of the slots to compare with the engine's blocks, not to write; None: all
+            slots are written.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ def without_torn_groups(
 def audited_apart(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[tuple[Any, SlotsSpec], tuple[Any, SlotsSpec] | None]:
-    """Divide a store of complete chunks into the blocks to write and the blocks to compare, None for none."""
+    """Divide a store of complete chunks into blocks to write and blocks to compare; None: none to compare."""
     if slots.audited is None:
         return (engine, slots), None
     per_group = [size // blocks_per_chunk for size in engine.group_sizes]
@@ -89,7 +89,7 @@ def audited_apart(
 def _subset(
     engine: Any, slots: SlotsSpec, kept: Mask, blocks_per_chunk: int, slots_per_group: list[int]
 ) -> tuple[Any, SlotsSpec]:
-    """Return the chunks of a store with ``kept``; chunks that remain must be complete."""
+    """Return a store of the chunks for which `kept` is True; these chunks must be complete."""
     blocks = np.asarray(engine.block_ids)
     # The blocks of a torn group are not a multiple of chunks; all of its chunks go.
     ends = np.cumsum(slots_per_group)

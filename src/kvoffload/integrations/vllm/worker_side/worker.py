@@ -50,10 +50,10 @@ class KVOffloadWorker(OffloadingWorker):
     Args:
         blocks_per_chunk: engine blocks in a slot.
         seal: compute checksums of stored blocks.
-        auditor: compares blocks for which a store asks for a comparison; None if no audit is configured.
+        auditor: compares the blocks that a store marks as audited; None if no audit is configured.
 
     Attributes:
-        failures_are_named: vLLM calls `take_failed_loads`. Otherwise a failed load is reported as failed.
+        failures_are_named: vLLM calls `take_failed_loads`. False: a failed load is reported as a failed job.
         fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read
             these blocks (`versions.fences_come_late`). Such stores are dropped.
         num_failed: failed jobs. num_overwritten: stores dropped because of a late fence.
