@@ -189,7 +189,7 @@ def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> li
     """Return vLLM's event for blocks that were added to, or removed from, RAM or a shared tier.
 
     `base` is ``vllm.v1.kv_offload.base``; `medium` is `RAM` or the tier's name. vLLM's media are names in
-    0.25 and 0.26, and members of an enum since. If events have no owner field, the result for a shared tier is
+    0.25 and 0.26, and enum members since. If events have no owner field, the result for a shared tier is
     empty, because vLLM would read a removal from the tier as a removal from RAM.
     """
     media = getattr(base, "Medium", None)
