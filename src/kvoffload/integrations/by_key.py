@@ -1,7 +1,7 @@
 """Managers with calls by key, over a pluggable block pool: the interface of vLLM's first managers.
 
-For engines and tests written against that interface. Each class is a thin layer over an `OffloadingManager`,
-which owns order, pins and ghosts, and is slower, because it creates a Python object for each key. New code
+For engines and tests written against that interface. The managers are thin layers over `OffloadingManager`,
+which owns order, pins and ghosts. They are slower, because they create a Python object for each key. New code
 should call `OffloadingManager`.
 """
 
@@ -77,7 +77,7 @@ class BlockPool(ABC):
 
     @abstractmethod
     def get_load_store_spec(self, block_ids: Sequence[int]) -> LoadStoreSpec:
-        """Describe blocks to the worker."""
+        """Return the location of these blocks, for the worker."""
 
 
 class CPUBlockPool(BlockPool):
@@ -115,7 +115,7 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, from any tier."""
+        """Record an access to blocks, in this tier or another."""
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:
@@ -123,11 +123,11 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Make room for blocks; return None if there is no room."""
+        """Reserve room for blocks, and evict others if necessary; return None if there is no room."""
 
     @abstractmethod
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
-        """Make prepared blocks loadable, or forget them."""
+        """Make prepared blocks loadable; if `success` is False, forget the blocks."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -135,7 +135,7 @@ class AbstractOffloadingManager(ABC):
 
 
 class PooledOffloadingManager(AbstractOffloadingManager):
-    """An `OffloadingManager` by key, whose blocks a `BlockPool` allocates.
+    """An `OffloadingManager` with calls by key; a `BlockPool` allocates the blocks.
 
     Args:
         pool: the allocator, used by this manager only.

@@ -28,7 +28,7 @@ def contained(
     before: Callable[[Any], None] | None = None,
     when_broken: Callable[[Any], bool] = lambda adapter: False,
 ) -> Callable[[Method[T]], Method[T]]:
-    """Make a method of a `Breakable` that never raises an `Exception`.
+    """Decorate a method of a `Breakable`: the method then never raises an `Exception`.
 
     Args:
         answer: result of a call that raises, and of every call to a broken adapter; or a function that

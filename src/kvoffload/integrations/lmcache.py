@@ -4,8 +4,8 @@
                    "class_name": "KVOffloadAdapter", "adapter_params": {"tiers": ["disk:/nvme/kv:500GiB"]}}'
 
 Translates LMCache's keys, memory objects, tasks and event descriptors into calls of an `ObjectStore`.
-LMCache's controllers call it from two threads; its own threads wait for the tiers. No failure reaches the
-controllers.
+LMCache's controllers call the adapter from two threads; the adapter's own threads wait for the tiers. No
+failure reaches the controllers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class AdapterOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: Name of the weights, and of every setting that affects KV and is not in LMCache's keys.
+        identity: name of the weights, and of every setting that affects KV and is not in LMCache's keys.
         block: bytes of a block; an object is stored in as many blocks as it needs.
-        deadline: longest duration of a load; a store has five times as long.
-        staging: limit of the memory for objects on their way between tiers and LMCache's L1.
+        deadline: longest duration of a load, in seconds; a store may take five times as long.
+        staging: limit of the staging memory between tiers and LMCache's L1, in bytes.
     """
 
     tiers: Tiers
@@ -79,9 +79,9 @@ def parse_options(params: Mapping[str, Any]) -> AdapterOptions:
 class KVOffloadAdapter(L2AdapterInterface):
     """An L2 adapter of LMCache with tiers of kvoffload.
 
-    The tiers bound and evict their contents; LMCache's own eviction by usage is off, its quotas by
-    ``cache_salt`` work. An object is served only if its key, size, dtypes and bytes match its store. Objects
-    are not locked: an object that leaves between lookup and load is a failed load.
+    The tiers limit and evict their contents. LMCache's own eviction by usage is off; quotas by ``cache_salt``
+    work. An object is served only if key, size, dtypes and bytes are those of the store. Objects are not
+    locked: the load of an object that was evicted after the lookup fails.
 
     Args:
         params: the options, `AdapterOptions`.
@@ -165,9 +165,9 @@ class KVOffloadAdapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Forget objects of the kinds that were stored, looked up or loaded since the start.
+        """Delete objects whose kind was stored, looked up or loaded since the start; ignore other objects.
 
-        The format of other kinds, and with it the keys of their objects, is unknown.
+        The format of other kinds is unknown, and the store's keys depend on the format.
         """
         with contextlib.suppress(Exception):
             known = [(key, self._formats[_kind(key)]) for key in keys if _kind(key) in self._formats]
@@ -318,7 +318,7 @@ def _kind(key: Any) -> Kind:
 
 
 def _digest(key: Any, form: Format) -> bytes:
-    """Return the store's key of an object: everything that LMCache's key has, its size and dtypes."""
+    """Return the store's key of an object: a hash of all fields of LMCache's key, and of size and dtypes."""
     fields = [key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, *form]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=OBJECT_KEY_BYTES).digest()
 

@@ -57,7 +57,7 @@ class Extents(NamedTuple):
         return sum(self.sizes)
 
     def take(self, rows: slice | npt.NDArray[np.intp]) -> Extents:
-        """Return the memory of some objects."""
+        """Return the extents of the objects at these rows."""
         return Extents(self.addresses[rows], self.sizes)
 
     @classmethod
@@ -68,11 +68,11 @@ class Extents(NamedTuple):
 
 @dataclass(eq=False)
 class ObjectPath:
-    """A path of objects as the policies of the tiers see it. `ObjectStore.open_path` makes it.
+    """A path of objects, for the policies of the tiers. Created by `ObjectStore.open_path`.
 
     Attributes:
-        records: the tiers' records of the request, in their order.
-        keys: block keys of the path, from its beginning.
+        records: each tier's record of the path, in the order of the tiers.
+        keys: keys of all blocks of the path, in order.
     """
 
     records: list[object]
@@ -80,7 +80,7 @@ class ObjectPath:
 
 
 class _Buffer(NamedTuple):
-    """Rows of memory that jobs read into and write from, and the memory itself if it is a staging buffer."""
+    """Memory of a batch. `pool`: the rows of its jobs. `memory`: the staging buffer; None without staging."""
 
     pool: Blocks
     memory: Blocks | None
@@ -88,7 +88,7 @@ class _Buffer(NamedTuple):
 
 @dataclass(eq=False)
 class _Job:
-    """A job in flight of a tier. `result` is set when it has ended."""
+    """A job of tier number `lane` for the blocks `at` of a batch. `result`: None while it is in flight."""
 
     lane: int
     number: int
@@ -101,11 +101,11 @@ class _Batch:
     """Objects of a load or store that use one buffer.
 
     Attributes:
-        objects: their rows in the call.
-        keys: keys of their blocks; an object has `parts` consecutive blocks.
+        objects: rows of the objects in the arguments of the call.
+        keys: keys of all blocks; an object has `parts` consecutive blocks.
         rows: rows of the buffer, one for each block.
-        ok: finished blocks.
-        tried: for each tier the blocks for which it was asked.
+        ok: mask of the finished blocks.
+        tried: for each tier, a mask of the blocks that were requested from the tier.
         jobs: jobs in flight.
     """
 
@@ -120,26 +120,26 @@ class _Batch:
 
     @property
     def ok_objects(self) -> Mask:
-        """Objects whose blocks are all finished."""
+        """Mask of the objects whose blocks are all finished."""
         return _whole(self.ok, self.parts)
 
 
 class ObjectStore:
     """Objects of bytes in tiers. Every call returns at its deadline with the partial result.
 
-    An object is stored as blocks of `block_bytes`, the last of them padded, and is present if all its blocks
-    are; they may come from different stores of its key. The tiers verify each block that they read. A load
-    tries the tiers in order; a store writes to all.
+    An object is stored as blocks of `block_bytes`; the last block is padded. An object is present if all its
+    blocks are present, even if they come from different stores of the object. The tiers verify each block at
+    a read. A load tries the tiers in order; a store writes to all tiers.
 
     **Copies.** A load reads into staging memory and copies sound objects to the caller's addresses, so that
-    no late job writes to memory that the caller has reused; a store copies first. A batch whose extents all
-    have `block_bytes` moves without the copy if `zero_copy` allows it.
+    no late job writes to memory that the caller has reused. A store copies into staging memory first. If
+    `zero_copy` allows it, batches whose extents all have `block_bytes` use the caller's memory directly.
 
     Args:
-        tiers: from the fastest to the slowest. The store owns them from now on.
-        block_bytes: bytes of a block of every tier.
+        tiers: from the fastest to the slowest. The store owns the tiers from now on.
+        block_bytes: size of a block, equal in all tiers.
         staging_bytes: limit of the staging memory; larger objects are neither stored nor loaded.
-        deadline_s: longest duration of a load; a store has `STORE_DEADLINES` times as long.
+        deadline_s: longest duration of a load, in seconds; a store may take `STORE_DEADLINES` times as long.
         zero_copy: None: zero copy if every tier is shared. True: always; a call may then wait for a hanging
             disk without limit. False: never.
         clock: monotonic seconds.
@@ -171,7 +171,7 @@ class ObjectStore:
     # ---- paths
 
     def open_path(self) -> ObjectPath:
-        """Begin a path. Its objects are protected from eviction by its own stores until `finish_path`."""
+        """Begin a path. Until `finish_path`, stores of the path evict no objects of the path."""
         with self._lock:
             return ObjectPath([tier.begin_request("") for tier in self.tiers])
 
@@ -186,7 +186,7 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count the use of a path: it becomes the most recent, its beginning last to be evicted."""
+        """Count an access to a path: its objects become the most recent, and the first is evicted last."""
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
@@ -195,9 +195,9 @@ class ObjectStore:
     # ---- objects
 
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
-        """Return a mask of the objects whose blocks are in some tier.
+        """Return a mask of the objects whose blocks are all in some tier.
 
-        Waits for the probes of shared tiers, for at most their `probe_timeout_s`.
+        Waits for probes of shared tiers, for at most the tier's `probe_timeout_s`.
         """
         blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         parts = self.parts_of(object_bytes)
@@ -220,9 +220,9 @@ class ObjectStore:
         return _whole(is_present, parts)
 
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
-        """Read objects into `memory`; returns a mask of the objects that are there, sound and whole.
+        """Read objects into `memory`; returns a mask of the objects that were found complete and sound.
 
-        The memory of other objects is unchanged, or undefined where `zero_copy` applies.
+        The memory of other objects is unchanged, but undefined after reads without staging (`zero_copy`).
 
         Args:
             prefix: stop after the first batch with a missing object.
@@ -247,9 +247,10 @@ class ObjectStore:
         return ok
 
     def store(self, keys: Sequence[bytes], memory: Extents, path: ObjectPath | None = None) -> Mask:
-        """Write objects from `memory`; returns a mask of the objects that a tier has, or refused by its rule.
+        """Write objects from `memory` to all tiers; returns a mask of the objects that need no other attempt.
 
-        False: a tier was busy, full or failed, or the deadline passed.
+        True: for each block, some tier has the block or refused it by admission rule or policy. False: the
+        tiers were busy, full or failed, or the deadline passed.
         """
         ok = np.zeros(len(keys), np.bool_)
         until = self._clock() + STORE_DEADLINES * self.deadline_s
@@ -314,7 +315,7 @@ class ObjectStore:
         return self._zero_copy and set(memory.sizes) == {self.block_bytes}
 
     def _batches(self, keys: Sequence[bytes], memory: Extents) -> Iterator[_Batch]:
-        """Cut a call into batches that fit into one buffer. Their buffers are still missing."""
+        """Divide a call into batches that fit into one buffer; `_give_buffer` assigns the buffers later."""
         parts = self.parts_of(memory.object_bytes)
         if self._closed or not self.tiers or parts > MOST_PARTS or not len(keys):
             return
@@ -348,7 +349,7 @@ class ObjectStore:
         end: Callable[[_Batch, Extents, float, Mask], None],
         ok: Mask,
     ) -> bool:
-        """Give a batch its buffer, perhaps after the end of an earlier batch; False on time-out."""
+        """Assign a buffer to a batch, if necessary after the end of an earlier batch; False on time-out."""
         if self._is_direct(memory):
             addresses = memory.addresses[batch.objects].reshape(-1)
             pool, batch.rows = _view(addresses, self.block_bytes)
@@ -374,7 +375,7 @@ class ObjectStore:
             copy_blocks(outside, rows, inside, np.arange(len(inside)))
 
     def _scatter(self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]) -> None:
-        """Copy some objects of a batch from the staging buffer to their memory."""
+        """Copy the objects `which` of a batch from the staging buffer to the caller's memory."""
         if len(which):
             for inside, outside, rows in self._copies(batch, memory, which):
                 copy_blocks(inside, which, outside, rows)
@@ -382,7 +383,7 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Return, for each extent, the staging buffer's view of it, the callers' memory, and rows there."""
+        """Yield for each extent: its view in the staging buffer, the caller's memory, and the rows in it."""
         assert batch.buffer.memory is not None
         flat = batch.buffer.memory.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
@@ -401,7 +402,7 @@ class ObjectStore:
         return job
 
     def _begin_reads(self, batch: _Batch) -> None:
-        """Read each missing block from the first tier that has it and has not been asked for it."""
+        """Begin to read each missing block, from the first tier that has the block and was not tried."""
         with self._lock:
             missing = ~batch.ok
             for job in batch.jobs:
@@ -435,7 +436,7 @@ class ObjectStore:
         ok[batch.objects] = whole
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float) -> None:
-        """Write the blocks that a tier lacks, to every tier."""
+        """Begin to write to each tier the blocks that the tier lacks."""
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]
             with self._lock:
@@ -481,7 +482,7 @@ class ObjectStore:
                 batch.jobs.remove(job)
 
     def _give_back(self, batch: _Batch) -> None:
-        """Return the buffer, or keep it for the jobs that are late."""
+        """Release the staging buffer of a batch: now, or when late jobs have ended."""
         if batch.buffer.memory is None:
             return
         memory = batch.buffer.memory
@@ -498,7 +499,7 @@ class ObjectStore:
                 self._staging.put(memory)
 
     def _poll(self) -> None:
-        """Take the results of the tiers. The caller has the lock."""
+        """Collect the results of the tiers. The caller holds the lock."""
         for lane, tier in enumerate(self.tiers):
             for result in tier.finished():
                 job = self._jobs.pop((lane, result.job), None)
@@ -540,7 +541,7 @@ class _Staging:
         return max(1, self._rows // parts)
 
     def take(self, num_rows: int) -> Blocks | None:
-        """Return a buffer with at least so many rows, or None while all memory is in use."""
+        """Return a buffer with at least `num_rows` rows; None while all memory is in use."""
         for position, buffer in enumerate(self._free):
             if len(buffer) >= num_rows:
                 return self._free.pop(position)
@@ -553,15 +554,15 @@ class _Staging:
         return np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(-1, self._block_bytes)
 
     def put(self, buffer: Blocks) -> None:
-        """Give a buffer back."""
+        """Release a buffer."""
         self._free.append(buffer)
 
     def keep(self, buffer: Blocks, jobs: Sequence[tuple[int, int]]) -> None:
-        """Give a buffer back when these jobs have ended."""
+        """Release a buffer when these jobs have ended."""
         self._late.append((buffer, {*jobs}))
 
     def ended(self, job: tuple[int, int]) -> None:
-        """Note the end of a job."""
+        """Record the end of a job, and release a buffer that has waited for the job."""
         for buffer, jobs in [entry for entry in self._late if job in entry[1]]:
             jobs.discard(job)
             if not jobs:
@@ -576,9 +577,10 @@ def _whole(blocks: Mask, parts: int) -> Mask:
 
 
 def _view(addresses: Addresses, size: int) -> tuple[Blocks, npt.NDArray[np.int64]]:
-    """Return memory as rows of `size` bytes, one at each multiple of a stride, and the rows of `addresses`.
+    """Return the memory at `addresses` as an array of rows of `size` bytes, and the row of each address.
 
-    The caller keeps the memory alive. Rows overlap.
+    Rows begin at multiples of a stride, a common divisor of the distances of the addresses, and may overlap.
+    The caller keeps the memory alive.
     """
     first = int(addresses.min())
     offsets = addresses - first

@@ -1,6 +1,6 @@
 """kvoffload inside SGLang: `KVOffloadStorage`, a ``dynamic`` storage backend of HiCache.
 
-The only package that knows SGLang. It imports SGLang only in use.
+The only package that knows SGLang. SGLang is imported at the first use of `KVOffloadStorage`.
 """
 
 from __future__ import annotations

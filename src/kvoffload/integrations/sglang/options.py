@@ -22,10 +22,10 @@ class StorageOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: Name of the weights, and of every setting that affects KV and is not in SGLang's arguments.
-        deadline: longest time to read a batch; a write may take five times as long.
-        staging: limit of the memory for pages on their way between tiers and SGLang's host pool.
-        zero_copy: pages that move without staging: ``auto`` of shared tiers; ``always``; ``never``.
+        identity: name of the weights, and of every setting that affects KV and is not in SGLang's arguments.
+        deadline: longest time to read a batch, in seconds; a write may take five times as long.
+        staging: limit of the staging memory between tiers and SGLang's host pool, in bytes.
+        zero_copy: when pages move without staging. ``auto``: if all tiers are shared; ``always``; ``never``.
     """
 
     tiers: Tiers

@@ -51,12 +51,12 @@ _ANATOMY = (
 class HostPages:
     """The pages of a host pool.
 
-    Zero-copy addresses are used where the pool gives them (`get_page_buffer_meta`); pages of other pools are
-    copied by the pool itself (`get_data_page`, `set_from_flat_data_page`).
+    If the pool reports the addresses of pages (`get_page_buffer_meta`), pages move without a copy. Otherwise
+    the pool copies pages (`get_data_page`, `set_from_flat_data_page`).
 
     Attributes:
         page_bytes: bytes of a page.
-        sizes: bytes of its extents.
+        sizes: bytes of each extent of a page.
         description: text that is equal for pools with equal page formats.
 
     Raises: `ConfigError` for a pool without a dtype: pages of another dtype could be served.
@@ -93,7 +93,7 @@ class HostPages:
         return indices is not None and int(indices.numel()) == len(keys) * self.page_size
 
     def stored(self, indices: Any) -> tuple[Extents, object]:
-        """Return the memory of pages to store, and what keeps it alive."""
+        """Return the memory of pages to store, and an object that keeps the memory alive."""
         if self._has_addresses:
             return self._addresses(indices), self._pool
         pages = [self._pool.get_data_page(index, flat=True).contiguous() for index in self._heads(indices)]
@@ -128,7 +128,7 @@ def _of_tensors(pages: Sequence[Any]) -> Extents:
 
 
 def _runs(sizes: Sequence[int]) -> list[list[int]]:
-    """Shorten sizes to ``[size, times]``."""
+    """Replace runs of equal sizes by ``[size, length of the run]``."""
     runs: list[list[int]] = []
     for size in sizes:
         if runs and runs[-1][0] == size:
@@ -145,10 +145,14 @@ def _plain(value: Any) -> Any:
 
 
 def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
-    """Return the block size for objects of these sizes.
+    """Return the block size for objects of these sizes, in bytes.
 
-    Objects of one size: an extent, if all are equal and large, so that pages move without a copy; else the
-    object. Objects of several sizes: the size with the least padding, among whole pages of memory.
+    Objects of one size: the size of an extent, if the extents are equal, large and few, so that pages move
+    without a copy; otherwise the object's size. Objects of several sizes: the multiple of 4 KiB with the
+    lowest cost of padding and blocks.
+
+    Args:
+        sizes: bytes of an object of each pool. extents: bytes of the extents of an object of the first pool.
     """
     if len(set(sizes)) == 1:
         parts = len(extents)

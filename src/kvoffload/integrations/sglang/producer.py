@@ -42,11 +42,11 @@ class Producer:
     """The engine that computes pages.
 
     Attributes:
-        facts: everything that is bound, besides the weights.
+        facts: all parts of the fingerprint except the weights.
         models: path and revision of each model.
         download_dir: SGLang's cache of weights from the hub; empty for the default cache.
-        identity: the user's name of the weights; replaces them for shared tiers.
-        loads_adapters: True if requests may use LoRA adapters, whose contents nothing binds.
+        identity: the user's name of the weights; replaces the weights in the fingerprint for shared tiers.
+        loads_adapters: True if requests may use LoRA adapters, whose contents are in no fingerprint.
     """
 
     facts: Mapping[str, Any]
@@ -64,14 +64,14 @@ class Producer:
         """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights.
 
         Args:
-            name: the tier's name of the weights; the identity of the engine is bound as well.
+            name: the tier's name of the weights; empty for none. The engine's `identity` is also bound.
         """
         names = [given for given in (name, self.identity) if given]
         identities = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
         return _text({**self.facts, "weights": identities, "names": names})
 
     def check_weights(self) -> None:
-        """Raise `ConfigError` if the fingerprint has neither files nor a commit of some weights."""
+        """Raise `ConfigError` if a model has neither files nor a hub commit for the fingerprint."""
         if self.facts.get(f"sglang.{LOAD_FORMAT}") == DUMMY:
             return  # the seed determines the weights
         for model, revision in self.models:
@@ -83,7 +83,7 @@ class Producer:
                 )
 
     def _files_and_commits(self, model: str, revision: str) -> list[Any]:
-        """Return a local model's files, or a hub model's commits: all in the caches, and its branch's."""
+        """Return the files of a local model, or the cached commits and the branch head of a hub model."""
         places = snapshots(model, self.download_dir)
         branches = {place.parent.parent / "refs" / (revision or "main") for place in places}
         heads = [branch.read_text().strip() for branch in sorted(branches) if branch.is_file()]

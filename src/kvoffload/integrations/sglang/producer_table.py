@@ -70,7 +70,7 @@ WITHOUT_EFFECT = frozenset(
 """Includes arguments that name weights: the weights are identified by their files or commit."""
 
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
-"""The seed is drawn at each start, and determines only random weights."""
+"""SGLang draws the seed at each start. The seed affects KV only with random weights (`DUMMY`)."""
 
 RESOLVED = (
     SEED, "model_path", "revision", "speculative_draft_model_path", "speculative_draft_model_revision",

@@ -1,4 +1,4 @@
-"""The ranks of an SGLang server: which pages are equal, and which part of a disk each rank has.
+"""The ranks of an SGLang server: ranks with equal pages, and the part of a disk for each rank.
 
 A rank here is one scheduler process. The ranks of tensor, pipeline and context parallelism are in
 `HiCacheStorageConfig`, the rank of data parallelism is in SGLang's runtime context.
@@ -14,11 +14,11 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 
 _RANK_SHARDED = {PoolName.MAMBA.value}
-"""Pools that every rank has a part of, even if all ranks have equal KV pages (MLA)."""
+"""Pools that are divided among the ranks, even if all ranks have equal KV pages (MLA)."""
 
 
 def check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> None:
-    """Raise `ConfigError` for ranks that cannot have these tiers."""
+    """Raise `ConfigError` if this server's ranks cannot use these tiers."""
     if config.should_split_heads:
         raise ConfigError("tp_lcm_size", config.tp_lcm_size, "allowed: none, because pages are stored whole")
     replica, replicas = _replica()
@@ -36,7 +36,7 @@ def check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> N
 
 
 def num_ranks(config: HiCacheStorageConfig) -> int:
-    """Return the number of ranks that divide the capacity of a tier: one for each directory."""
+    """Return the number of ranks that share a tier's capacity; each rank has its own directory."""
     return int(config.tp_size * config.pp_size * config.attn_cp_size * _data_parallel(config)[1])
 
 
@@ -56,7 +56,7 @@ def directory_of(config: HiCacheStorageConfig) -> str:
 
 
 def shard_of(config: HiCacheStorageConfig, name: str) -> str:
-    """Return the part of the model whose pages this rank has; equal for ranks with equal pages."""
+    """Return a text for this rank's part of the pages of pool `name`; equal for ranks with equal pages."""
     shard = f"pp{config.pp_rank}/{config.pp_size} cp{config.attn_cp_rank}/{config.attn_cp_size}"
     if config.dcp_size > 1:
         shard += f" dcp{config.dcp_rank}/{config.dcp_size}"
@@ -66,14 +66,14 @@ def shard_of(config: HiCacheStorageConfig, name: str) -> str:
 
 
 def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Return rank and number of ranks of data parallelism, of replicas and of attention together."""
+    """Return this data-parallel rank and the number of such ranks: replicas times attention groups."""
     replica, replicas = _replica()
     groups = max(_of_context("attn_dp_size") or 1, config.dp_rank + 1)
     return (replica or 0) * groups + config.dp_rank, replicas * groups
 
 
 def _replica() -> tuple[int | None, int]:
-    """Return this replica's number, None if it is unknown, and the number of replicas of ``--dp-size``."""
+    """Return this replica's number, None if unknown, and the number of replicas (``--dp-size``)."""
     return _of_context("dp_rank"), _of_context("dp_size") or 1
 
 

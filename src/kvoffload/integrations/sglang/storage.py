@@ -4,8 +4,8 @@
         "module_path": "kvoffload.integrations.sglang", "class_name": "KVOffloadStorage", "interface_v1": 1,
         "hicache_storage_pass_prefix_keys": true, "tiers": ["disk:/nvme/kv:500GiB"]}'
 
-Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang calls
-it from its own threads for queries, reads and writes; each call waits for the tiers until its deadline. No
+Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang's
+threads for queries, reads and writes call the storage; each call waits for the tiers until its deadline. No
 failure and no internal error reaches SGLang.
 """
 
@@ -76,12 +76,12 @@ class KVOffloadStorage(HiCacheStorage):
     # ---- life
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Take the pool of KV pages."""
+        """Register SGLang's host pool of KV pages."""
         super().register_mem_pool_host(mem_pool_host)
         self._register(PoolName.KV.value, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take a further pool, also after the tiers are open."""
+        """Register a further host pool; also allowed after the tiers are open."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(_name(host_pool_name), host_pool)
 
@@ -143,14 +143,14 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Read pages into the host pool; True for pages that are there and sound."""
+        """Read pages into the host pool; return True for each page that was found and sound."""
         return self._get(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
 
     @contained(lambda keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Write pages from the host pool; True for pages that a tier has, or refused by its rule."""
+        """Write pages from the host pool; return True for each page that a tier has or refused by rule."""
         return self._set(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
 
     # ---- interface v2, for models with several pools
@@ -162,7 +162,7 @@ class KVOffloadStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the leading pages that all pools have, by SGLang's rules for each pool."""
+        """Return how many leading pages all pools can restore, by each pool's hit policy."""
         kv_pages = len(keys)
         if PoolName.KV.value in self._pages:
             kv_pages = _leading(self._find(PoolName.KV.value, keys))
@@ -299,8 +299,11 @@ class KVOffloadStorage(HiCacheStorage):
         return ok
 
     def _path(self, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None) -> ObjectPath:
-        """Return the path that ends with `keys`. A batch that continues the last one continues its path, so
-        that the policies count each page of an operation once."""
+        """Return the path that ends with `keys`.
+
+        If `prefix` equals the pages of the last batch, that path is extended: the policies count each page of
+        an operation once.
+        """
         assert self.store is not None
         before, page_bytes = prefix or [], self._pages[name].page_bytes
         path, chain = self._paths.get(kind), self._chains.get(kind)

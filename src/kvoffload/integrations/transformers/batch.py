@@ -13,7 +13,7 @@ from kvoffload.errors import ConfigError
 
 
 class PrefixBatch:
-    """A batch of prompts with the longest prefix that is known for all of them. A context manager.
+    """A context manager for a batch of prompts and the longest prefix that is known for all prompts.
 
     All rows of a batch have the same number of columns in ``cache``. With left padding a row's tokens begin
     at its first column without padding; columns of padding are zero.
@@ -21,7 +21,7 @@ class PrefixBatch:
     Attributes:
         cache: a `DynamicCache` of `num_cached` columns, for ``model(..., past_key_values=cache)``. Layers
             with a sliding window keep all tokens: later prompts may continue any prefix.
-        num_cached: leading columns of the batch that `cache` has, at most all but the last.
+        num_cached: number of leading columns of the batch in `cache`; never includes the last column.
     """
 
     def __init__(

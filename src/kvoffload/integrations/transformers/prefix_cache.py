@@ -39,8 +39,8 @@ class PrefixCache:
 
     Args:
         model: a decoder-only model with full or sliding attention, on one device.
-        cache: from `kvoffload.open`, with ``layout=kv_layout(model)``. The configuration of the model is part
-            of every key; its weights are not: name them in `kvoffload.open`.
+        cache: from `kvoffload.open`, with ``layout=kv_layout(model)``. The model's configuration is part of
+            every key. The weights are not: name the weights in `kvoffload.open`.
 
     Raises: `ConfigError` for a model that cannot be cached, or a cache of another layout.
     """
@@ -54,14 +54,15 @@ class PrefixCache:
     def begin(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, *, salt: str = ""
     ) -> PrefixBatch:
-        """Return a context manager that loads the longest known prefix of a batch; its ``cache`` is for
-        ``model(...)`` or ``model.generate``.
+        """Return a context manager that loads the longest known prefix of a batch.
+
+        Pass ``cache`` of the context manager to ``model(...)`` or ``model.generate``.
 
         Args:
             input_ids: prompts of equal length; shape ``(batch, tokens)``.
             attention_mask: all ones, if given. Without ``position_ids`` a model counts padding as positions,
-                and its KV would be wrong in other batches.
-            salt: prompts of different salts share no KV: a tenant.
+                and the KV would be wrong in other batches.
+            salt: for example a tenant. Prompts with different salts share no KV.
 
         Raises: `ConfigError` for padding.
         """
@@ -119,13 +120,13 @@ class PrefixCache:
         return given | options
 
     def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
-        """Return a batch. ``model.generate`` leaves padding out of the positions, if the model takes them."""
+        """Return a batch. If the model takes positions, ``model.generate`` does not count padding."""
         counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
 
     def _check_model(self, ids: torch.Tensor) -> None:
-        """Raise `ConfigError` if loaded KV would be on another device than the model's, or has dropout."""
+        """Raise `ConfigError` if the model is in training mode, or the prompts are on another device."""
         if self._model.training:
             raise ConfigError("model.training", True, "allowed: False, without dropout; call model.eval()")
         if ids.device != self._model.device:
@@ -155,7 +156,7 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting of ``model.generate``: an argument, of the given configuration, or the model's."""
+        """Return a setting of ``model.generate`` from `options`, else `config`, else the model; None if unset."""
         for value in (
             options.get(name),
             getattr(config, name, None),

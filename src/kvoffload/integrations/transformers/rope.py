@@ -1,7 +1,7 @@
 """Refuses rope that computes the KV of a token from the length of the whole sequence.
 
-Known types are refused by name. Other models are probed: their KV must not change when only the position of
-the last token does.
+Known types are refused by name. Other models are probed: the KV of earlier tokens must not change with the
+position of the last token.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from kvoffload.errors import ConfigError
 
 _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
-"""Probed positions beyond ``max_position_embeddings``, as its multiples."""
+"""Probed sequence lengths, as multiples of ``max_position_embeddings``."""
 _LONGEST_TABLE = 1 << 19
-"""Limit of probed lengths: a module may compute a table of the whole sequence, here 256 MiB of float32."""
+"""Limit of probed sequence lengths: modules may compute a table of all positions, here 256 MiB of float32."""
 _TOLERANCE = 0.02
 """Differences that are rounding, as a share of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
@@ -32,7 +32,8 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
     Args:
         fields: a configuration as a dict, or a part of it.
         path: name of this part.
-        in_rope: below a field such as ``rope_parameters``, where older configurations have ``type``.
+        in_rope: `fields` are inside ``rope_parameters`` or a similar field, where ``type`` is the type
+            of rope in older configurations.
 
     Raises: `ConfigError` that names the field.
     """
@@ -45,16 +46,17 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 
 
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
-    """Refuse models whose KV depends on the length of the sequence, under whatever name.
+    """Refuse a model whose KV depends on the length of the sequence, whatever the name of the rope type.
 
-    The whole model computes a few tokens, the last of them near and at the last position. Positions beyond
-    `longest` could be an error on a device, so for these only copies of the rotary modules run, on the CPU.
-    Rope in functions that changes only beyond `longest` is not noticed.
+    The model computes a few tokens several times, with the last token near the others and at position
+    ``longest - 1``. Positions beyond `longest` could be an error on a device, so copies of only the rotary
+    modules compute these positions, on the CPU. Not detected: rope in a function, without a module, that
+    changes only beyond `longest`.
 
     Args:
         longest: ``max_position_embeddings``.
-        kv_of: ``kv_of(position_ids)`` computes a token for each position and returns the keys and values of
-            all but the last.
+        kv_of: ``kv_of(position_ids)`` computes a token for each position, and returns the keys and values of
+            all tokens but the last.
 
     Raises: `ConfigError`.
     """
@@ -183,7 +185,7 @@ def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
 
 
 def _leading(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cut both to the sizes that they share, without the last token, which is another."""
+    """Cut two results to their common sizes, without the last token, whose position differs."""
     for axis in range(min(one.ndim, other.ndim) - 1):
         size = min(one.shape[axis], other.shape[axis])
         size -= size > 1
@@ -192,7 +194,7 @@ def _leading(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare but for rounding. Values that overflow are left out: the probed tokens have no meaning."""
+    """Return True for equal tensors up to rounding. Overflows count as 0: the tokens have no meaning."""
     one, other = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
     bound = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
     return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=bound)
