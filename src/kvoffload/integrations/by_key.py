@@ -115,7 +115,7 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record an access to blocks, in this tier or another."""
+        """Record an access to blocks, even if another tier served the blocks."""
 
     @abstractmethod
     def complete_load(self, keys: Iterable[OffloadKey]) -> None:

@@ -80,7 +80,7 @@ class KVOffloadAdapter(L2AdapterInterface):
     """An L2 adapter of LMCache with tiers of kvoffload.
 
     The tiers limit and evict their contents. LMCache's own eviction by usage is off; quotas by ``cache_salt``
-    work. An object is served only if key, size, dtypes and bytes are those of the store. Objects are not
+    work. An object is served only if key, size, dtypes and bytes match the stored object. Objects are not
     locked: the load of an object that was evicted after the lookup fails.
 
     Args:

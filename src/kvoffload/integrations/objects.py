@@ -186,7 +186,7 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count an access to a path: its objects become the most recent, and the first is evicted last."""
+        """Count an access to a path: its objects become the most recent; the first object is evicted last."""
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
@@ -247,7 +247,7 @@ class ObjectStore:
         return ok
 
     def store(self, keys: Sequence[bytes], memory: Extents, path: ObjectPath | None = None) -> Mask:
-        """Write objects from `memory` to all tiers; returns a mask of the objects that need no other attempt.
+        """Write objects from `memory` to all tiers; returns a mask of the objects that need no retry.
 
         True: for each block, some tier has the block or refused it by admission rule or policy. False: the
         tiers were busy, full or failed, or the deadline passed.

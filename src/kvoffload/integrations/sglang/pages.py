@@ -51,8 +51,8 @@ _ANATOMY = (
 class HostPages:
     """The pages of a host pool.
 
-    If the pool reports the addresses of pages (`get_page_buffer_meta`), pages move without a copy. Otherwise
-    the pool copies pages (`get_data_page`, `set_from_flat_data_page`).
+    If the pool reports the addresses of its pages (`get_page_buffer_meta`), extents have these addresses.
+    Otherwise the pool itself copies pages (`get_data_page`, `set_from_flat_data_page`).
 
     Attributes:
         page_bytes: bytes of a page.

@@ -62,7 +62,7 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
 
 
 def configuration_digest(model: Any) -> str:
-    """Return a digest of the settings of a model that change KV, such as rope, windows and norms."""
+    """Return a digest of a model's configuration, except fields without effect on KV."""
     fields = {k: v for k, v in model.config.to_dict().items() if k not in _WITHOUT_EFFECT}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

@@ -156,7 +156,7 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting of ``model.generate`` from `options`, else `config`, else the model; None if unset."""
+        """Return a setting of ``model.generate`` from `options`, else `config`, else the model; or None."""
         for value in (
             options.get(name),
             getattr(config, name, None),

@@ -20,7 +20,7 @@ _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
 """Probed sequence lengths, as multiples of ``max_position_embeddings``."""
 _LONGEST_TABLE = 1 << 19
-"""Limit of probed sequence lengths: modules may compute a table of all positions, here 256 MiB of float32."""
+"""Limit of probed sequence lengths: a module may compute a table of all positions, 256 MiB of float32."""
 _TOLERANCE = 0.02
 """Differences that are rounding, as a share of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
