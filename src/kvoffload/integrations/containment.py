@@ -1,6 +1,6 @@
 """Containment of internal errors: the engine continues without offloading.
 
-An adapter chooses the result after an error, and how it stops.
+Each adapter defines the results after an error, and its reaction (`stop_after_error`).
 """
 
 from __future__ import annotations

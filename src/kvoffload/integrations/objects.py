@@ -197,7 +197,7 @@ class ObjectStore:
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the objects whose blocks are all in some tier.
 
-        Waits for probes of shared tiers, for at most the tier's `probe_timeout_s`.
+        Waits for probes of shared tiers, for at most the longest `probe_timeout_s`.
         """
         blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         parts = self.parts_of(object_bytes)
@@ -383,7 +383,7 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield for each extent: its view in the staging buffer, the caller's memory, and the rows in it."""
+        """Yield for each extent a view of the staging buffer, the caller's memory, and the objects' rows there."""
         assert batch.buffer.memory is not None
         flat = batch.buffer.memory.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
@@ -474,7 +474,7 @@ class ObjectStore:
         self._give_back(batch)
 
     def _collect(self, batch: _Batch) -> None:
-        """Take the results of ended jobs."""
+        """Mark the blocks of ended jobs as finished, and remove these jobs."""
         with self._lock:
             for job in [job for job in batch.jobs if job.result is not None]:
                 assert job.result is not None

@@ -301,8 +301,8 @@ class KVOffloadStorage(HiCacheStorage):
     def _path(self, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None) -> ObjectPath:
         """Return the path that ends with `keys`.
 
-        If `prefix` equals the pages of the last batch, that path is extended: the policies count each page of
-        an operation once.
+        If `prefix` is the whole path of the last batch, that path is extended, so that the policies count each
+        page of an operation once.
         """
         assert self.store is not None
         before, page_bytes = prefix or [], self._pages[name].page_bytes

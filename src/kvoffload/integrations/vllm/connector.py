@@ -118,7 +118,7 @@ class KVOffloadConnector(OffloadingConnector):
             self._recording.recorder.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Called when vLLM has created its pool; in the mode ``on-device-eviction`` watch the pool."""
+        """Watch vLLM's newly created pool of blocks, in the mode ``on-device-eviction``."""
         super().bind_gpu_block_pool(gpu_block_pool)
         if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)

@@ -3,9 +3,9 @@
     "kv_connector_extra_config": {"cpu_bytes_to_use": 68719476736, "eviction_policy": "hazard",
                                   "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
 
-The policy is any policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and ``arc``
-select vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later: older
-versions do not load policies by module path.
+``eviction_policy`` is a policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and
+``arc`` select vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or
+later: older versions do not load policies by module path.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Longest wait of a worker, before it pins the pool, until the other workers have allocated their memory: in
-total, and for each GiB of the pool. The larger limit applies.
+"""Longest time that a worker waits for the other workers' allocations before it pins the pool: seconds in
+total, and seconds for each GiB of the pool. The larger limit applies.
 
 Allocating a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
@@ -211,7 +211,7 @@ def _connector() -> Any:
 
 
 def workers_wait_s(pool_bytes: int) -> float:
-    """Return how many seconds a worker waits until the other workers have allocated their memory."""
+    """Return the longest time, in seconds, that a worker waits for the other workers' allocations."""
     return max(WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB * pool_bytes / 2**30)
 
 

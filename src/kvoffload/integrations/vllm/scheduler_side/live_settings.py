@@ -65,7 +65,7 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to this manager from now on. It must have the policy of the engine's start."""
+        """Apply the settings to this manager from now on. The manager must have the policy of the start."""
         self._manager = manager
         self._policy = self._wanted = self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
@@ -134,7 +134,7 @@ class LiveSettings:
             self._num_blocks, self._is_resizing = num_blocks, True
 
     def _blocks_of(self, ram_bytes: int, capacity_blocks: int) -> int:
-        """Convert bytes of RAM to blocks. Raises `ConfigError` unless 1 to `capacity_blocks`."""
+        """Convert bytes of RAM to blocks. Raises `ConfigError` for a result beyond 1 to `capacity_blocks`."""
         num_blocks = ram_bytes * capacity_blocks // self._ram_bytes
         if not 0 < num_blocks <= capacity_blocks:
             why = f"allowed: from one block to the {self._ram_bytes} bytes with which the engine has started"
@@ -157,7 +157,7 @@ class LiveSettings:
 
 
 class _Preparation:
-    """The preparation, on a thread, of a new policy. `policy`: the policy's name."""
+    """Prepares a new policy on a thread. `policy`: the policy's name."""
 
     def __init__(self, manager: AnyManager, policy: str) -> None:
         self._manager, self.policy = manager, policy

@@ -107,7 +107,7 @@ class Misses:
         return num_lookups, counts
 
     def follow(self, manager: AnyManager) -> None:
-        """Change to a new manager: later reports count its misses from now on."""
+        """Report the misses of a new manager from now on; earlier misses of that manager do not count."""
         self._manager_before = Counter(by_reason(manager.miss_counts))
 
     # ---- inside

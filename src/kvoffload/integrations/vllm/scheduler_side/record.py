@@ -1,6 +1,6 @@
 """Records the requests of an engine as a trace: one line for each finished request.
 
-Owns the file, its size limit, the queue and the writing thread. Does not know vLLM: `recording` does.
+Owns the file, its size limit, the queue and the writing thread. Does not know vLLM (see `recording`).
 """
 
 from __future__ import annotations

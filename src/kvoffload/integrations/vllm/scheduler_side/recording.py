@@ -68,7 +68,7 @@ class Recording:
         self._served[name] = {source: tokens for source, tokens in served.items() if tokens}
 
     def finished(self, request: Any) -> None:
-        """Hand a finished or aborted request to the recorder."""
+        """Pass a finished or aborted request to the recorder."""
         self._on_gpu.pop(request.request_id, None)
         served = self._served.pop(request.request_id, {})
         try:

@@ -33,7 +33,7 @@ def join_node_pool(
 ) -> PoolDirectory | None:
     """Join the pool of engines with equal blocks.
 
-    None: no shared pool is requested, or this engine cannot share RAM for the reason in the log.
+    Returns None if no shared pool is requested, or if this engine cannot share RAM; the log has the reason.
     All processes of an engine get the same result. Raises as `PoolDirectory.join`.
     """
     if not options.ram.shared:

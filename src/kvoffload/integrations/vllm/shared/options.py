@@ -202,7 +202,7 @@ class VLLMOptions:
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
         prompt_only: store no blocks computed after the prompt. True is also vLLM's default.
         blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM reads this option and
-            `tokens_per_chunk`, and its configuration has the result.
+            `tokens_per_chunk`; the result is in vLLM's configuration.
         tokens_per_chunk: `blocks_per_chunk` in tokens (``block_size``).
         self_describing_events: KV events carry the tokens of their blocks.
         tiers: the tiers behind RAM, from the fastest to the slowest.
@@ -267,7 +267,7 @@ _WHY = {
     "secondary_tiers": "; give the tiers behind RAM as tiers",
     "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Options of vLLM's own specifications with their only allowed values, and the reasons."""
+"""Reasons for the only allowed values of options of vLLM's own specifications (`_ALLOWED_VLLM_VALUES`)."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
 """Options that vLLM's own connector or tiers read in some version; we ignore them."""

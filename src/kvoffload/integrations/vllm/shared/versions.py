@@ -25,7 +25,7 @@ SINCE_CONNECTOR = (0, 32)
 SINCE_SECONDARY = (0, 32)
 """First version whose tiers get a congestion detector, and report the loaded keys of a job."""
 SINCE_DEVICES = (0, 32)
-"""First version with the module that pins the pool, and with the present arguments of its copies."""
+"""First version with vLLM's module for pinned memory, and with the present arguments of vLLM's copies."""
 
 SINCE_STEADY_KEYS = (0, 29)
 """First version in which equal tokens have equal SHA keys in every process."""

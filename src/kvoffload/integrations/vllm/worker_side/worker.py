@@ -143,7 +143,7 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def _wait_for_audit(self, job: _Job) -> None:
-        """Wait for the comparison. If fences come late, its result is void: blocks may be overwritten."""
+        """Wait for the comparison. If fences come late, the result is void: blocks may be overwritten."""
         if job.auditing is not None and not job.auditing.done():
             job.auditing.exception()
             if self.fences_come_late:
