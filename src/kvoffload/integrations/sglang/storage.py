@@ -301,7 +301,7 @@ class KVOffloadStorage(HiCacheStorage):
     def _path(self, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None) -> ObjectPath:
         """Return the path that ends with `keys`.
 
-        If `prefix` is the whole path of the last batch, that path is extended, so that the policies count each
+        If `prefix` is the whole path of the last batch, that path is extended: the policies then count each
         page of an operation once.
         """
         assert self.store is not None

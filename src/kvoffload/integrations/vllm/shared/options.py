@@ -267,7 +267,7 @@ _WHY = {
     "secondary_tiers": "; give the tiers behind RAM as tiers",
     "canonical_layout": "; blocks keep the engine's layout",
 }
-"""Reasons for the only allowed values of options of vLLM's own specifications (`_ALLOWED_VLLM_VALUES`)."""
+"""Reasons why options of vLLM's own specifications allow only the values in `_ALLOWED_VLLM_VALUES`."""
 
 _READ_BY_VLLM = ("sync_load_budget_bytes", "enable_telemetry", "tier_poll_interval_s", "backpressure")
 """Options that vLLM's own connector or tiers read in some version; we ignore them."""
