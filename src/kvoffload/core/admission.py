@@ -30,8 +30,7 @@ class Admission(ABC):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> Admission | None:
-        """Create the rule for one cache, with the parameters of the class; None if it would admit every
-        block.
+        """Create the rule for one cache, with the parameters of the class; None if every block is admitted.
 
         Args:
             key_bytes: key length of the cache.
@@ -47,9 +46,9 @@ class Admission(ABC):
         """
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (most rules count all uses alike)
-        """Record that a request asks for these blocks and the cache in front lacks them.
+        """Record that a request needs these blocks and that the tiers in front lack these blocks.
 
-        Called before `count`, and possibly more than once. Only of tiers behind RAM.
+        Called only for rules of tiers behind RAM, before `count`, possibly more than once.
         """
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
@@ -78,8 +77,8 @@ class Admission(ABC):
         Args:
             offered: the offered blocks that were absent.
             num_written: number of blocks of this offer that are written.
-            num_earned: blocks that the budget pays for the time since the last call, at its mean rate.
-            budget_blocks: blocks that the budget pays for a whole day, or for the recording of a replay.
+            num_earned: blocks that the budget allows for the time since the last call, at the mean rate.
+            budget_blocks: blocks that the budget allows for a day, or for the whole recording in a replay.
         """
 
     @abstractmethod

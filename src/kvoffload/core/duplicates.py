@@ -1,8 +1,8 @@
 """The duplicates of a victim tier: resident blocks that the device also holds. Their slots are reused first.
 
-Owns a list of the slots of duplicates, the newest duplicate at the head. The head leaves first, because the
-device keeps that block longest. Does not know policies: no policy orders a duplicate until the device drops
-the block.
+Owns a list of the slots of duplicates. The newest duplicate is at the head and is evicted first, because the
+device keeps the newest block longest. Does not know policies: no policy orders a duplicate until the device
+drops the block.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def is_duplicate(cache: Cache, slot: int) -> bool:
 
 @inline
 def mark_duplicates(cache: Cache, used: Used) -> None:
-    """Record that the device holds the used blocks, except blocks in flight.
+    """Add the used blocks to the duplicates, except blocks in flight.
 
-    Keeps in `used` the new duplicates.
+    Reduces `used` to the new duplicates.
     """
     lists, slots, ref_cnt = cache.duplicates, used.slots, cache.slots.ref_cnt
     first = used.count
@@ -45,9 +45,9 @@ def mark_duplicates(cache: Cache, used: Used) -> None:
 
 @inline
 def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
-    """Give the slots of evictable duplicates to entering blocks, until either runs out.
+    """Assign the slots of evictable duplicates to new blocks, until duplicates or new blocks run out.
 
-    Expected blocks are not spared here, because the device holds them. Blocks that quotas protect are spared.
+    Expected blocks lose their slots too, because the device holds these blocks. Quotas still protect blocks.
     """
     links, sentinel = cache.duplicates.links, cache.duplicates.num_positions
     slot = links[sentinel, NEXT]

@@ -20,11 +20,11 @@ from kvoffload.structures.structs import Struct
 
 _NO_LIMIT = 1 << 62
 MOST_KEYS = 1 << 16
-"""Enough for a queue of 64 requests of 1,024 blocks each."""
+"""Largest number of expected keys: a queue of 64 requests of 1,024 blocks each."""
 
 
 def most_expected(capacity_blocks: int) -> int:
-    """Return the largest number of expected keys: 7/8 of the cache at most, so other blocks have room."""
+    """Return the limit of expected keys: 7/8 of the slots, so other blocks have room; at most `MOST_KEYS`."""
     return min(capacity_blocks * 7 // 8, MOST_KEYS)
 
 
@@ -36,7 +36,7 @@ class Expected(Struct):
 
     Attributes:
         keys: one list of keys.
-        counts: waiting requests of each position in `keys`.
+        counts: number of waiting requests that expect the key at each position of `keys`.
 
     Memory: 32 bytes a key, and the key.
     """
@@ -56,9 +56,9 @@ def num_expected(expected: Expected) -> int:
 
 @kernel
 def _expect(expected: Expected, path: Path, most: int) -> int:
-    """Add the keys of a waiting request, head first, until there is no room; return how many it expects.
+    """Expect the leading keys of a waiting request, at most `most`, while there is room.
 
-    At most `most` of its keys are expected.
+    Returns the number of the request's expected keys, including keys of earlier calls.
 
     Cost: an index probe for each block, once for each request.
     """
@@ -95,9 +95,9 @@ class Queue:
 
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
-        on_expected: called with a request whose expected part may have grown.
-        share: returns the number of keys that the requests of this process may expect in all; None for all
-            room.
+        on_expected: called with a request when more of its keys may have become expected.
+        share: returns the largest number of keys that all requests of this process may expect together; None
+            for no limit but the room.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Queue:
         self._is_full = False
 
     def join(self, ctx: RequestContext) -> None:
-        """Add a waiting request. A second call also expects the keys that its path has gained since."""
+        """Add a waiting request. A second call also expects the keys added to the request's path since."""
         self._expected = self._expected or self._make()
         self._waiting[ctx] = None
         self._is_full = self._is_full or not self._expect_all(ctx)
 
     def leave(self, ctx: RequestContext) -> None:
-        """Remove a request, if it is waiting."""
+        """Remove a request, if it is waiting. Other waiting requests get its room."""
         if ctx in self._waiting:
             del self._waiting[ctx]
             assert self._expected is not None

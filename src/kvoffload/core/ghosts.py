@@ -21,7 +21,10 @@ from kvoffload.structures.lists import LIST, Lists
 
 @inline
 def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int:
-    """Remember the key of a victim. If there is no room, the coldest ghost of the list is forgotten."""
+    """Remember the key of the victim in `slot` as a ghost; return the ghost's position.
+
+    Without a spare position, the coldest ghost of the list is forgotten first.
+    """
     links, keys = ghosts.lists.links, cache.index.keys
     if links[links.shape[0] - 1, LIST] == 0:
         forget_coldest(ghosts, sentinel)

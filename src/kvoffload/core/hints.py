@@ -25,8 +25,8 @@ class Hints:
     Attributes:
         finish_reason: ``stop``, ``length``, ``abort``, ``tool_calls``, or any other word.
         session_over: True if the conversation will not continue.
-        priority: the engine's priority.
-        time_to_live_s: time after which the blocks are useless.
+        priority: the request's priority in the engine.
+        time_to_live_s: time after which the request's blocks are useless; None if unknown.
         tenant: the sender of the request.
     """
 
@@ -47,7 +47,7 @@ class Hints:
         return self if self is NO_HINTS else Hints(self.finish_reason, self.session_over)
 
     def updated(self, later: Hints) -> Hints:
-        """Return these hints with the fields that are set in `later`."""
+        """Return a copy of these hints, in which the fields that `later` sets are replaced."""
         values = {name: getattr(later, name) for name in Hints.__slots__}
         changes = {name: value for name, value in values.items() if value != getattr(NO_HINTS, name)}
         return replace(self, **changes) if changes else self
@@ -60,8 +60,9 @@ class Labels:
     """Numbers for the hints of requests; 0 stands for no hints.
 
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
-    number separately. Numbers below `NUM_COARSE` distinguish the ends of requests. Higher numbers subdivide
-    them by priority, time to live and tenant; when the higher numbers run out, the coarse number is used.
+    number separately. A number below `NUM_COARSE` stands for a finish reason and the end of the session. A
+    higher number also stands for priority, time to live and tenant. When the higher numbers run out, requests
+    get the number below `NUM_COARSE`.
 
     Args:
         digests: ``(NUM_LABELS,)`` uint64: the digest of each number's label, or 0. Processes that share a
@@ -96,7 +97,7 @@ class Labels:
     def _assign(self, label: tuple[object, ...], first: int, stop: int) -> int:
         """Return the number of a label.
 
-        A new label gets the next number from `first` on, or 0 if none is left.
+        A new label gets the next free number from `first` to ``stop - 1``, or 0 if no number is free.
         """
         digest = np.uint64(
             int.from_bytes(hashlib.blake2b(repr(label).encode(), digest_size=8).digest(), "little") | 1

@@ -95,22 +95,23 @@ from kvoffload.structures.structs import call_2, call_4
 NO_ROOM = -1
 """Result of `prepare_store`: blocks are missing, and none of them has room."""
 END_ROW, ON_DEVICE, ASKED_END, LABEL, END_LABEL, NUM_COLUMNS = 0, 1, 2, 3, 4, 5
-"""Columns of the requests of `live_all`: the end of the request's rows in the batch, its number of leading
-blocks that are not looked up, the end of its looked-up blocks (later blocks are only stored), and the numbers
-of its hints before and after its end."""
+"""Columns of `requests` in `live_all`. `END_ROW`: end of the request's rows in the batch. `ON_DEVICE`: number
+of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; later blocks are
+only stored. `LABEL`, `END_LABEL`: numbers of the request's hints before its end and at its end."""
 FIRST_WRONG = -2
-"""``FIRST_WRONG - row``: the policy named an invalid victim for that row of the plan."""
+"""Result of `prepare_store`: ``FIRST_WRONG - row`` if the policy named an invalid victim for this row."""
 ALL, OFFER, CHOSEN, KEEP, SHRINK, SHRINK_CHOSEN = 0, 1, 2, 3, 4, 5
-"""Steps of `prepare_store`. `ALL`: the whole store. `OFFER`: count the missing blocks and the room for them.
-`CHOSEN`: finish, after admission rule and policy have decided in Python. `KEEP`: store nothing, only return
-duplicates to the policy. `SHRINK`: evict a block for each key of the batch and make the slots unused; with a
-policy in Python only count the blocks, which `SHRINK_CHOSEN` evicts after the policy has decided."""
+"""Steps of `prepare_store`. `ALL`: the whole store. With a policy or rule in Python, `OFFER` counts the
+missing blocks and the room for them, Python decides, and `CHOSEN` completes the store. `KEEP`: store nothing,
+only return duplicates to the policy. `SHRINK`: evict a block for each key of the batch and mark the slots
+unused. With a policy in Python, `SHRINK` counts the blocks, Python decides, and `SHRINK_CHOSEN` evicts."""
 BY_POLICY, BY_ALL = 1, 2
 """Values of `admitted` in `prepare_store`."""
 _UNNAMED, _CLAIMED = -2, -3
 _PREFETCH_ROWS = 128
 _PROBES, _SAMPLED_AFTER, _STRIDE = 32, 32, 8
-"""Blocks for which `count_misses` prefetches, and its sampling of long runs of blocks with one reason."""
+"""`count_misses` prefetches for `_PROBES` blocks at a time. After `_SAMPLED_AFTER` blocks with one reason, it
+looks up every `_STRIDE`-th block."""
 
 
 # ---- lookup
@@ -118,7 +119,7 @@ _PROBES, _SAMPLED_AFTER, _STRIDE = 32, 32, 8
 
 @inline
 def _hinted(version: U32Array, records: U64Matrix, position: int) -> int:
-    """Return the slot that the request recorded for a key, if the block is still there, or ABSENT."""
+    """Return the slot recorded for the key at `position`; ABSENT without a record, or if the block left."""
     hint = records[position, HINT]
     if hint != 0:
         slot = position_in(hint)
@@ -162,7 +163,7 @@ def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
 
 @kernel
 def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
-    """Return the length of the leading run of ready blocks; ``~length`` if a block in flight ends it."""
+    """Return the length of the leading run of ready blocks; ``~length`` if a block in flight ends the run."""
     result = count = add_batch(path, batch)
     if path.was_asked == 0 and count >= 0:
         path.was_asked, path.on_device = 1, path.positions[0] if count > 0 else path.length
@@ -193,14 +194,14 @@ def state_of_key(cache: Cache, key: OneKey) -> int:
 
 @kernel
 def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) -> None:
-    """Write the slot of each block at these path positions, in flight or ready, or ABSENT."""
+    """Write to `slots` the slot of each block at these path positions, ready or in flight, or ABSENT."""
     for row in range(positions.shape[0]):
         slots[row] = _slot_of(cache, path, positions[row])
 
 
 @inline
 def _code_of(cache: Cache, path: Path, position: int, has_gap: bool) -> int:
-    """Return the reason of a block as a code of `miss_record`; `READY` for a ready block without a gap."""
+    """Return a block's code of `miss_record`. `has_gap`: an earlier block of the path is missing."""
     slot = _slot_of(cache, path, position)
     if slot == ABSENT:
         return reason_of(cache.misses, path.records[position, HASH])
@@ -225,8 +226,8 @@ def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Ar
 
     Writes the code of each block to ``path.found``: a code of `miss_record`, or `READY` for leading blocks
     that can be loaded. Blocks in the cache behind a missing block are `BEHIND_A_GAP`. After
-    `_SAMPLED_AFTER` blocks with one reason only every `_STRIDE`-th block is looked up, until its reason
-    differs: then the blocks between are looked up, too.
+    `_SAMPLED_AFTER` blocks with one reason, only every `_STRIDE`-th block is looked up. Once a block has
+    another reason, the blocks skipped just before it are looked up, too.
 
     Args:
         first: path position of the first of `count` blocks; -1 for the blocks of the last batch.
@@ -265,7 +266,7 @@ def note_absent(cache: Cache, batch: ReadU64Matrix, event: int) -> None:
 
 @inline
 def _note_rows(cache: Cache, path: Path, new: Entering, start: int, stop: int, event: int) -> None:
-    """Record an event of the missing blocks `start` to `stop` of an offer."""
+    """Record `event` for the missing blocks `start` to ``stop - 1`` of an offer."""
     records, positions = path.records, path.positions
     if cache.misses.table.shape[0] == 0:
         return
@@ -277,7 +278,7 @@ def _note_rows(cache: Cache, path: Path, new: Entering, start: int, stop: int, e
 
 @inline
 def _disown(cache: Cache, slot: int) -> None:
-    """Count for its owner that a block is forgotten."""
+    """Subtract a forgotten block from the counts of the block's owner."""
     if cache.has_tenants:
         tenants = cache.tenants
         tenants.held[tenants.owner[slot]] -= 1
@@ -290,21 +291,24 @@ def _disown(cache: Cache, slot: int) -> None:
 
 @inline
 def _hold(cache: Cache, slot: int, change: int) -> None:
-    """Record a pin or write of this process, or its end, if processes share the slots."""
+    """Add `change` to this process's holds of a slot, when a pin or write begins or ends.
+
+    Does nothing unless processes share the slots.
+    """
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
 
 
 @inline
 def _count_evictable(cache: Cache, slot: int, change: int) -> None:
-    """Count for its owner that a block has become evictable, or is no longer. Condemned blocks have none."""
+    """Add `change` to the owner's number of evictable blocks. A condemned block has no owner."""
     if not cache.slots.condemned[slot]:
         cache.tenants.evictable[cache.tenants.owner[slot]] += change
 
 
 @inline
 def _log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result: int) -> None:
-    """Number a load and append it to the log: its slots, or a negative result."""
+    """Append a load to the log, with its slots or a negative `result`. Numbers a successful load."""
     place = put_call(log, path, kind, count, count + 1)
     if place < 0:
         return
@@ -354,7 +358,10 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) 
 
 @kernel
 def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
-    """Remove one pin from each block; return the number of condemned slots, which the caller may free."""
+    """Remove one pin from each block; return the cache's number of condemned slots.
+
+    If the number is not 0, the caller frees the condemned slots among the load's slots.
+    """
     if cache.log.is_open:
         kind = COMPLETE_LOAD if is_load else UNPIN
         put_end(cache.log, kind, load.number, load.slots, load.count, 1)
@@ -375,9 +382,9 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 
 @inline
 def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
-    """Mark a block as accessed by its request, and add a resident block to ``path.used``.
+    """Mark a block as accessed by the request; if the block is resident, add it to ``path.used``.
 
-    Its `reused` is True for the request's first access. Later accesses are added only if `whole_path`.
+    Its entry in ``used.reused`` is True for the first access. Later accesses are added only if `whole_path`.
     """
     records, used = path.records, path.used
     first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
@@ -441,13 +448,13 @@ def expect(cache: Cache, path: Path) -> int:
 
 @kernel
 def observe(cache: Cache, path: Path) -> None:
-    """Report the new blocks of the path to an observing policy, when a store mode asks for it."""
+    """Report the new blocks of the path to an observing policy. Called by store modes."""
     _observe(cache, path)
 
 
 @kernel
 def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
-    """Record that a request uses these blocks; return as `_report_uses`."""
+    """Record that a request uses these blocks. Returns the result of `_report_uses`, or of a failed batch."""
     path.used.count = 0
     count = add_batch(path, batch)
     if count < 0:
@@ -464,8 +471,8 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
     """End a request: `touch` its whole path, unless `is_touched`, then report the end to a compiled policy.
 
-    Returns as `_report_uses`. If the result is not 0, the caller reports the uses in Python, and then calls
-    `finish` again to report the end.
+    Returns the result of `_report_uses`. If the result is not 0, the caller reports the uses in Python, then
+    calls `finish` again to report the end.
     """
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, FINISH, 0, 0)
@@ -491,7 +498,10 @@ def _finish(cache: Cache, path: Path, is_touched: bool) -> int:
 
 @kernel
 def loaded(cache: Cache, path: Path, load: Pinned) -> int:
-    """Record, for a victim tier, that the device holds the blocks of a load; return as `_report_uses`."""
+    """Record, for a victim tier, that the device holds the blocks of a load.
+
+    Returns the result of `_report_uses`.
+    """
     path.used.count = load.count
     for row in range(load.count):
         slot = load.slots[row]
@@ -525,7 +535,7 @@ def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int
 
 @inline
 def _count_on_path(cache: Cache, path: Path) -> None:
-    """Count the evictable blocks on the path, which must stay, for their owners."""
+    """Count the evictable blocks on the path by owner; the store must not evict these blocks."""
     tenants, ref_cnt = cache.tenants, cache.slots.ref_cnt
     for position in range(path.length):
         slot = _slot_of(cache, path, position)
@@ -535,7 +545,7 @@ def _count_on_path(cache: Cache, path: Path) -> None:
 
 @inline
 def _room_of_tenant(cache: Cache, path: Path, wanted: int) -> int:
-    """Return as `_room`, within the quotas; set the tenants whose blocks the store may evict."""
+    """Return the result of `_room` under quotas; set the tenants that may lose blocks (``givers``)."""
     tenants, num_free = cache.tenants, cache.slots.num_free
     for owner in range(tenants.num_tenants):
         tenants.on_path[owner] = 0
@@ -563,7 +573,7 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return whether `wanted` new blocks fit without evicting an expected block.
+    """Return whether `wanted` new blocks fit without evicting an expected block; False if none is expected.
 
     Cost: O(1) if there is ample room, otherwise O(expected keys).
     """
@@ -591,14 +601,17 @@ def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
 
 @inline
 def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
-    """Collect the missing blocks in `new`; return how many of them have room, and are to be stored."""
+    """Collect a batch's missing blocks in `new`; return how many have room and are to be stored, or an error.
+
+    With `no_store` no block is to be stored.
+    """
     count = add_batch(path, batch)
     return count if count < 0 else _offer_rows(cache, path, count, new, no_store)
 
 
 @inline
 def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: bool) -> int:
-    """Collect the missing blocks among the `count` blocks of the last batch."""
+    """Continue `_offer` after the `count` keys of the batch were added to the path."""
     new.num_offered = count
     new.num_missing = _collect_missing(cache, path, count, new)
     if no_store:
@@ -623,7 +636,7 @@ def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: b
 
 @inline
 def _give(cache: Cache, path: Path, new: Entering) -> None:
-    """Assign free slots, then slots of duplicates, to the head of the batch; mark the rest `_UNNAMED`."""
+    """Assign free slots, then slots of duplicates, to the first new blocks; mark further rows `_UNNAMED`."""
     num_free, stack = cache.slots.num_free, cache.slots.stack
     new.num_free = min(new.count, num_free)
     if cache.spares & SPARES_TENANTS != 0:
@@ -677,9 +690,9 @@ def _has_hole(new: Entering) -> bool:
 
 @inline
 def _leave_out_refused(path: Path, new: Entering) -> None:
-    """Remove the blocks that the policy refused from the plan.
+    """Remove from the plan the blocks that the policy refused.
 
-    `rows` lists dropped blocks before refused ones.
+    `rows` then lists the stored, the dropped and the refused blocks, in this order.
     """
     slots, rows, refused = new.slots, new.rows, path.used.slots
     stored, num_refused = new.num_given, 0
@@ -703,7 +716,7 @@ def _leave_out_refused(path: Path, new: Entering) -> None:
 
 @inline
 def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
-    """Give the slots of a plan to the request's tenant."""
+    """Make the request's tenant the owner of a plan's slots; subtract victims from their owners' counts."""
     tenants, tenant = cache.tenants, tenant_of(cache, path)
     for i in range(new.count):
         slot = new.slots[i]
@@ -719,7 +732,7 @@ def _change_owners(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def _evict_blocks(cache: Cache, new: Entering) -> None:
-    """Remove the blocks in the slots of a plan that were not free; collect their keys."""
+    """Remove the victims in the slots of a plan; write their keys to ``new.evicted``."""
     index = cache.index
     for i in range(new.num_free, new.count):
         h = hash_row(index.keys, new.slots[i])
@@ -738,7 +751,7 @@ def _evict_blocks(cache: Cache, new: Entering) -> None:
 
 @inline
 def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
-    """Put the blocks of a plan into their slots, in flight; collect the keys of the evicted blocks."""
+    """Evict the victims of a plan and insert the new blocks, in flight, into their slots."""
     index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
     for i in range(new.count):
         prefetch(index.keys, new.slots[i])
@@ -765,10 +778,11 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """Keep the offered blocks that are still in the victim tier as duplicates.
+    """Move the offered blocks that are duplicates of the victim tier to `kept`.
 
     Collects in ``path.used`` the kept and stored blocks, in the order of the offer, with their reuse flags.
-    Collects none if the policy needs no report: no block was reused, and all were kept or all were stored.
+    Collects no block if none was reused and the offer was all kept or all stored: the policy then needs no
+    report.
     """
     used, records, positions, entered = path.used, path.records, path.positions, 0
     has_reuse = False
@@ -809,7 +823,10 @@ def _return(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
 
 @inline
 def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
-    """Let the policy choose victims, check them, and insert the new blocks."""
+    """Get victims from a compiled policy, check all victims, and insert the new blocks.
+
+    Returns the number of stored blocks, or ``FIRST_WRONG - row``.
+    """
     if new.count > 0 and cache.replace != 0:
         _give(cache, path, new)
         call_4(cache.replace, cache.policy, new, cache, path)
@@ -829,7 +846,7 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
 def _note_left_out(
     cache: Cache, path: Path, new: Entering, num_not_admitted: int, is_unoffered: bool
 ) -> None:
-    """Record the missing blocks of an offer that were not stored."""
+    """Record in ``cache.misses`` why missing blocks of an offer were not stored."""
     refused_at, not_admitted_at = new.count + new.num_dropped, new.num_missing - num_not_admitted
     if is_unoffered:
         _note_rows(cache, path, new, 0, new.num_missing, miss_record.NOT_OFFERED)
@@ -841,7 +858,10 @@ def _note_left_out(
 
 @inline
 def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> None:
-    """Number a store and append it to the log: its numbers, slots and missing rows, or a negative result."""
+    """Append a store to the log, with its counts, slots and missing rows, or with a negative result.
+
+    Numbers a successful store.
+    """
     if kind == LOG_KEEP:
         put_number(log, path, kind, new.num_offered, new.num_missing)
         return
@@ -867,8 +887,8 @@ def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> N
 def _offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
     """Prepare the eviction of a block for each key of the batch; return how many blocks may leave.
 
-    No slot may be free. The policy gets the keys as new blocks, which it forgets at once. They are on the
-    path of no request that it observes. Quotas protect the minimum of each tenant.
+    No slot may be free. The policy receives the keys as new blocks and forgets them at once. It observes no
+    request with these keys. Quotas protect the minimum of each tenant.
     """
     count = add_batch(path, batch)
     if count < 0:
@@ -929,8 +949,8 @@ def prepare_store(
     kernel adds a second of compilation to the first start.
 
     Args:
-        admitted: 0, or `BY_POLICY` if the policy may refuse no block, or `BY_ALL` if the admission rule may
-            not either.
+        admitted: `BY_POLICY` if the policy may refuse no block; `BY_ALL` if neither policy nor admission rule
+            may refuse a block; 0 if both may.
     """
     stored = np.int64(0)
     if step == SHRINK:
@@ -1020,18 +1040,18 @@ def live_all(
     num_requests: int,
     missed: I64Array,
 ) -> int:
-    """Run the whole lives of requests: each looks up, stores the missing blocks at once, and finishes.
+    """Run requests from lookup to finish: look up the blocks, store the missing blocks at once, finish.
 
-    For a compiled policy without an admission rule, and a store mode on-compute. Equal to the calls `lookup`,
-    `prepare_store`, `become_ready` and `finish` on a new path with the same keys. Releases the GIL: no other
-    thread may use the cache meanwhile.
+    Needs a compiled policy, no admission rule and the store mode on-compute. Has the effect of `lookup`,
+    `prepare_store`, `become_ready` and `finish` on a new path for each request. Releases the GIL: no other
+    thread may use the cache during the call.
 
     Args:
-        path, new: room for the longest request, used again for every life. The `admitted` of `new` is 1 if
-            the policy may refuse no block.
+        path, new: memory for the longest request, reused for every request. ``new.admitted`` is 1 if the
+            policy may refuse no block.
         batch: the keys of all requests.
         requests: a row for each request, see `END_ROW` and the columns after it.
-        missed: counts by `group_of` to which the looked-up blocks that are not ready are added.
+        missed: counts by `group_of`. The looked-up blocks from the first block that is not ready are added.
 
     Returns:
         0, or an error of `prepare_store`, which ends the loop.
@@ -1051,7 +1071,7 @@ def live_all(
 
 @inline
 def _begin_path(path: Path, batch: ReadU64Matrix, start: int, end: int) -> None:
-    """Replace the keys of a path by the rows `start` to `end` of a batch; all keys are different."""
+    """Replace the keys of a path by the rows `start` to ``end - 1`` of a batch, which are all different."""
     index, records = path.index, path.records
     table, size = index.table, index.table.shape[0]
     for position in range(path.length):
@@ -1069,10 +1089,9 @@ def _begin_path(path: Path, batch: ReadU64Matrix, start: int, end: int) -> None:
 
 @inline
 def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, missed: I64Array) -> int:
-    """Run the life of the request on a path.
+    """Run the request on a path from lookup to finish; return 0 or an error.
 
-    Looks up the blocks up to `asked`, behind the blocks on the device; later blocks are only stored.
-    Returns 0 or an error.
+    Looks up the path positions from ``path.on_device`` to ``asked - 1``. Later blocks are only stored.
     """
     records, count = path.records, path.length
     for position in range(count):
@@ -1123,7 +1142,7 @@ def group_of(h: np.uint64, num_groups: int) -> int:
 
 @kernel
 def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> None:
-    """Append a call to the log whose method has no kernel with a log."""
+    """Append a call to the log, for a method whose kernels do not log."""
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, kind, count, result)
 
@@ -1135,8 +1154,8 @@ def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> No
 def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
     """Remove the ready blocks of a batch from the index; write their slots and return their number.
 
-    A non-negative entry of `slots` restricts its row to the block in that slot: a key that was stored again
-    meanwhile is in another slot, and stays.
+    A row whose entry in `slots` is not negative removes only a block in that slot. So a block that was stored
+    again, in another slot, stays.
     """
     num_removed = 0
     for row in range(batch.shape[0]):

@@ -16,7 +16,7 @@ from kvoffload.structures.structs import Struct
 
 
 class Call(IntEnum):
-    """The kinds of records, by the number in their first word. Those after `RESET` are no calls."""
+    """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls."""
 
     EXTEND = 1
     """The path has grown by single lookups or `contains`."""
@@ -37,7 +37,7 @@ class Call(IntEnum):
     DISCARD = 15
     RESET = 16
     SET_HINTS = 17
-    """The request has hints of this number: from its begin, or for its end."""
+    """The number of the request's hints, set when the request begins or ends."""
     HINTS = 18
     """The text of the hints with this number."""
     DAMAGED = 19
@@ -47,13 +47,13 @@ class Call(IntEnum):
     BEGIN_POLICY_CHANGE = 21
     """The text of the new policy."""
     ADVANCE_POLICY_CHANGE = 22
-    """The number of blocks."""
+    """The argument `num_blocks`."""
     TENANTS = 23
     """The quotas that `set_tenants` has set."""
     BEGIN_RESIZE = 24
-    """The number of blocks in use."""
+    """The argument `num_blocks`."""
     ADVANCE_RESIZE = 25
-    """The number of blocks."""
+    """The argument `num_blocks`."""
 
 
 LOOKUP, TOUCH, TOUCH_PATH, FINISH, LAST_CALL = 4, 5, 6, 7, 16
@@ -63,18 +63,18 @@ PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
 
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
-"""Flags beside the kind: argument of `prepare_store`; the call has only this record, because it raised an
-exception before it changed anything but the path."""
+"""Flags in the word of the kind. `ADMITTED`: the argument of `prepare_store`. `FAILED`: the call has only
+this record, because it raised an exception before it changed anything but the path."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
-"""Words of a record's header: kind and flags; number of the request (0: the call has none) or of the plan
-that ends; new keys of the path, runs, further words. `HEADER`: their number. The new keys, the runs (start
-and length) and the further words follow."""
+"""Words of a record's header. `KIND`: kind and flags. `SUBJECT`: number of the request (0 for none) or of
+the plan that ends. `NUM_NEW`, `NUM_RUNS`, `NUM_MORE`: number of new keys of the path, of runs, and of further
+words. The keys, runs (start and length) and further words follow the header, which has `HEADER` words."""
 
 STORE_NUMBERS = 5
-"""Numbers before the slots of a store: stored, missing, dropped, refused, taken from free slots."""
+"""Words before the slots of a store: numbers of blocks stored, missing, dropped, refused, in free slots."""
 IS_PART = 2
-"""Added to the success of a plan that ends, 0 or 1, if it is a part of a plan; a part may have no slots."""
+"""Added to the success, 0 or 1, when a part of a split plan ends. A part may have no slots."""
 NO_REQUEST, ENDED = -1, -1
 """``path.number`` of a call without a request; ``path.recorded`` after `FINISH`."""
 _LOST = -1
@@ -85,12 +85,12 @@ class Log(Struct):
     """A ring of records.
 
     Attributes:
-        words: int32; their number is a power of two. Word number `i` is at ``i`` modulo their number.
-        head, tail: number of words written and taken, since the beginning.
+        words: int32, shape ``(num_words,)``, a power of two. Word `i` of the log is at ``i % num_words``.
+        head, tail: number of words written and read since the log began.
         is_open: 1 while calls are recorded. A record without room closes the log, because a gap would make
             the other records useless.
-        num_requests, num_plans, num_calls: recorded so far.
-        key_words: number of 64-bit words that are written of a key; 0 to write its hash.
+        num_requests, num_plans, num_calls: number of requests, plans and calls recorded so far.
+        key_words: number of 64-bit words written for each key; 0 to write only the key's hash.
     """
 
     words: I32Array
@@ -133,7 +133,7 @@ def _put_u64(log: Log, at: int, value: np.uint64) -> int:
 
 @inline
 def _put_new_keys(log: Log, path: Path, at: int) -> int:
-    """Write the keys that the path has gained since the request's last record."""
+    """Write the keys that the path has gained since the request's last record; return the next place."""
     for position in range(path.recorded, path.length):
         if log.key_words == 0:
             at = _put_u64(log, at, path.records[position, HASH])
@@ -145,7 +145,7 @@ def _put_new_keys(log: Log, path: Path, at: int) -> int:
 
 @inline
 def put_runs(log: Log, rows: I32Array, count: int, at: int) -> int:
-    """Write numbers as runs of consecutive numbers: start and length of each run."""
+    """Write numbers as runs of consecutive numbers: start and length of each run. Returns the next place."""
     start = 0
     for row in range(1, count + 1):
         if row == count or rows[row] != rows[row - 1] + 1:
@@ -167,8 +167,8 @@ def has_room(log: Log, most: int) -> bool:
 def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int:
     """Write header, new keys and runs of a call whose batch of `count` keys is ``path.positions``.
 
-    Returns the place of the further words, of which there are at most `most_more`, or `_LOST` if there is no
-    room. `end_call` ends the record.
+    Returns the place of the further words, or `_LOST` without room for `most_more` further words. Unless
+    `_LOST`, the caller writes these words and calls `end_call`.
     """
     num_new = path.length - path.recorded
     most = HEADER + 2 * max(1, log.key_words) * num_new + 2 * count + most_more
@@ -205,7 +205,7 @@ def put_number(log: Log, path: Path, kind: int, count: int, number: int) -> None
 
 @inline
 def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
-    """Write slots."""
+    """Write the first `count` slots; return the next place."""
     for row in range(count):
         put_word(log, at + row, slots[row])
     return at + count
@@ -213,7 +213,7 @@ def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
 
 @inline
 def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, success: int) -> None:
-    """Append the end of a plan; its slots only if it is a part of a plan, whose number is negative."""
+    """Append the end of a plan. A negative `number` marks a part of a split plan, written with its slots."""
     is_part = number < 0
     num_slots = count if is_part else 0
     if not has_room(log, HEADER + 1 + num_slots):

@@ -52,18 +52,18 @@ if TYPE_CHECKING:
 
 _NO_ROWS = np.empty(0, np.int32)
 _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
-"""Results by the number that `kernels.state_of_key` returns."""
+"""The result for each return value of `kernels.state_of_key`."""
 
 
 class OffloadingManager:
-    """Tracks the blocks of one tier and decides which blocks it keeps.
+    """Tracks the blocks of one tier and decides which blocks enter and leave.
 
     Life of a block: `prepare_store` assigns a slot, `complete_store` makes the block readable, `prepare_load`
     pins it for a read and `complete_load` unpins it, until the block is evicted. The uses of a request are
     committed once, by `touch` or by `finish_request`.
 
     Methods take a batch of keys in prefix order, as a list of ``bytes`` or as `Keys`. Thread: the scheduler's
-    only; no call blocks. Cost: only the constructor and `reset` depend on the capacity.
+    only; no call blocks. Cost: no call that serves a request depends on the capacity.
 
     Args:
         capacity_blocks: number of slots.
@@ -71,24 +71,24 @@ class OffloadingManager:
         policy: the eviction policy: a name with optional parameters (``s3fifo,small_share=0.2``),
             ``module:Class``, or a subclass of `EvictionPolicy`.
         admission: the admission rule: ``all``, ``reuse:2``, ..., or an `Admission`.
-        store: ``on-compute``: blocks are offered as soon as the device has computed them, and the tier holds
-            the blocks of the device and more. ``on-device-eviction``: blocks are offered when the device
-            drops them, and the tier is a *victim* tier, which holds blocks that the device does not.
+        store: ``on-compute``: the engine offers blocks as soon as the device has computed them; the tier
+            holds the device's blocks and more. ``on-device-eviction``: the engine offers blocks when the
+            device drops them; the tier is a *victim* tier, for blocks that the device no longer holds.
         enable_events: True to record events for `take_events`.
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
-        explain_misses: True to record why blocks are absent, for `count_misses`: 8 bytes a slot.
+        explain_misses: True to record why blocks are absent, for `count_misses`. Memory: 8 bytes a slot.
         tenants: quotas, as for `set_tenants`; none by default.
 
     Attributes:
         index: maps keys to slots.
         slots: the state of each slot.
         policy, admission: the objects, for reports and audits.
-        store_mode: calls policies in Python; chosen by `store`.
+        store_mode: the object for the argument `store`; it calls policies and rules in Python.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
-        refuses_unasked: False if policies may refuse blocks only if the user has set their `write_cost`.
-        miss_counts: counts of `count_misses` by the codes of `miss_record`.
+        refuses_unasked: True if policies may refuse blocks even if the user has not set their `write_cost`.
+        miss_counts: number of blocks that `count_misses` has counted, by code of `miss_record`.
 
     Raises:
         ConfigError: names the argument, its value and the allowed values.
@@ -160,8 +160,8 @@ class OffloadingManager:
         Args:
             request_id: for messages; need not be unique.
             keys: the whole prefix of the request, if known. Needed if the device serves the head and only the
-                tail is looked up here: a hit then refreshes the path from the root, and the whole path is
-                protected while the request stores.
+                tail is looked up here. A hit then refreshes the path from the root, and a store protects the
+                whole path.
             hints: labels that are known at the beginning.
         """
         ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
@@ -172,22 +172,26 @@ class OffloadingManager:
         return ctx
 
     def expect(self, ctx: RequestContext) -> None:
-        """Register a request, begun with its keys, that waits in the engine's queue.
+        """Register a request that waits in the engine's queue. `begin_request` must have received its keys.
 
-        Until the request is served (`withdraw`) or finishes, other blocks are evicted before its blocks,
-        resident or not. Room is limited; the longest waiting requests get it (`Queue`). Cost: as a lookup.
+        Until `withdraw` or `finish_request`, stores evict other blocks first. This protects blocks of the
+        request that are resident now or stored later. The number of expected keys is limited, and earlier
+        requests come first (`Queue`). Cost: as a lookup.
         """
         self.queue.join(self._context(ctx))
 
     def new_queue(self, share: Callable[[], int] | None = None) -> Queue:
-        """Create another list of waiting requests, which expect blocks in the same room.
+        """Create another queue of waiting requests. All queues share one limit of expected keys.
 
-        For engines that use one manager. `share`: as for `Queue`.
+        For several engines with one manager. `share`: as for `Queue`.
         """
         return Queue(self._state.make_queue, self.store_mode.expect, share)
 
     def withdraw(self, ctx: RequestContext) -> None:
-        """Unregister a request that no longer waits. Cost: a lookup of the keys that take its room."""
+        """Unregister a request that no longer waits; other waiting requests get its room.
+
+        Cost: an index probe for each key that the queue stops or begins to expect.
+        """
         self.queue.leave(ctx)
 
     def finish_request(
@@ -200,7 +204,7 @@ class OffloadingManager:
 
         Args:
             ctx: the request.
-            path: its keys in prefix order; needed if earlier calls passed them in another order.
+            path: the request's keys in prefix order; needed if earlier calls passed keys in another order.
             hints: labels that are known at the end, added to the earlier hints.
         """
         if ctx.finished or ctx.owner is not self or ctx.unpacked_keys:
@@ -259,7 +263,7 @@ class OffloadingManager:
         return self._resolve(ctx, ctx.extend(keys))
 
     def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
-        """Return as `slots_of`, but -1 also for blocks in flight."""
+        """Return the slot of each ready block, or -1 for blocks that are absent or in flight."""
         slots = self.slots_of(keys)
         slots[(slots != ABSENT) & (self.slots.ref_cnt[slots] < 0)] = ABSENT
         return slots
@@ -279,23 +283,23 @@ class OffloadingManager:
         return _RESULTS[state]
 
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
-        """Count the blocks that a request will compute, by reason, in the `misses` of `stats`.
+        """Count, by reason, the blocks that a request must compute. `stats` reports the counts as `misses`.
 
-        Call it when a request stops waiting for blocks. A block that is not in the cache has its last event:
-        it was ``evicted``, for instance. Without an event the block is ``never_seen``, or ``unknown`` if its
-        event may have been dropped from the record; always ``unknown`` unless `explain_misses`. Leading
-        blocks that can be loaded do not count. Changes no order.
+        Call this method when a request stops waiting for blocks. The reason of an absent block is the block's
+        last recorded event, such as ``evicted``. A block without an event counts as ``never_seen``, or as
+        ``unknown`` if the record may have dropped the event. Without `explain_misses` every absent block
+        counts as ``unknown``. Leading blocks that can be loaded do not count. Changes no order.
 
         Args:
             ctx: the request.
-            start: number of leading blocks of the request's path that need not be computed.
-            keys: blocks to count in place of the rest of the path, in prefix order.
+            start: number of leading blocks of the path that need not be computed; ignored with `keys`.
+            keys: blocks to count, in prefix order; None for the path from `start` on.
 
         Returns:
             The number of counted blocks.
 
-        Cost: two cache misses for each absent block; of a long run with one reason only every eighth block
-        is looked up.
+        Cost: two CPU cache misses for each absent block. In a long run of blocks with one reason, only every
+        eighth block is looked up.
         """
         if ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -303,16 +307,16 @@ class OffloadingManager:
         return kernels.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
 
     def note_absent(self, keys: Sequence[bytes], event: int) -> None:
-        """Record an event of absent blocks: a code of `miss_record`."""
+        """Record `event`, a code of `miss_record`, for each of these absent blocks."""
         kernels.note_absent(self._cache, self.pack(keys).words, event)
 
     @property
     def miss_record(self) -> MissRecord:
-        """The reasons for which blocks are absent. Empty unless `explain_misses`."""
+        """The last events of absent blocks. Empty unless `explain_misses`."""
         return self._state.misses
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
-        """Pack `keys`, unless they are `Keys`. Raises `ValueError` for keys of another length."""
+        """Return `keys` packed; return `Keys` unchanged. Raises `ValueError` for keys of another length."""
         if isinstance(keys, Keys):
             if keys.key_bytes != self.key_bytes:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
@@ -337,7 +341,7 @@ class OffloadingManager:
 
         Args:
             plan: from `prepare_load`.
-            damaged: rows of the plan with wrong bytes. Those blocks are forgotten and become misses.
+            damaged: rows of the plan with wrong bytes. The damaged blocks are forgotten and become misses.
         """
         self._unpin(plan, damaged, "complete_load")
         if self._follows_device and plan.epoch == self._epoch:
@@ -346,14 +350,14 @@ class OffloadingManager:
                 self.store_mode.used(*request.used(num_new))
 
     def pin(self, keys: Sequence[bytes]) -> LoadPlan:
-        """Pin ready blocks for a write to another tier.
+        """Pin ready blocks until `unpin`, for a write to another tier.
 
-        Unlike `prepare_load`, not counted as a use or load.
+        Unlike `prepare_load`, a pin counts neither as a use nor as a load.
         """
         return self._pin(keys, None, "pin")
 
     def pin_ready(self, keys: Sequence[bytes]) -> tuple[LoadPlan, npt.NDArray[np.intp]]:
-        """Pin the blocks that are ready, as `pin`; return the plan and the rows of its blocks in `keys`."""
+        """Pin the ready blocks among `keys`, as `pin`; return the plan and the pinned rows of `keys`."""
         batch = self.pack(keys)
         rows = np.flatnonzero(self.ready_slots_of(batch) != ABSENT)
         return self.pin(batch.take(rows)), rows
@@ -363,7 +367,7 @@ class OffloadingManager:
         self._unpin(plan, damaged, "unpin")
 
     def discard(self, keys: Sequence[bytes]) -> int:
-        """Forget ready blocks; return how many were resident.
+        """Forget the ready blocks among `keys`; return their number.
 
         A pinned block becomes a miss at once; its slot is reused when the last pin is released.
         """
@@ -377,20 +381,21 @@ class OffloadingManager:
     ) -> StorePlan | None:
         """Choose the offered blocks to store, assign their slots, and evict other blocks for them.
 
-        Blocks that are resident or in flight are skipped. Of the missing blocks the plan takes the leading
-        run that the admission rule admits, shortened to the available room. Blocks of this request are not
-        evicted. The new blocks are in flight until `complete_store`.
+        Blocks that are resident or in flight are skipped. The plan contains the leading run of missing blocks
+        that the admission rule admits, shortened to the available room. In a victim tier the rule decides on
+        each block separately. Blocks of this request are not evicted. The new blocks are in flight until
+        `complete_store`.
 
         Args:
             keys: the offered blocks, in prefix order.
-            ctx: their request.
-            admitted: True if neither admission rule nor policy may refuse the blocks, because they are
+            ctx: the request that offers the blocks.
+            admitted: True if neither admission rule nor policy may refuse a block. For blocks that are
                 promoted from another tier or restored.
 
         Returns:
-            The plan, with no keys if there is nothing to store. None if blocks are missing and none has room,
-            because all slots are pinned, in flight or of this request: nothing has changed, and the same
-            offer may succeed later.
+            The plan, with no keys if there is nothing to store. None if blocks are missing and no block has
+            room, because all slots are pinned, in flight, of this request or protected by quotas. Then no
+            block is stored or evicted, and the same offer may succeed later.
         """
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -416,7 +421,7 @@ class OffloadingManager:
     def keep(self, keys: Sequence[bytes]) -> int:
         """Record that the device dropped these blocks without an offer; return the number of absent blocks.
 
-        For a victim tier, whose resident blocks are then no longer duplicates.
+        For a victim tier. The resident blocks are no longer duplicates and return to the policy's order.
         """
         ctx, cache, batch = self._context(None), self._cache, batch_of(keys, self.key_bytes)
         new, kept = (blank_store(len(keys), self.key_bytes) for _ in range(2))
@@ -445,21 +450,22 @@ class OffloadingManager:
     # ---- the whole cache
 
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
-        """Replace the quotas of all tenants; no block leaves at once.
+        """Replace the quotas of all tenants. Evicts nothing; later stores follow the new quotas.
 
-        The tenant of a request is ``hints.tenant`` at its begin; requests without a tenant of `quotas`, and
-        requests that began before the first call, belong to the tenant ``other``, which can have a quota,
-        too. A block belongs to the tenant that stored it, also while requests of other tenants use it.
+        A request belongs to the tenant ``hints.tenant`` that `begin_request` received. Requests of tenants
+        that `quotas` does not name, and requests that began before the first call, belong to the tenant
+        ``other``, which can have a quota, too. A block belongs to the tenant that stored the block, even
+        while requests of other tenants use it.
 
-        A store evicts blocks of another tenant only if that tenant holds more than its minimum, and only if
-        its surplus covers all victims of the store. A tenant below its minimum takes blocks of others before
-        its own, and the policy refuses none of the new blocks. A tenant at its maximum evicts its own blocks,
-        even while slots are free. Among the blocks that may leave, the policy chooses.
+        A store evicts blocks of another tenant only if that tenant's surplus over its minimum covers all
+        victims that the store could take from that tenant. A tenant below its minimum evicts blocks of other
+        tenants before its own, and the policy may refuse none of the new blocks. A tenant at its maximum
+        evicts only its own blocks, even while slots are free. The policy chooses among the permitted victims.
 
         Args:
-            quotas: by name of the tenant. The minimums may add up to the capacity.
+            quotas: by tenant name. The sum of the minimums is at most the number of slots in use.
 
-        Raises: `ConfigError`; then nothing has changed. Cost: O(blocks).
+        Raises: `ConfigError`; then the old quotas stay. Cost: O(blocks).
         """
         self._tenants.set(quotas, self._wanted_blocks)
         if not self._state.has_tenants:
@@ -477,13 +483,14 @@ class OffloadingManager:
         return dict(self._tenants.quotas)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
-        """Forget every block, order, ghost and count. Cost: O(capacity).
+        """Forget every block, the policy's order and ghosts, and the admission rule's counts.
 
-        Slots that a transfer uses stay reserved until that transfer is completed. The record of missing
-        blocks is kept: each forgotten block gets the reason ``reset``.
+        Slots that a transfer uses stay reserved until the transfer is completed. The record of misses
+        remains: each forgotten block gets the reason ``reset``. Counters of `stats` continue. Cost:
+        O(capacity).
 
         Args:
-            drop_in_flight: True if the caller guarantees that no transfer is under way. Then all slots are
+            drop_in_flight: True if the caller guarantees that no transfer is in flight. Then all slots are
                 free at once, and completing an old plan does nothing.
         """
         ready = self.slots.ready()
@@ -505,7 +512,7 @@ class OffloadingManager:
 
     @property
     def memory(self) -> Any:
-        """The state, as the argument of a kernel."""
+        """Memory of the manager's `Cache`, the argument of kernels."""
         return self._cache
 
     @property
@@ -533,7 +540,7 @@ class OffloadingManager:
         return stats
 
     def counters(self) -> ManagerStats:
-        """Return as `stats`, without `policy`, `misses` and `tenants`, for frequent calls. Cost: 3 us."""
+        """Return `stats` with empty `policy`, `misses` and `tenants`, for frequent calls. Cost: 3 us."""
         return ManagerStats.of(self._state, self.slots)
 
     # ---- another policy
@@ -552,11 +559,12 @@ class OffloadingManager:
     def begin_policy_change(self, change: PolicyChange) -> None:
         """Begin to replace the policy. Nothing is evicted, and no block moves.
 
-        The new policy adopts the blocks in the order of the old policy, in calls of `advance_policy_change`;
-        until it has all, the old policy decides. Blocks that are used or stored meanwhile come last. If the
-        old policy moves unused blocks meanwhile, each comes at its place before or after the move. The new
-        policy starts without the old policy's counts, ghosts and learnt parameters. If one of the two
-        policies is in Python, it adopts all blocks in this call. `reset` continues the change without blocks.
+        Calls of `advance_policy_change` add the blocks to the new policy, in the order of the old policy. The
+        old policy decides until the new policy has all blocks. Blocks that are used or stored during the
+        change are added last. If the old policy moves an unused block during the change, the block is added
+        at its old or its new place. The new policy starts without the old policy's counts, ghosts and learnt
+        parameters. If one of the two policies is in Python, this call adds all blocks and completes the
+        change. After a `reset` the change continues, without blocks.
 
         Cost: O(1), and O(blocks) if a policy is in Python or has neither `ordered_lists` nor `ordered_heap`.
 
@@ -577,14 +585,14 @@ class OffloadingManager:
         self._complete_policy_change(change)
 
     def advance_policy_change(self, num_blocks: int = 256) -> bool:
-        """Continue a change of the policy; return True if it is not complete.
+        """Continue a change of the policy; return True while the change is incomplete.
 
-        Call it regularly while it returns True, for instance once a scheduler step.
+        Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: blocks that the new policy gets in this call. Near the end each call hands over more
-                blocks than requests have used since the last call, so that the change ends under any traffic.
-                Cost: 1 us for each block.
+            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end each
+                call adds more blocks than requests have used since the last call, so that the change ends
+                under any traffic. Cost: 1 us for each block.
         """
         change = self._change
         if change is not None and change.advance(self._state, num_blocks):
@@ -600,16 +608,16 @@ class OffloadingManager:
 
     @property
     def usable_blocks(self) -> int:
-        """Number of slots in use, at most `capacity_blocks`; follows `begin_resize` in steps."""
+        """Number of slots in use, at most `capacity_blocks`. Changes in steps, by `advance_resize`."""
         return self.capacity_blocks - self.slots.num_unused
 
     def begin_resize(self, num_blocks: int) -> None:
-        """Use only `num_blocks` slots from now on, or more slots again; `advance_resize` continues.
+        """Set the number of slots to use, smaller or larger than now. `advance_resize` does the work.
 
-        For slots that must go, the manager takes free slots first. Then it evicts the blocks that the policy
-        would evict for new blocks, but no pinned block, no block in flight, and only the surplus of a tenant
-        over its minimum; it waits until enough blocks can go. Policies keep the shares of their lists and
-        ghosts for the whole pool. `hazard` compares itself with an LRU cache of the new size.
+        To remove slots, the manager first takes free slots, then evicts the blocks that the policy would
+        evict for new blocks. Pinned blocks, blocks in flight and the minimums of tenants are protected, and
+        the resize continues when other blocks become evictable. Policies still size their lists and ghosts
+        for `capacity_blocks`. `hazard` compares itself with an LRU cache of the new size.
 
         Raises:
             ConfigError: `num_blocks` is not 1 to `capacity_blocks`, or less than the minimums of the tenants.
@@ -621,13 +629,13 @@ class OffloadingManager:
         self._wanted_blocks = num_blocks
 
     def advance_resize(self, num_blocks: int = 256) -> bool:
-        """Continue a resize; return True if it is not complete.
+        """Continue a resize; return True while the resize is incomplete.
 
-        Call it regularly while it returns True, for instance once a scheduler step.
+        Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: blocks that this call may evict, at most `MOST_UNSEEN`. It adds or removes 32 times as
-                many free slots. Cost: 1 us for each evicted block.
+            num_blocks: most blocks to evict in this call; values above `MOST_UNSEEN` count as `MOST_UNSEEN`.
+                The call adds or removes up to 32 times as many free slots. Cost: 1 us for each evicted block.
 
         Raises: `PolicyError`, as `prepare_store`.
         """
@@ -646,7 +654,7 @@ class OffloadingManager:
         return usable != self._wanted_blocks
 
     def _shrink(self, num_blocks: int) -> None:
-        """Evict up to `num_blocks` blocks and stop to use their slots."""
+        """Evict up to `num_blocks` blocks and mark their slots unused."""
         keys = unseen_keys(self.key_bytes)[:num_blocks]
         ctx, memory = (
             RequestContext("", self.key_bytes, self, room_for(num_blocks)),
@@ -668,7 +676,7 @@ class OffloadingManager:
             self._emit(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
 
     def refuse_only_if_asked(self) -> None:
-        """Let policies refuse blocks only if the user has set their `write_cost`."""
+        """Forbid policies to refuse blocks unless the user has set their `write_cost`."""
         self.refuses_unasked = False
         self.policy_may_refuse = self._may_refuse(self.policy)
 
@@ -679,7 +687,7 @@ class OffloadingManager:
     _not_ready: ClassVar[type[MisuseError]] = MisuseError
 
     def _decide_by(self, policy: EvictionPolicy) -> None:
-        """Use a policy that orders the resident blocks."""
+        """Replace the deciding policy. `policy` must already order the resident blocks."""
         self.policy, self.policy_may_refuse = policy, self._may_refuse(policy)
         self.store_mode.decide_by(policy)
         self._state.tenants.marks.fill(0)  # places in the lists of the old policy
@@ -724,7 +732,7 @@ class OffloadingManager:
         return LoadPlan(ctx, keys, plan, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> None:
-        """Unpin the blocks of a plan and forget the damaged ones."""
+        """Unpin the blocks of a plan and forget the damaged blocks."""
         rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan):
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan)} blocks")
@@ -744,7 +752,10 @@ class OffloadingManager:
             self._discard(plan.keys.take(rows), plan.slots[rows])
 
     def _close(self, plan: LoadPlan | StorePlan, kind: type, call: str) -> bool:
-        """Mark a plan as completed; return False if a `reset` has voided it."""
+        """Mark a plan as completed; return False if a `reset` with `drop_in_flight` has voided the plan.
+
+        Raises: `MisuseError` for a completed plan, or a plan of another kind or manager.
+        """
         if not isinstance(plan, kind):
             raise MisuseError(f"{call} of a {type(plan).__name__}: it takes a {kind.__name__}")
         if plan.completed or plan.request.owner is not self:
@@ -755,7 +766,7 @@ class OffloadingManager:
         return plan.epoch >= self._void_before
 
     def _note_damage(self, rows: npt.NDArray[np.int32]) -> None:
-        """Called before the blocks of a load are unpinned, if these rows of its plan are damaged."""
+        """Do nothing. A subclass records the damaged rows of a plan, before the plan is unpinned."""
 
     def _release(self, plan: StorePlan) -> None:
         """Free the slots of a store whose blocks a `reset` has forgotten."""
@@ -769,7 +780,7 @@ class OffloadingManager:
         self._report_uses(ctx, num_used)
 
     def _report_uses(self, ctx: RequestContext, num_used: int) -> None:
-        """Report references and uses to a policy and a rule in Python; kernels report to compiled ones."""
+        """Report references and uses to a policy or rule in Python. Kernels report to compiled policies."""
         if not self.store_mode.is_compiled:
             self.store_mode.observe(ctx)
         if num_used:

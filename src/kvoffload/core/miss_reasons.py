@@ -1,6 +1,6 @@
-"""Names of the reasons for which a block of a prompt was missing, of live metrics and of `explain`.
+"""Reasons why a block of a prompt was missing, as live metrics and `explain` report them.
 
-Knows names and meanings; no managers, engines or traces.
+Knows names and meanings, but no managers, engines or traces.
 """
 
 from __future__ import annotations

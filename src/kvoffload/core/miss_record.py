@@ -1,4 +1,4 @@
-"""A bounded record of the reasons for which blocks are absent, for `OffloadingManager.count_misses`.
+"""A bounded record of the reasons why blocks are absent, for `OffloadingManager.count_misses`.
 
 Owns a table of the last events of absent blocks. Knows hashes, not keys, and decides nothing: a wrong entry
 can only make an explanation wrong.
@@ -49,20 +49,19 @@ _EVENT = 15
 
 
 class MissRecord(Struct):
-    """The last event of about twice as many absent blocks as the cache has slots.
+    """A set-associative table of the last events of absent blocks, with about two entries for each slot.
 
-    A set-associative table. An entry is 28 bits of the key's hash and the event, and the entries of a set
-    are in the order of their events. A new entry of a full set replaces the oldest entry of the set, which on
-    average is as old as the last `num_entries` events.
+    An entry consists of 28 bits of the key's hash and the event. The newest entry of a set comes first. In a
+    full set a new entry replaces the oldest entry. On average this happens after `num_entries` new entries.
 
-    A block without an entry gets the event of another block if 28 bits of their hashes are equal: in one of
-    33 million lookups.
+    A block without an entry gets the event of another block if the 28 bits are equal, in one of 33 million
+    lookups.
 
     Memory: 8 bytes a slot, in whole sets.
 
     Attributes:
         table: uint32, `WAYS` entries a set; 0 is an empty entry.
-        num_entered: entries that were ever made; a second event of a key in the table makes none.
+        num_entered: number of new entries so far. A second event of a key in the table adds no entry.
     """
 
     table: U32Array
@@ -88,14 +87,14 @@ def by_reason(counts: CountArray) -> dict[str, int]:
 
 @inline
 def _first_of(table: U32Array, h: np.uint64) -> int:
-    """Return the first entry of the set of a key with hash `h`."""
+    """Return the index of the first entry in the set of a key with hash `h`."""
     num_sets = np.uint64(table.shape[0] // WAYS)
     return np.int64(((h >> np.uint64(32)) * num_sets) >> np.uint64(32)) * WAYS
 
 
 @inline
 def _tag_of(h: np.uint64) -> np.uint32:
-    """Return the 28 bits of a hash that an entry has. The upper half of the hash selects the set."""
+    """Return the 28 bits of a hash that an entry stores. The upper half of the hash selects the set."""
     return np.uint32(h & np.uint64(0xFFFFFFF0))
 
 
@@ -131,7 +130,7 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
 def reason_of(record: MissRecord, h: np.uint64) -> int:
     """Return the last event of the absent key with hash `h`.
 
-    `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
+    Without an entry: `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
     """
     table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:

@@ -30,8 +30,7 @@ class OnCompute:
         follows_device: True if the mode tracks which blocks the device holds. Then the policy observes a
             request before its load instead of before its store.
         is_compiled: True if kernels do all the work: the policy is compiled, and no admission rule is set.
-        num_not_admitted: blocks of the last offer that the admission rule refused; other refused blocks were
-            refused by the policy.
+        num_not_admitted: number of blocks of the last offer that the admission rule, not the policy, refused.
     """
 
     one_prefix: ClassVar[bool] = True
@@ -54,7 +53,7 @@ class OnCompute:
         self.bind()
 
     def bind(self) -> None:
-        """Give a compiled policy's addresses to the kernels; call it again when the state is replaced."""
+        """Write a compiled policy's addresses to `Cache`. Call again after a change of its state."""
         policy, cache = self.policy, self.cache
         if not isinstance(policy, CompiledPolicy):
             return
@@ -97,9 +96,9 @@ class OnCompute:
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
-        """Report the end of a request to a policy whose `finished` is in Python, or was deferred.
+        """Report the end of a request to a `finished` in Python, or to a compiled `finished` if deferred.
 
-        The kernel defers the report to a compiled `finished` if `num_used` uses were reported in Python.
+        The kernel defers its report if uses must first be reported in Python, which `num_used` counts.
         """
         if num_used:
             kernels.finish(self.cache.memory, ctx.memory, True)
@@ -141,13 +140,13 @@ class OnCompute:
         return stored
 
     def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """Return how many new blocks the rule admits; the admitted blocks are at the front of both arrays."""
+        """Return the number of new blocks that the rule admits, after moving these rows to the front."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Let a policy in Python fill ``new.slots`` from ``new.num_given`` on with its victims.
+        """Call `replace` of a policy in Python, which writes victims to ``new.slots`` from ``num_given`` on.
 
-        The victims themselves are checked later, by the kernel, as for compiled policies.
+        The kernel checks the victims later. Raises: `PolicyError` for forbidden refusals or changed slots.
         """
         policy, slots = self.policy, new.slots[: new.count]
         given = slots[: new.num_given].copy()
@@ -164,7 +163,7 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Report resident blocks that the device has dropped to a policy in Python."""
+        """Report to a policy in Python that the device dropped resident blocks. Only for a victim tier."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in this row of a plan."""
@@ -182,7 +181,7 @@ class OnCompute:
         self.policy.remove(slots)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget the duplicates, their uses and the policy's state."""
         self.cache.duplicates.clear()
         self.cache.known.clear()
         self.policy.reset()

@@ -23,7 +23,7 @@ StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
 ON_DEVICE_EVICTION: Final = "on-device-eviction"
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-"""The times at which blocks are offered to a tier: once computed, or when the device drops them."""
+"""Store modes: the engine offers blocks once they are computed, or when the device drops them."""
 
 
 class LookupResult(Enum):
@@ -138,7 +138,7 @@ class StorePlan(_Plan):
     def keys(self) -> Keys:
         """The offered keys to store, in the order of the offer.
 
-        Empty if all are resident or none is admitted.
+        Empty if every offered block is resident or refused.
         """
         return Keys(Entering.array(self.memory, "keys", self.num_stored), self.request.key_bytes)
 
@@ -210,10 +210,10 @@ def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
 
 @dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks that became readable in a medium, or left it (`removed`).
+    """Blocks that became readable in a medium, or, with `removed`, left the medium.
 
-    `block_size` is the number of tokens in a block, or 0 if unknown. `is_reset`: every block left the medium,
-    and `keys` is empty; only of pools that processes share.
+    `block_size` is the number of tokens in a block, or 0 if unknown. With `is_reset`, every block left the
+    medium and `keys` is empty; only pools that processes share set `is_reset`.
     """
 
     keys: Keys
@@ -252,9 +252,9 @@ class ManagerStats:
     refused: int = 0
     """Not admitted by the admission rule, or refused by the policy."""
     dropped: int = 0
-    """Admitted, but without room: all other blocks were pinned, in flight, or of the same request."""
+    """Admitted, but without room: all other blocks were pinned, in flight, or protected."""
     kept: int = 0
-    """In a victim tier: offered while resident as duplicates, so kept without a copy."""
+    """In a victim tier: blocks that were duplicates when offered, and stayed without a copy."""
     discarded: int = 0
     """Removed without being evicted: damaged, or forgotten by `reset`."""
     expected: int = 0

@@ -37,16 +37,16 @@ class EvictionPolicy(ABC):
         name: the name in options.
         good_for: the workloads that profit, in one line.
         paper: the publication.
-        index: the manager's index; ``index.keys[slot]`` is the key of a resident block, readable until
-            `replace` returns.
+        index: the manager's index; ``index.keys[slot]`` is the key of a resident block. A victim's key is
+            readable until `replace` returns.
         capacity_blocks: number of slots.
         refuses: True if `replace` may refuse new blocks.
         counts_uses: True if the policy reads `reused`. If False, a victim tier does not track uses.
         write_cost: fraction by which the value of a new block must exceed the victim's value to justify the
             write; for policies that refuse. None: the policy's default.
 
-    Every other public attribute with an annotation and a default that is not a ``ClassVar`` is a parameter
-    that users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
+    Every other public attribute with an annotation and a default, except a ``ClassVar``, is a parameter that
+    users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
     """
 
     name: ClassVar[str]
@@ -68,9 +68,10 @@ class EvictionPolicy(ABC):
         becomes the most recent block and the tail is evicted first.
 
         A victim tier reports uses later, because the device holds a block while the block is used. When the
-        device has dropped blocks and `replace` has inserted them, the tier calls `access` with all blocks of
-        the offer, in their order; `reused` marks blocks that were used again while they were duplicates. The
-        tier makes no such call for a policy that observes all traffic, or whose `counts_uses` is False.
+        device has dropped blocks and `replace` has inserted these blocks, the tier calls `access` with all
+        blocks of the offer, in order. `reused` marks blocks that were used again while they were duplicates;
+        it is False for a policy that observes all traffic, or whose `counts_uses` is False. The tier omits
+        the call if no block was reused and the offer was all kept or all stored.
 
         Args:
             slots: shape ``(n,)``, int32.
@@ -87,8 +88,8 @@ class EvictionPolicy(ABC):
         and adds the new blocks; if it orders by recency, the head of the prefix is the most recent.
 
         A policy whose `refuses` is True may write `REFUSED` in place of a victim, if the victim is worth more
-        than the new block. If `protected.one_prefix`, it then also refuses all following blocks, which would
-        be unreachable. If `protected.admitted`, it refuses none.
+        than the new block. If `protected.one_prefix`, the policy must also refuse all following blocks, which
+        would be unreachable. If `protected.admitted`, the policy must refuse no block.
 
         Args:
             keys: keys of the new blocks, all different, none of them in the policy's order.
@@ -145,7 +146,7 @@ class EvictionPolicy(ABC):
 
         Args:
             path: the request's keys, in prefix order.
-            slots: shape ``(len(path),)``, int32; the slot of each, or -1.
+            slots: shape ``(len(path),)``, int32; the slot of each block, or -1.
             hints: labels from the engine, which may be wrong.
         """
 
@@ -153,7 +154,7 @@ class EvictionPolicy(ABC):
         """Record that the manager uses this number of slots now, at most `capacity_blocks`.
 
         For policies that compare the cache with other caches of the same size. Called on each step of a
-        resize, and on a new policy that replaces another one.
+        resize, and when the policy starts to replace another policy.
         """
 
     @classmethod
@@ -163,7 +164,7 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def needs_returns(cls) -> bool:
-        """Return whether a victim tier reports returning blocks to the policy (see `access`)."""
+        """Return whether a victim tier tracks uses of duplicates for the policy (see `access`)."""
         return cls.counts_uses and not cls.observes()
 
     @abstractmethod
@@ -182,14 +183,17 @@ class EvictionPolicy(ABC):
         return None
 
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
-        """Return the lists of `order` and their numbers, the coldest list first; None without such lists.
+        """Return the lists that define `order` and their numbers, coldest list first; None without lists.
 
-        With lists or a heap, a manager changes to another policy without a long call.
+        With lists or a heap, a change to another policy needs no call that takes O(blocks).
         """
         return None
 
     def ordered_heap(self) -> Heap | None:
-        """Return the heap of `order`, in which a rank changes only when its block is used; or None."""
+        """Return the heap that defines `order`; None without a heap.
+
+        A rank in the heap may change only when its block is used.
+        """
         return None
 
 
@@ -223,7 +227,7 @@ class BlockwisePolicy(EvictionPolicy):
 
     @abstractmethod
     def forget(self, slot: int) -> None:
-        """Remove the block in `slot` from the order; it left without being chosen as a victim."""
+        """Remove from the order the block in `slot`, which left without being chosen as a victim."""
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):

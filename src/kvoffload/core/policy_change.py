@@ -1,8 +1,8 @@
 """The change of a serving manager's policy: the new policy adopts the resident blocks, in order.
 
-A `PolicyChange` is made in any thread, begun by `OffloadingManager.begin_policy_change` and advanced by
-`OffloadingManager.advance_policy_change`, which reads the old policy's order in steps (`resident_order`).
-Until the new policy has every block, the old policy decides.
+Any thread may create a `PolicyChange`. `OffloadingManager.begin_policy_change` begins the change, and
+`OffloadingManager.advance_policy_change` reads the old policy's order in steps (`resident_order`). The old
+policy decides until the new policy has every block.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from kvoffload.structures.structs import Struct, call_2, call_4
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
 _CALL_BLOCKS = 16
-"""Blocks that cost as much as a call of the new policy."""
+"""A call of the new policy costs at least as much as this number of blocks."""
 
 
 class State(Struct):
     """The state of a `Handover`.
 
     Attributes:
-        taken: `NEW` for the blocks in the new policy's order; the blocks that were used or stored since the
-            change began, which the new policy gets last.
+        taken: ``taken.where`` is `NEW` for blocks in the new policy's order. ``taken.recent`` lists blocks
+            used or stored since the change began; the new policy adopts these blocks last.
         reused: True for blocks that were used again since the change began.
         num_calls: number of calls that used or stored blocks.
-        removed: blocks that the new policy forgets.
+        removed: blocks that the new policy must forget, collected for one call.
         old, new: addresses of the policies' states.
         old_expect, new_expect, ...: addresses of the policies' functions, or 0.
     """
@@ -102,7 +102,7 @@ class Handover(CompiledPolicy):
         )
 
     def follow_states(self) -> None:
-        """Take the addresses of the policies' states, which their `reset` may have replaced."""
+        """Update the addresses of the policies' states. A policy's `reset` may replace its state."""
         self.state.old, self.state.new = self.old.state.address, self.new.state.address
 
     def reset(self) -> None:
@@ -120,7 +120,7 @@ class Handover(CompiledPolicy):
 
 @inline
 def _forget(own: State, slot: int) -> None:
-    """Note that a block has left the old policy's order, and collect it if the new policy has it."""
+    """Record that a block left the old policy's order; if the new policy has it, collect it in `removed`."""
     taken = own.taken
     if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
@@ -141,7 +141,7 @@ def _remove_collected(own: State) -> None:
 
 @inline
 def _note_use(own: State, slot: int, is_reused: bool) -> None:
-    """Make a block the most recent."""
+    """Move a block to the head of the recent blocks."""
     links, sentinel = own.taken.recent.links, own.taken.recent.num_positions
     own.taken.stamps[slot] = own.num_calls
     if links[slot, LIST] == UNLISTED:
@@ -209,9 +209,9 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Take the coldest recent blocks of one call, at most as many as there is room for.
+    """Remove the coldest recent blocks of one call from the recent blocks, at most ``len(slots)``.
 
-    Writes them from the end of `slots` towards the front, so that the coldest is last; returns their number.
+    Writes the blocks to the end of `slots`, the coldest block last. Returns their number.
     """
     links, sentinel, stamps = own.taken.recent.links, own.taken.recent.num_positions, own.taken.stamps
     count, room = 0, slots.shape[0]
@@ -229,7 +229,7 @@ def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
 
 @kernel
 def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: Path) -> None:
-    """Give the blocks that only the old policy has to the new policy, except for recent blocks."""
+    """Add these blocks to the new policy, except recent blocks and blocks that the new policy has."""
     for i in range(slots.shape[0]):
         slot = slots[i]
         if is_left(own.taken, slot) and is_ordered(cache, slot):
@@ -247,10 +247,10 @@ class PolicyChange:
     allocates its memory, which can take seconds.
 
     Attributes:
-        spec: the new policy, as it was given.
+        spec: the new policy, as the caller specified it.
         old, new: the policies.
-        policy: the manager's policy until the change is complete: a `Handover`, or `old` if a policy is not
-            compiled. Then the change completes in one step.
+        policy: the manager's policy during the change: a `Handover`. If one of the policies is not compiled:
+            `old`, and the change completes in one step.
         known: the keys that a victim tier remembers for the new policy.
     """
 
@@ -289,15 +289,15 @@ class PolicyChange:
             self._readers = readers_of(self.old)
 
     def adopt_all(self, cache: Cache, ordered: SlotArray) -> None:
-        """Give all blocks to the new policy, if a policy is in Python.
+        """Add all blocks to the new policy. For a change with a policy in Python.
 
-        `ordered`: the blocks that the old policy orders, for an old policy without an order.
+        `ordered`: slots of the blocks that the old policy orders; used if its `order` returns None.
         """
         order = self.old.order()
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
 
     def advance(self, cache: Cache, num_blocks: int) -> bool:
-        """Give the new policy about `num_blocks` more blocks, coldest first; return True if it has all."""
+        """Add about `num_blocks` blocks to the new policy, coldest first; return True if it has all."""
         assert isinstance(self.policy, Handover)
         num_blocks = self._advance_readers(self.policy.state.taken, cache, num_blocks)
         recent = self.policy.state.taken.recent
@@ -310,7 +310,10 @@ class PolicyChange:
         return not self._readers and not recent.size(0)
 
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
-        """Give the new policy blocks that were not used since the begin; return how many more it may get."""
+        """Add blocks to the new policy that were not used since the change began.
+
+        Returns `num_blocks` less the cost of this call, in blocks.
+        """
         taken.allow(num_blocks)
         while num_blocks > 0 and taken.visits_left > 0 and self._readers:
             slots = self._readers[0].take(taken, cache, min(num_blocks, _CHUNK))
@@ -322,7 +325,7 @@ class PolicyChange:
         return num_blocks
 
     def _adopt(self, cache: Cache, slots: SlotArray) -> None:
-        """Give blocks to the new policy one by one, coldest first, so that every policy keeps the order."""
+        """Add blocks to the new policy one by one, coldest first. Single calls preserve the order."""
         new = Entering.over(blank_store(1, self.new.index.key_bytes))
         new.one_prefix, new.admitted = not self.follows_device, True
         if isinstance(self.policy, Handover):
@@ -334,7 +337,7 @@ class PolicyChange:
             self.new.replace_in(new, cache.memory, self._path)
 
     def _give_recent(self, cache: Cache) -> int:
-        """Give the coldest recent blocks of one call to the new policy; return their number."""
+        """Add the coldest recent blocks of one call to the new policy; return the cost, in blocks."""
         assert isinstance(self.policy, Handover)
         state = self.policy.state
         slots, reused = np.empty(_CHUNK, np.int32), np.empty(_CHUNK, np.bool_)

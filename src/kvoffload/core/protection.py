@@ -15,14 +15,14 @@ from kvoffload.structures.jit import kernel
 
 
 class Protected:
-    """The slots that must not be evicted: free, in flight, pinned, or of the storing request.
+    """The slots that must not be evicted: free, in flight, pinned, of the storing request, or spared.
 
-    Policies in Python test ``slot in protected``; compiled policies call `state.evictable`. Valid during one
-    call of `EvictionPolicy.replace`.
+    Spared slots hold expected blocks, or blocks that quotas protect. Policies in Python test ``slot in
+    protected``; compiled policies call `state.evictable`. Valid during one call of `EvictionPolicy.replace`.
 
     Attributes:
-        entering: slots that the policy has assigned in this call. Python policies add to this set; compiled
-            policies list such slots only after they have chosen every victim.
+        entering: slots that the policy has assigned in this call. A policy in Python adds each slot to this
+            set. A compiled policy does not use the set: it inserts blocks after it has chosen every victim.
         one_prefix: True if the new blocks follow one another in one request, so that each block needs the
             blocks before it.
         admitted: True if the policy may refuse none of the new blocks.
@@ -43,7 +43,7 @@ class Protected:
     def is_quiet(self) -> bool:
         """True if the policy should not learn from this store.
 
-        With quotas: a tenant replaces its own blocks, and too many for its part of the cache.
+        Only with quotas: a tenant replaces its own blocks, more of them than its part of the cache justifies.
         """
         return bool(_is_quiet(self.cache))
 
@@ -52,7 +52,7 @@ class Protected:
         return bool(_is_expected(self.cache, key))
 
     def depth_of(self, key: bytes) -> int:
-        """Return the position of a block on the path of the storing request, from 0, or -1."""
+        """Return a block's position on the storing request's path, from 0; -1 if it is not on the path."""
         return _depth_of(self.path, key)
 
 

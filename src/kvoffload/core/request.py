@@ -2,7 +2,7 @@
 
 Owns the request's *path*: the keys that the request has looked up, loaded, touched or offered, in order of
 first appearance, with a record of each key. The path ensures that a retried request accesses each block once,
-that its own blocks are protected while it stores, and that each key is hashed and looked up only once.
+that a store protects the request's own blocks, and that each key is hashed and looked up only once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvoffload.structures.keys import Keys, words_per_key, wrong_key
 from kvoffload.structures.structs import Struct
 
 HASH, HINT, FLAGS = 0, 1, 2
-"""Columns of `records`. HINT is the last known slot, ``version << 32 | slot + 1``, or 0. It is valid until
-the slot's version changes, because a block may leave and return while a request runs."""
+"""Columns of `records`. HINT is the block's last known slot, ``version << 32 | slot + 1``, or 0 for none. A
+hint is valid until the slot's version changes. The block may leave and return while the request runs."""
 
 ACCESSED = 1
 SCRATCH = 2
@@ -52,13 +52,13 @@ class Path(Struct):
             the blocks that `kernels.count_misses` has counted.
         length: number of keys on the path.
         observed: number of leading keys that a compiled policy has observed.
-        on_device: number of leading blocks that the device holds: the blocks before the first lookup.
+        on_device: number of leading blocks that the device holds: path position of the first looked-up block.
         was_asked: 1 after the first lookup.
         label: number of the request's hints (`hints.Labels`).
         num_expected: number of leading keys that are expected while the request waits in the engine's queue.
         foreseen: number of expected keys that were reported to the policy.
         number: number of the request in a recording of calls; 0 before its first recorded call.
-        recorded: number of leading keys that the recording has.
+        recorded: number of leading keys in the recording of calls; `log.ENDED` after the end of the request.
         tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
     """
@@ -180,9 +180,10 @@ class RequestContext:
             self.add(keys)
 
     def extend(self, keys: Sequence[bytes]) -> I32Array:
-        """Add `keys` to the path; return the position of each (a view, valid until the request's next call).
+        """Add `keys` to the path; return the position of each key.
 
-        Cost: O(keys). Raises `ValueError` that names the first key of a wrong length.
+        The result is a view, valid until the request's next call. Cost: O(keys). Raises `ValueError` that
+        names the first key of a wrong length.
         """
         self.add(keys)
         return self.positions(len(keys))
@@ -199,7 +200,7 @@ class RequestContext:
         return Path.array(self.memory, "positions", count)
 
     def found(self, count: int) -> I32Array:
-        """Return the first rows of ``Path.found`` (a view)."""
+        """Return the first `count` entries of ``Path.found`` (a view)."""
         return Path.array(self.memory, "found", count)
 
     def used(self, count: int) -> tuple[I32Array, BoolArray]:
@@ -240,7 +241,7 @@ def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
 
 
 def room_for(count: int) -> int:
-    """Return the next power of two, so that few different sizes are allocated."""
+    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, to allocate few different sizes."""
     return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
 
 
@@ -259,9 +260,9 @@ def _blank_path(room: int, key_bytes: int) -> bytes:
 
 @inline
 def place_of(path: Path, length: int, row: int) -> int:
-    """Return the path position of the key in row `row` of the path's index, inserting a new key at `length`.
+    """Return the path position of the key in ``path.index.keys[row]``. A new key gets the position `length`.
 
-    Returns ABSENT if there is no room.
+    Returns ABSENT if there is no room for a new key.
     """
     index, records = path.index, path.records
     h = hash_row(index.keys, row)

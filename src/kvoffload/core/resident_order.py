@@ -1,10 +1,10 @@
 """The order of a policy's blocks, read in steps while the policy works.
 
-Each class here reads one kind of order. `take` returns the next blocks, coldest first; a block that moves
-meanwhile because it is used may come twice, late or never, so that the caller must know the used blocks. The
-last reader, `SlotSweep`, finds the blocks that the others have missed.
+Each reader class reads one kind of order. `take` returns the next blocks, coldest first. A block that is used
+during the reading moves, and may be returned twice, late or never. So the caller must record used blocks
+(`Taken.recent`). The last reader, `SlotSweep`, returns the blocks that earlier readers missed.
 
-The caller marks the blocks that it has taken (`Taken.where`). Does not know why the order is read.
+The caller marks the returned blocks as taken (`Taken.where`). Does not know why the order is read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
 from kvoffload.structures.structs import Struct
 
 LEFT, NEW = 0, 1
-"""Values of `Taken.where`."""
+"""Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Blocks that a reader may pass for each block that it should return. A block taken from a heap, and a list,
-count as many."""
+"""Visits that a reader may spend for each block to return: 1 to pass a block of a list, `_VISITS` to take a
+block from a heap or to end a pass over a list."""
 _COPY_VISITS = _VISITS // 2
-"""Visits that the copy of a rank counts for."""
+"""Visits to copy a rank of a heap."""
 _NO_CURSOR = -1
 
 
@@ -40,9 +40,9 @@ class Taken(Struct):
         recent: the blocks that were used or stored since the reading began, most recent first.
         stamps: number of the call that used or stored the recent block in each slot.
         cursor: the last block that the reader has passed, or `_NO_CURSOR`.
-        cursor_stamp: the stamp of that block, if it was recent.
+        cursor_stamp: the stamp of the block at the cursor; -1 if that block was not recent.
         at_end: 1 if a list has no further block.
-        visits_left: number of blocks that the readers may still pass. A reader can exceed it by `_VISITS`.
+        visits_left: number of visits that the readers may still spend. A reader can exceed it by `_VISITS`.
     """
 
     where: I32Array
@@ -62,7 +62,7 @@ class Taken(Struct):
         )
 
     def allow(self, num_blocks: int) -> None:
-        """Let the readers pass as many blocks as `num_blocks` further blocks are worth."""
+        """Set `visits_left` to the number of visits for `num_blocks` blocks."""
         self.visits_left = _VISITS * num_blocks + 64
 
     def clear(self) -> None:
@@ -80,16 +80,16 @@ class Reader(Protocol):
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
         """Return up to `most` of the next blocks, within `Taken.visits_left`.
 
-        Fewer blocks, or none, does not mean that the reader is done.
+        A reader that returns fewer blocks, or none, is not necessarily done; see `is_done`.
         """
 
 
 class ListsReader:
-    """Reads a policy that orders blocks by lists, each from its tail.
+    """Reads the lists of a policy, each list from the tail.
 
-    If the block at the cursor has moved, the reader begins again at the tail of the list, and passes the
-    taken blocks. It cannot always see that: a policy may move taken blocks to the head, with the block at the
-    cursor. So a list is done when a pass from its tail has found no block.
+    If the block at the cursor has moved, the reader starts again at the tail of the list and skips the taken
+    blocks. The reader cannot detect every move: a policy may move the block at the cursor to the head,
+    together with taken blocks. So a list is done only after a pass from the tail that finds no block.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -116,9 +116,9 @@ class ListsReader:
 
 
 class HeapReader:
-    """Reads a policy that orders blocks by a heap: copies all ranks, then takes the least.
+    """Reads the heap of a policy: first copies all ranks, then returns the blocks of least rank first.
 
-    A block's rank changes only when the block is used, so the ranks can be copied in steps.
+    The ranks can be copied in steps, because a block's rank changes only when the block is used.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -142,7 +142,7 @@ class HeapReader:
 
 
 class ListedReader:
-    """Returns blocks in an order that was read before."""
+    """Returns the blocks of a list that `EvictionPolicy.order` returned."""
 
     def __init__(self, order: list[int]) -> None:
         self._coldest_last = order[::-1]
@@ -156,7 +156,7 @@ class ListedReader:
 
 
 class SlotSweep:
-    """Returns the blocks that are left, by slot."""
+    """Returns the blocks that are neither taken nor recent, in order of slots."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity, self._at = capacity, 0
@@ -178,7 +178,10 @@ def has_steps(policy: EvictionPolicy) -> bool:
 
 
 def readers_of(policy: EvictionPolicy) -> list[Reader]:
-    """Return the readers of a policy's order. Cost: O(1) with lists, otherwise O(blocks)."""
+    """Return readers of a policy's order, to be used one after another.
+
+    Cost: O(1) with lists, otherwise O(blocks).
+    """
     sweep = SlotSweep(policy.capacity_blocks)
     if policy.ordered_lists() is not None:
         return [ListsReader(policy), sweep]
@@ -202,7 +205,7 @@ def is_ordered(cache: Cache, slot: int) -> bool:
 
 @inline
 def _stamp_of(taken: Taken, slot: int) -> int:
-    """Return the stamp of a recent block; -1 for others."""
+    """Return the stamp of a recent block; -1 for other blocks."""
     if taken.recent.links[slot, LIST] == UNLISTED:
         return np.int64(-1)
     return taken.stamps[slot]
@@ -210,9 +213,9 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 
 @inline
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
-    """Return whether the block at the cursor is where it was.
+    """Return whether the block at the cursor has not moved.
 
-    All blocks that are colder are taken or recent. New and used blocks join at the head.
+    Then the next colder block is taken or recent, because new and used blocks join the list at the head.
     """
     if (
         slot == _NO_CURSOR
@@ -226,7 +229,10 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 @kernel
 def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
-    """Write the next blocks of a list that are left; return their number. Sets `at_end` at the list's end."""
+    """Write the next blocks of a list that `is_left` selects; return their number.
+
+    Sets ``taken.at_end`` to 1 at the end of the list.
+    """
     links, count, slot = lists.links, 0, taken.cursor
     if not _has_stayed(taken, lists, sentinel, slot):
         slot = sentinel
@@ -245,7 +251,7 @@ def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Arr
 
 @kernel
 def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, stop: int) -> None:
-    """Add the blocks in the slots `start` to `stop` that are left to a copy of a heap."""
+    """Copy the ranks of the slots `start` to ``stop - 1`` to `copy`, for blocks that `is_left` selects."""
     for slot in range(start, stop):
         if is_left(taken, slot) and is_ordered(cache, slot):
             copy.order[slot, RANK], copy.order[slot, STAMP] = heap.order[slot, RANK], heap.order[slot, STAMP]
@@ -254,7 +260,10 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 
 @kernel
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
-    """Take blocks from a heap, least first; write those that are left, and return their number."""
+    """Remove blocks from a heap, least first; write the blocks that `is_left` selects.
+
+    Returns the number of written blocks.
+    """
     count = 0
     while heap.size > 0 and count < slots.shape[0] and taken.visits_left > 0:
         taken.visits_left -= _VISITS
@@ -268,7 +277,10 @@ def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
 
 @kernel
 def _sweep(taken: Taken, cache: Cache, start: int, stop: int, slots: I32Array) -> int:
-    """Write the slots from `start` on whose blocks are left; return ``next slot << 32 | number``."""
+    """Write the slots from `start` to ``stop - 1`` whose blocks `is_left` selects.
+
+    Returns ``next slot << 32 | number of slots``.
+    """
     count, slot = np.int64(0), np.int64(start)
     while slot < stop and count < slots.shape[0]:
         if is_left(taken, slot) and is_ordered(cache, slot):

@@ -1,8 +1,8 @@
-"""Uses of blocks while they are duplicates in a victim tier and no policy orders them.
+"""A record of the uses of duplicates in a victim tier, which no policy orders.
 
-A policy forgets a duplicate, and would treat the block as new when the device drops it. So the tier itself
-remembers used keys in two lists: blocks used once, and blocks used again, by another request or as a hit from
-this tier. Decides nothing: the policy receives the flag when the block returns.
+A policy forgets a block that becomes a duplicate, and would treat it as new when the device drops it. So the
+tier remembers used keys in two lists: blocks used once, and blocks used again, by another request or as a hit
+from this tier. Decides nothing: when the block returns, the policy receives the flag `reused`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the lists, each with room for as many keys as the tier has slots; no room unless `is_needed`.
+    """Create the two lists, each with room for one key per slot of the tier; no room unless `is_needed`.
 
-    This is enough for a device with as many blocks as the tier. With a larger device the least recently used
-    keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
+    The room suffices for a device with as many blocks as the tier. With a larger device the least recently
+    used keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
     """
     return KeyLists(2 * len(index.keys) if is_needed else 0, index.key_bytes, 2)
 

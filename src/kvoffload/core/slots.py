@@ -70,7 +70,7 @@ class Slots(Struct):
         return self.capacity - self.num_free - self.num_writing - self.num_condemned - self.num_unused
 
     def free(self) -> list[int]:
-        """Return the free slots, the next slot to be used last. Cost: O(capacity), for audits."""
+        """Return the free slots; the last element is used next. Cost: O(capacity), for audits."""
         return list(map(int, self.stack[: self.num_free]))
 
     def ready(self) -> SlotArray:
@@ -88,7 +88,7 @@ class Slots(Struct):
     def condemn(self, slots: SlotArray) -> None:
         """Forget the ready blocks in these slots.
 
-        Unpinned slots are freed now, pinned slots when unpinned.
+        Slots without a pin are freed now. Pinned slots stay condemned until `release`.
         """
         idle = self.ref_cnt[slots] == 0
         self.num_evictable -= int(np.count_nonzero(idle))
@@ -97,9 +97,9 @@ class Slots(Struct):
         _free(self.memory, slots[idle])
 
     def withhold(self, count: int) -> SlotArray:
-        """Take the `count` free slots that would be used last out of use, until they are released.
+        """Condemn `count` free slots, the last in the order of use, until `release`; return these slots.
 
-        Withheld slots count as condemned, also after a `reset`.
+        The slots stay condemned after a `reset`, unless `drop_in_flight`.
         """
         taken = self.stack[:count].copy()
         self.stack[: self.num_free - count] = self.stack[count : self.num_free].copy()
@@ -110,7 +110,7 @@ class Slots(Struct):
         return taken
 
     def release(self, slots: SlotArray) -> int:
-        """Free the condemned slots among `slots` that have no pin; return how many."""
+        """Free the condemned slots among `slots` that have no pin; return their number."""
         idle = np.fromiter(dict.fromkeys(slots.tolist()), np.int32)
         idle = idle[self.condemned[idle] & (self.ref_cnt[idle] <= 0)]
         self.condemned[idle] = False
@@ -119,11 +119,11 @@ class Slots(Struct):
         return len(idle)
 
     def retire(self, most: int) -> int:
-        """Make up to `most` free slots unused; return how many."""
+        """Move up to `most` slots from free to unused; return their number."""
         return _retire(self.memory, most)
 
     def readmit(self, most: int) -> int:
-        """Make up to `most` unused slots free; return how many."""
+        """Move up to `most` slots from unused to free; return their number."""
         return _readmit(self.memory, most)
 
     def unused(self) -> SlotArray:
@@ -131,7 +131,7 @@ class Slots(Struct):
         return self.stack[self.capacity - self.num_unused :]
 
     def reset(self, *, drop_in_flight: bool) -> None:
-        """Forget every block and condemn the slots that a transfer uses, unless `drop_in_flight`.
+        """Forget every block. Slots that a transfer uses are condemned, or freed if `drop_in_flight`.
 
         Unused slots stay unused. Cost: O(capacity).
         """

@@ -40,13 +40,13 @@ class Cache(Struct):
             and the policy needs them.
         expected: keys that waiting requests expect. Without room until the first request waits
             (`make_queue`).
-        misses: the reasons for which blocks are absent. Without room unless the manager explains misses.
+        misses: the last events of absent blocks. Without room unless the manager explains misses.
         tenants: owners and quotas. Without room until the manager has quotas.
         has_tenants: 1 if the manager has quotas.
         member: tenant of all requests of this process, if the tenants are the engines of a shared pool;
             otherwise 0, and each request names its tenant.
-        spares: bit mask of what the current store must not evict: `SPARES_EXPECTED` if it has enough room
-            without evicting expected blocks, `SPARES_TENANTS` if quotas limit its victims.
+        spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
+            blocks, because it has enough room without them. `SPARES_TENANTS`: quotas limit its victims.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
             manager calls the policy in Python.
@@ -87,7 +87,7 @@ class Cache(Struct):
     discarded: int
 
     def make_queue(self) -> Expected:
-        """Give `expected` room for the keys of waiting requests, once; return it."""
+        """Return `expected`; the first call allocates room for the keys of waiting requests."""
         if self.expected.keys.lists.num_positions == 0:
             self.exchange("expected", Expected(most_expected(self.slots.capacity), self.index.key_bytes))
         expected: Expected = self.expected
@@ -108,7 +108,8 @@ class Entering(Struct):
         num_dropped, num_refused: as in `StorePlan`.
         one_prefix: 1 if the blocks follow one another in one request.
         admitted: 1 if the policy may refuse no block.
-        number: number of the plan in a recording of calls, negative for a part of that plan; 0 without one.
+        number: number of the plan in a recording of calls; negative for a part of a split plan; 0 if calls
+            are not recorded.
     """
 
     keys: U64Matrix
@@ -141,7 +142,7 @@ def blank_store(num_blocks: int, key_bytes: int) -> Any:
 
 
 def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
-    """Create an `Entering` of these blocks; the first `num_given` have their slots."""
+    """Create an `Entering` of these keys and slots, of which the first `num_given` slots are assigned."""
     count = len(slots)
     new = Entering.over(blank_store(count, keys.key_bytes))
     new.keys[:count], new.slots[:count] = keys.words, slots
@@ -188,13 +189,13 @@ def may_give(cache: Cache, slot: int) -> bool:
 
 @inline
 def is_quiet(cache: Cache) -> bool:
-    """Return whether the policy should leave no ghosts of the current store, and not adapt to it."""
+    """Return whether the policy should neither adapt to the current store nor keep ghosts of its victims."""
     return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_quiet != 0
 
 
 @inline
 def evictable(cache: Cache, path: Path, slot: int) -> bool:
-    """Return whether the store may evict the block in `slot`; some blocks are spared (`cache.spares`)."""
+    """Return whether the store may evict the block in `slot`, within the limits of ``cache.spares``."""
     if not may_give(cache, slot) or not can_leave(cache, path, slot):
         return False
     keys = cache.index.keys
@@ -212,17 +213,17 @@ def is_expected(cache: Cache, new: Entering, row: int) -> bool:
 
 @inline
 def note_move(cache: Cache, slot: int) -> None:
-    """Record that a block may move in its list, so that a search does not begin there (`resume_search`)."""
+    """Record that a block may move in its list, so that `resume_search` does not start at the block."""
     if cache.has_tenants:
         cache.tenants.moves[slot] += np.uint32(1)
 
 
 @inline
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
-    """Return the coldest evictable block of a list, from `slot` towards the head, or the sentinel.
+    """Return the coldest evictable block from `slot` towards the head of a list, or the sentinel.
 
-    With quotas, a search from the tail begins where an earlier one has skipped blocks of other tenants. So a
-    compiled policy that moves a block to the head of the same list in `replace` calls `note_move`.
+    With quotas, a search from the tail resumes after blocks that an earlier search has skipped. So a compiled
+    policy must call `note_move` when `replace` moves a block to the head of its list.
     """
     return coldest_of(cache, path, links, slot, sentinel, sentinel)
 
@@ -239,7 +240,7 @@ def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: 
 
 @inline
 def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
-    """Search as `coldest_of`, past blocks that the quotas protect. Cost: amortized O(1) for each of them."""
+    """Search as `coldest_of`, with quotas. Cost: amortized O(1) for each block that the quotas protect."""
     tenants, num_skipped = cache.tenants, 0
     is_first = slot == links[sentinel, PREV]
     if is_first:
@@ -268,7 +269,7 @@ def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
 
 @inline
 def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """Return `next_victim` of list `number`, or of the other of two lists if all its blocks are protected."""
+    """Return `next_victim` of list `number`, or, if all its blocks are protected, of list ``1 - number``."""
     victim = next_victim(cache, path, lists, number)
     if victim == ABSENT:
         victim = next_victim(cache, path, lists, 1 - number)

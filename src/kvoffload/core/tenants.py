@@ -1,8 +1,9 @@
 """Tenants: the owners of blocks, their quotas, and the room of a store under these quotas.
 
-Memory is borrowed while it is idle and returned under pressure. A store may evict blocks of another tenant
-only if that tenant's surplus over its minimum covers all victims that the store could take from it. A tenant
-at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or requests.
+A tenant may use more than its minimum while other tenants do not need the slots. A store may evict blocks of
+another tenant only if that tenant's surplus over its minimum covers all victims that the store could take
+from it. A tenant at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys,
+policies or requests.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from kvoffload.structures.structs import Struct
 OTHER = "other"
 """The tenant of requests without a configured tenant. Its number is 0."""
 MAX_TENANTS = 63
-"""Most tenants, with `OTHER`: a set of tenants is a bit mask."""
+"""Largest number of tenants, including `OTHER`. A set of tenants is a bit mask of 63 bits."""
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""From a tenant beyond its minimum a policy learns this part of all offered blocks: `LEARNT_PART` times the
-tenant's part of the cache, plus `LEARNT_ALWAYS`, so that it also learns from a tenant without blocks."""
+"""Part of all offered blocks from which a policy learns, for a tenant beyond its minimum: `LEARNT_PART` times
+the tenant's part of the cache, plus `LEARNT_ALWAYS`, which suffices for a tenant without blocks."""
 UNSURE = -1
-"""Result of `room_of_store`: the room is only known after `on_path` was counted."""
+"""Result of `room_of_store`: the room is unknown until `on_path` is counted."""
 
 _STRIDE, _DEPTH, _ROWS = 64, 16, 256
 _KEY, _MASK, _COUNT, _FIRST = 0, 1, 2, 3
@@ -53,10 +54,10 @@ class TenantStats:
     """Counts of a tenant, in blocks.
 
     Attributes:
-        min, max: the quota; `max` None for no limit.
+        min, max: the quota; `max` is None for no limit.
         held: blocks that the tenant owns, readable or in flight.
         loaded: blocks that requests of the tenant have loaded, of any owner.
-        evicted: blocks of the tenant that were evicted, for whichever tenant.
+        evicted: blocks of the tenant that were evicted, by stores of any tenant or by a resize.
     """
 
     min: int
@@ -72,7 +73,7 @@ class Tenants(Struct):
     Attributes:
         owner: int16: tenant of the block in each slot.
         moves: uint32: for each slot the number of calls that may have moved its block in the policy's order.
-        held, evictable: all blocks of each tenant, and the ready blocks without pins.
+        held, evictable: number of all blocks of each tenant, and of its ready blocks without pins.
         min, max: quotas; `UNLIMITED` for no maximum.
         loaded, evicted: as in `TenantStats`.
         on_path: evictable blocks of each tenant on the path of the current store.
@@ -81,12 +82,12 @@ class Tenants(Struct):
         orphans: bit mask of tenants that no longer exist; their blocks leave first.
         givers: bit mask of the tenants whose blocks the current store may evict.
         usable_free: number of free slots that the current store may use.
-        is_owed: 1 if the tenant of the current store is below its minimum and other tenants give the blocks.
-        is_quiet: 1 if the policy should not learn from the current store (`may_learn`), whose victims are all
-            of its tenant.
+        is_owed: 1 if the tenant of the current store is below its minimum and only other tenants lose blocks.
+        is_quiet: 1 if the policy should not learn from the current store (`may_learn`) and all victims belong
+            to the storing tenant.
         num_offered: number of absent blocks that all stores have offered.
-        credit: number of offered blocks from which the policy may still learn, as of the time in `credited`.
-        credited: value of `num_offered` when the tenant's credit was last computed.
+        credit: for each tenant the number of offered blocks from which the policy may still learn.
+        credited: for each tenant the value of `num_offered` when `credit` was last computed.
         stride: number of skipped blocks between two remembered places.
     """
 
@@ -126,7 +127,7 @@ class Tenants(Struct):
         )
 
     def recount(self, filled: SlotArray, evictable: SlotArray) -> None:
-        """Count the blocks of each tenant again. Cost: O(blocks)."""
+        """Recount the blocks of each tenant; forget search places and credit. Cost: O(blocks)."""
         self.held[:] = np.bincount(self.owner[filled], minlength=MAX_TENANTS)
         self.evictable[:] = np.bincount(self.owner[evictable], minlength=MAX_TENANTS)
         self.marks.fill(0)
@@ -150,7 +151,7 @@ class TenantNumbers:
         return self._numbers[name] if name in self.quotas else 0
 
     def set(self, quotas: Mapping[str, Quota], capacity: int) -> None:
-        """Replace all quotas. Raises `ConfigError`; then nothing has changed."""
+        """Replace all quotas. If this raises `ConfigError`, nothing has changed."""
         check_quotas(quotas, capacity)
         names = [*self._numbers, *(name for name in quotas if name not in self._numbers)]
         if len(names) > MAX_TENANTS:
@@ -172,8 +173,8 @@ class TenantNumbers:
     def stats(self, tenants: Tenants) -> dict[str, TenantStats]:
         """Return the counts of each tenant with a quota, and of `OTHER`.
 
-        Blocks of tenants whose quota was removed are held by `OTHER`. Their loads and evictions count for no
-        tenant, because a counter must not jump when a quota is removed or returns.
+        Blocks of tenants whose quota was removed count as held by `OTHER`. The loads and evictions of these
+        tenants count for no tenant, because a counter must not jump when a quota is removed or returns.
         """
         counts = (tenants.held, tenants.loaded, tenants.evicted)
         stats = {}
@@ -185,7 +186,7 @@ class TenantNumbers:
 
 
 def check_quotas(quotas: Mapping[str, Quota], capacity: int) -> None:
-    """Raise `ConfigError` for quotas that a cache of this many blocks cannot keep."""
+    """Raise `ConfigError` for quotas that are invalid in a cache of `capacity` blocks."""
     for name, quota in quotas.items():
         low, high = quota.min_blocks, quota.max_blocks
         if not name:
@@ -220,9 +221,10 @@ def num_evictable_of(tenants: Tenants) -> int:
 
 @inline
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
-    """Set `givers` for a store that needs this many victims; return how many they can give.
+    """Set `givers` for a store that needs this many victims; return the number of blocks they can lose.
 
-    Another tenant gives if its surplus covers all victims that the store could take from it.
+    Another tenant is a giver if its surplus covers all victims that the store could take from it. The tenant
+    `owner` of the store is a giver if `with_own`.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):
@@ -237,7 +239,7 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
 
 @inline
 def _count_orphans(tenants: Tenants) -> int:
-    """Return the number of evictable blocks of tenants that no longer exist, without those on the path."""
+    """Return the number of evictable blocks, not on the path, of tenants that no longer exist."""
     count = np.int64(0)
     for other in range(tenants.num_tenants):
         if (tenants.orphans >> np.int64(other)) & 1 != 0:
@@ -247,9 +249,9 @@ def _count_orphans(tenants: Tenants) -> int:
 
 @inline
 def largest_part(tenants: Tenants, owner: int, most: int) -> int:
-    """Set `givers` for the largest part of `most` victims that tenants can give; return its size.
+    """Return the largest number of victims, up to `most`, that tenants can lose; set `givers` for them.
 
-    `owner`: the tenant of the store, whose minimum does not protect it; `MAX_TENANTS` for none.
+    `owner`: the tenant of the store, whose minimum does not protect its own blocks; `MAX_TENANTS` for none.
     """
     low, high = np.int64(0), np.int64(most)
     while low < high:
@@ -264,7 +266,7 @@ def largest_part(tenants: Tenants, owner: int, most: int) -> int:
 
 @inline
 def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> int:
-    """Set `givers` for a store of a tenant at its maximum, which evicts only own blocks; return its room."""
+    """Return the room of a store of a tenant at its maximum; set `givers` and `usable_free`."""
     tenants.usable_free = min(num_free, max(np.int64(0), tenants.max[owner] - tenants.held[owner]))
     tenants.givers = np.int64(1) << np.int64(owner)
     own = tenants.evictable[owner] - tenants.on_path[owner]
@@ -275,13 +277,13 @@ def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> in
 def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
     """Return how many of `wanted` new blocks of a tenant have room; set `givers` and `usable_free`.
 
-    Sources of victims, in this order: tenants that no longer exist, if they have enough; for a tenant below
-    its minimum, other tenants; for a tenant that would exceed its maximum, the tenant itself; otherwise the
-    tenant itself and all tenants with a surplus. If there is no room for all blocks, the largest part is
-    stored.
+    The victims come from the first source with enough blocks: tenants that no longer exist; other tenants, if
+    the store leaves its tenant below the minimum; the tenant itself and all tenants with a surplus. A tenant
+    that would exceed its maximum evicts its own blocks, or stores up to the maximum if this stores more. If
+    there is no room for all blocks, the largest part is stored.
 
     Args:
-        margin: upper bound of the blocks on the path, while `on_path` is 0; 0 if `on_path` is counted. With a
+        margin: upper bound of the evictable blocks on the path, until `on_path` is counted; then 0. With a
             margin the result is `wanted` or `UNSURE`.
 
     Cost: O(tenants), times the logarithm of `wanted` if the room is scarce.
@@ -356,10 +358,12 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 
     The state that a policy learns, such as ghosts and reuse statistics, is common to all tenants. From a
     tenant beyond its minimum the policy learns in proportion to the tenant's part of the cache
-    (`LEARNT_PART`, `LEARNT_ALWAYS`), so that a scan does not displace what was learnt from other tenants.
+    (`LEARNT_PART`, `LEARNT_ALWAYS`), so that a scan does not displace the state learnt from other
+    tenants.
 
     Args:
-        num_missing: absent blocks that the store offers. num_stored: blocks among them that have room.
+        num_missing: number of absent blocks that the store offers.
+        num_stored: number of these blocks that have room.
         capacity: slots of the cache.
     """
     tenants.num_offered += num_missing
@@ -380,9 +384,10 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 
 @inline
 def forget_places(tenants: Tenants, owner: int) -> None:
-    """Forget places that may be wrong after a tenant has adopted blocks: those with the tenant as a giver.
+    """Forget the search places that may be wrong after a tenant has adopted blocks of orphans.
 
-    Places with all orphans as givers stay valid, because no search has passed the blocks of orphans.
+    These are places with the tenant as a giver but not all orphans as givers. A search with all orphans as
+    givers has passed no block of an orphan, so its places stay valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]
@@ -398,12 +403,12 @@ def _row_of(tenants: Tenants, key: int) -> int:
 
 @inline
 def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -> int:
-    """Return the first block that a search from the tail of a list must check.
+    """Return the coldest block that a search from the tail of a list must check.
 
-    All colder blocks belong to tenants that give none.
+    All colder blocks belong to tenants that are not givers.
 
-    A search remembers places that it has passed, as a stack for each list and set of givers. A place is
-    valid while its block has not moved: new blocks join a list at the head, so that colder blocks only leave.
+    A search remembers places that it has passed, in a stack for each list and set of givers. A place is valid
+    while its block has not moved: new blocks join the list at the head, so that colder blocks can only leave.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:
@@ -418,7 +423,7 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
 
 @inline
 def remember_place(tenants: Tenants, key: int, slot: int) -> None:
-    """Remember that no block of a giver is colder than `slot`. When the stack is full, half of it is kept."""
+    """Remember that no block of a giver is colder than `slot`. A full stack drops every second place."""
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] != key or marks[row, _MASK] != tenants.givers:
         marks[row, _KEY], marks[row, _MASK], marks[row, _COUNT] = key, tenants.givers, 0

@@ -1,7 +1,7 @@
 """Keys that no request has, for evictions without new blocks.
 
-A policy evicts blocks only for new blocks. To evict without, the manager gives it these keys, which the
-policy forgets at once.
+A policy evicts blocks only to insert new blocks. To shrink the cache, the manager offers the policy these
+keys as new blocks, which the policy forgets at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MOST_UNSEEN = 512
 def unseen_keys(key_bytes: int) -> Keys:
     """Return `MOST_UNSEEN` keys of this length.
 
-    Keys of 8 and more bytes have the same hashes at any length, so that a replay of recorded hashes decides
-    equally. Shorter keys may be in the cache; the manager leaves those out.
+    From 8 bytes on, the hashes of the keys do not depend on the length. So a replay of recorded hashes makes
+    equal decisions. Keys of less than 8 bytes may be in the cache; the manager skips resident keys.
     """
     hashes = np.random.default_rng(0x6B766F).integers(0, 1 << 64, MOST_UNSEEN, np.uint64)
     words = words_with_hash(hashes, words_per_key(key_bytes))

@@ -7,7 +7,7 @@ _DECAY = 0.99
 
 
 class Window:
-    """The size of the window: the most blocks that a recent step made the device drop.
+    """The window's size: the largest number of blocks that the device dropped in a recent step, with decay.
 
     Args:
         smallest: lower limit of the size: the blocks that one step may allocate.
