@@ -16,16 +16,16 @@ from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.keys import Keys
 
 MOST_COUNTED = 16
-"""Requests for a block that are told apart. More requests count as this number."""
+"""Largest number of requests for a block that the rule distinguishes. More requests count as this number."""
 _PRICED_EVERY = 2_000
 """References between two calculations of the price."""
 _MEMORY, _PACE_MEMORY = 0.998, 0.98
-"""Factors by which older references fade at each calculation: from the expected uses to 1/e within a million
-references, and from the pace of offers and earnings within a hundred thousand."""
+"""Decay factors of older references, at each calculation of the price. `_MEMORY`: for the expected uses, to
+1/e within a million references. `_PACE_MEMORY`: for offers and earnings, to 1/e within a hundred thousand."""
 WARM_UP = 5_000
-"""References that are only counted. With fewer, the first prices are too low and the budget is wasted."""
+"""References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""Blocks without a further use that are added to each number of requests."""
+"""Fictitious blocks without a further use, added to the real blocks of each number of requests."""
 _RESERVE = 0.1
 """Share of the recent earnings that only blocks above the price may spend."""
 
@@ -33,24 +33,24 @@ _RESERVE = 0.1
 class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
-    The rule learns how many uses are still to come for a block that 1, 2, 3, ... requests have used. Only
-    uses that the cache in front lacks count, because the tier can serve no others. The rule sets a *price*:
-    the number of expected uses that a block needs. The price is the highest at which the recently offered
-    blocks would have taken all recent earnings of the budget. Blocks above the price enter; blocks at the
-    price enter while a reserve is left. So the budget is spent evenly, on the best blocks, without a
-    threshold to choose.
+    The rule learns the number of further uses to expect of a block that 1, 2, 3, ... requests have used. Only
+    uses that the cache in front cannot serve count, because the tier serves only these uses. The rule sets a
+    *price*: the expected uses that a block needs to enter. The price is the highest at which the recently
+    offered blocks would have spent all recent earnings of the budget. Blocks above the price enter; blocks at
+    the price enter while more than a reserve is left. So the budget is spent evenly on the best blocks, and
+    users choose no threshold.
 
-    More requests never make a block worth less: a parent has at least as many requests as its child. So the
-    parent of an admitted block is admitted.
+    More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
+    the parent of an admitted block is admitted.
 
-    Without a write budget every block is admitted. With one, no block is admitted during `warm_up`.
+    Without a write budget every block is admitted. With a budget, no block is admitted during `warm_up`.
 
     Attributes:
-        warm_up: references that are only counted at the start.
+        warm_up: number of references to count before any block is admitted.
 
     Differs from ``reuse:N``: N follows from the traffic and the budget. Cost: as ``reuse``, and two further
-    probes of its table for each block. Memory: 40 bytes plus the key for each slot of the tier, at least for
-    64,000 keys.
+    index probes for each block. Memory: 40 bytes plus the key for each slot of the tier, at least for 64,000
+    keys.
 
     Source: ours. A price at which spending matches a rate is the dual variable of the budget: Talluri and
     van Ryzin, "An Analysis of Bid-Price Controls for Network Revenue Management", Management Science 44(11),
@@ -120,7 +120,7 @@ class WorthAdmission(Admission):
 
     @property
     def expected_uses(self) -> npt.NDArray[np.float64]:
-        """Uses to come of a block that 0, 1, 2, ... requests have used; shape ``(MOST_COUNTED + 1,)``."""
+        """Expected further uses of a block after 0, 1, 2, ... requests; shape ``(MOST_COUNTED + 1,)``."""
         return self._expected.copy()
 
     def _begin(self) -> None:
@@ -133,10 +133,10 @@ class WorthAdmission(Admission):
         self._references = self._price_at = 0
         self._has_budget = False
         self._least = self._full_price = 1
-        """Requests that a block needs while there is a reserve, and without one."""
+        """Requests that a block needs: while more than the reserve is left, and otherwise."""
 
     def _set_price(self) -> None:
-        """Update the expected uses and the price, and let old references fade."""
+        """Update the expected uses and the price, then decay the counts of old references."""
         blocks = self._num_seen + _DOUBT
         # The last class also has the blocks that enter it again.
         missed_beyond = self._num_missed_beyond
@@ -164,7 +164,7 @@ class WorthAdmission(Admission):
         self._earned *= _PACE_MEMORY
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
-        """Return the requests for each block, and whether the caches in front lacked the block."""
+        """Return for each block the number of requests, and whether the caches in front lacked the block."""
         counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
         _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)
         return counts, missed
