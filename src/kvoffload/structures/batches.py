@@ -25,7 +25,7 @@ _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 
 class KeyBatchType(nb.Type):
-    """numba's type of a batch: its address, its length in keys or bytes, and a flag for lists."""
+    """numba's type of a batch: its address, its length (keys of a list, else bytes), and a flag for lists."""
 
     def __init__(self) -> None:
         super().__init__(name="KeyBatch")
@@ -167,7 +167,7 @@ def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
 
 @inline
 def word_at(address: int, word: int, key_bytes: int) -> np.uint64:
-    """Return one word of the key at an address, as `Keys.pack` makes it. Reads nothing beyond the key."""
+    """Return one word of the key at an address, packed as by `Keys.pack`. Reads nothing beyond the key."""
     start, left = address + 8 * word, key_bytes - 8 * word
     if left >= 8:
         return _load8(start)

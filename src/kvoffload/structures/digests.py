@@ -17,9 +17,10 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
-    """Digest packed keys. Two keys of up to 8 bytes never share a digest, longer keys with probability 2^-64.
+    """Return the digest of each packed key: shape ``(len(words),)``, uint64.
 
-    Cost: 2 ns a word. Thread: any.
+    Two keys of up to 8 bytes never share a digest; two longer keys share one with probability 2^-64. Cost:
+    2 ns a word. Thread: any.
     """
     digests = np.empty(len(words), np.uint64)
     _digest(words, key_bytes, digests)

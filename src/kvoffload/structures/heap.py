@@ -29,10 +29,10 @@ class Heap(Struct):
         links: shape ``(num_positions, 3)``: the previous and next position in the chain, or NONE, and for the
             first position of a chain its place in `firsts`.
         firsts: first positions of the chains, in heap order; only `num_chains` entries are valid.
-        size: number of positions inside.
+        size: number of positions in all chains.
         clock: the last stamp.
         last: the position that was pushed last, or NONE.
-        aside: the position that was set aside last, or NONE. AFTER links it to the previous such position.
+        aside: the position that was set aside last, or NONE; its AFTER is the position set aside before.
     """
 
     order: F64Matrix
@@ -134,8 +134,8 @@ def _end_chain(heap: Heap, place: int) -> None:
 def insert_again(heap: Heap, position: int) -> None:
     """Insert a position whose rank and stamp are set.
 
-    The position extends the chain of the last pushed position if that position is the matching end of its
-    chain. Otherwise it starts a new chain.
+    The position extends the chain of the last pushed position if the last pushed position is at the matching
+    end of its chain. Otherwise the position starts a new chain.
     """
     links, last = heap.links, heap.last
     is_less = last != NONE and _precedes(heap.order, position, last)

@@ -93,9 +93,9 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 
 def words_with_hash(hashes: U64Array, num_words: int = 1) -> U64Array:
-    """Return for each hash a packed key that `hash_row` maps to it; with one word it is the only one.
+    """Return for each hash a packed key with this hash: shape ``(len(hashes), num_words)``.
 
-    Shape ``(len(hashes), num_words)``; all words but the first are 0.
+    All words but the first are 0. Among keys of one word, no other key has this hash.
     """
     words = np.zeros((len(hashes), num_words), np.uint64)
     with np.errstate(over="ignore"):
@@ -122,7 +122,7 @@ def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
 
 @inline
 def copy_key(to: U64Array, i: int, source: U64Array, j: int) -> None:
-    """``to[i] = source[j]``."""
+    """Copy the key ``source[j]`` to ``to[i]``."""
     for word in range(to.shape[1]):
         to[i, word] = source[j, word]
 
@@ -135,7 +135,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`, or its empty bucket if the key is absent."""
+    """Return the bucket of the key `batch[row]` with hash `h`; an empty bucket for it if it is absent."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -219,7 +219,7 @@ def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
 
 @inline
 def find_key(index: Index, address: int) -> int:
-    """Return the position of a key that is not packed, or ABSENT; for engines that look up single keys."""
+    """Return the position of the unpacked key at `address`, or ABSENT. Its length is ``index.key_bytes``."""
     table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

@@ -88,14 +88,14 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """The address of the machine code of a function `by_address`."""
+        """Address of the machine code. Only for functions that `by_address` has marked."""
         compile_all()
         address: int = self.made.address
         return address
 
     @property
     def made(self) -> Any:
-        """The machine code."""
+        """The machine code, compiled on first access."""
         if self._made is None:
             try:
                 self._made = self._make(self.function)
@@ -114,7 +114,7 @@ _COMPILING = threading.RLock()
 
 
 def compile_all() -> int:
-    """Compile every registered kernel that is not yet compiled; return how many there were.
+    """Compile every registered kernel that is not yet compiled; return the number of these kernels.
 
     Cost: 1 s for each kernel the first time, 5 ms from the wheel or from numba's on-disk cache. Thread: any.
     """

@@ -26,7 +26,7 @@ from typing import Any
 import numba
 
 COMPILING = logging.getLogger("kvoffload.compiling")
-"""Logger of a message, at level INFO, that compilation delays this start."""
+"""Logger of messages about compilation. Level INFO: compilation delays this start."""
 _USUAL_S = 20
 _config: Any = numba.config
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -37,7 +37,7 @@ def prepare(*, is_needed: bool = True) -> bool:
     """Choose the cache directory, once, before the first compilation; return False if there is none.
 
     Args:
-        is_needed: False if this package's kernels need no cache; then a missing directory is no warning.
+        is_needed: False if this package's kernels need no cache. Then a missing directory logs no warning.
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
@@ -181,7 +181,10 @@ def digest_of_sources() -> str:
 
 
 def _prepare_package(digest: str) -> bool:
-    """Delete the package's kernels of other sources; return False if the package is not writable."""
+    """Delete cached kernels in the package that were compiled from other sources.
+
+    Returns False if the package is not writable.
+    """
     if not _can_write(_STAMP.parent):
         return False
     try:

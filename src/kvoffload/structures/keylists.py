@@ -86,7 +86,7 @@ def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> Non
 
 @inline
 def prefetch_buckets(table: U64Array, keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
-    """Prefetch the index buckets of the same keys; call `prefetch_keys` first."""
+    """Prefetch the index buckets of the `count` coldest members of a list; call `prefetch_keys` first."""
     links, sentinel = lists.links, lists.num_positions + number
     position = links[sentinel, PREV]
     for _ in range(min(count, np.int64(links[sentinel, LIST]))):

@@ -24,7 +24,7 @@ class Lists(Struct):
 
     Attributes:
         links: shape ``(num_positions + num_lists, 3)``, int32. List `i` is the row `sentinel(i)`.
-        cursors: shape ``(num_lists,)``, int32: the coldest member that the search of each list has not
+        cursors: shape ``(num_lists,)``, int32: for each list the coldest member that the search has not
             passed, or the sentinel.
     """
 
@@ -77,7 +77,7 @@ def _write_members(links: I32Matrix, sentinel: int, positions: I32Array) -> None
 
 @inline
 def push_head(links: I32Matrix, sentinel: int, position: int) -> None:
-    """Make `position`, which must be in no list, the head of a list."""
+    """Add `position`, which must be in no list, at the head of a list."""
     head = links[sentinel, NEXT]
     links[position, PREV] = sentinel
     links[position, NEXT] = head
@@ -113,7 +113,7 @@ def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
 
 @inline
 def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
-    """Put the first `count` of `positions`, which must be in no list, at the head of a list, in order."""
+    """Add the first `count` of `positions`, which must be in no list, at the head of a list, in order."""
     for i in range(count - 1, -1, -1):
         push_head(links, sentinel, positions[i])
 
@@ -153,7 +153,7 @@ def take(lists: Lists, position: int) -> None:
 
 @inline
 def carry(lists: Lists, number: int, position: int) -> None:
-    """Move `position` to the head of list `number` during a search, which will find it there."""
+    """Move `position` to the head of list `number` during a search. The search reaches the head last."""
     cursors, sentinel = lists.cursors, lists.num_positions + number
     take(lists, position)
     push_head(lists.links, sentinel, position)

@@ -47,8 +47,8 @@ class Placement:
         """Move the structs into the memory; their objects stay the same.
 
         Args:
-            memory: `num_bytes` bytes, aligned as `ALIGNMENT`.
-            copy: write the contents of the structs to the memory; otherwise the memory has contents.
+            memory: `num_bytes` bytes, aligned to `ALIGNMENT`.
+            copy: True to write the structs' contents to the memory; False to use the contents of the memory.
         """
         arrays: dict[int, Any] = {}
         for number, (array, at) in self._arrays.items():

@@ -1,11 +1,11 @@
-"""Kernels that a wheel brings compiled, so that the first start compiles nothing.
+"""Compiled kernels in the wheel, so that the first start compiles nothing.
 
 A release compiles all kernels for one Python, one numba and a baseline of processors, and packs them into one
-file in the wheel. The file is used only if it fits exactly: Python, numba, llvmlite, settings of numba, and
-the sources of this package. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
+file in the wheel. The file is used only if Python, numba, llvmlite, the settings of numba and the sources of
+this package are equal. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
 
-Machine code runs unchecked, so the file is read only from the package itself. Whoever can write there can
-change the package's Python files too.
+Machine code runs unchecked, so the file is read only from the package itself. A user with write access to the
+package can change its Python files too.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ class _Entry(NamedTuple):
 
 
 class Shipped:
-    """The kernels of one file, or none and the reason.
+    """The kernels of one file, or no kernels and the reason.
 
     Attributes:
         path: the file.
-        why_not: a clause for a message, if the kernels cannot be used; "" if they can, and in a checkout.
+        why_not: reason why the kernels cannot be used, as a clause of a message. Empty if the kernels can be
+            used, and in a checkout.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, _Entry], why_not: str = "") -> None:
@@ -64,9 +65,9 @@ class Shipped:
         return bool(self._entries)
 
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
-        """Return numba's result of compiling a function, or None if it has to be compiled.
+        """Return the compiled function from the file, as numba's compilation result; None if not available.
 
-        Damage is never fatal: the kernel is compiled, with a warning. Cost: 5 ms.
+        A damaged file is never fatal: this logs a warning, and numba compiles the kernel. Cost: 5 ms.
         """
         entry = self._entries.get(name_of(function, signature)) if self._entries else None
         if entry is None:
@@ -99,7 +100,7 @@ class KernelCache(caching.NullCache):
     """
 
     recorded: dict[str, bytes] | None = None
-    """Compiled kernels by name, while a release is built."""
+    """Compiled kernels by name, while a release is built; otherwise None."""
 
     def __init__(self, function: Callable[..., Any], shipped: Shipped, has_files: bool) -> None:
         self._function, self._shipped, self._has_files = function, shipped, has_files
@@ -152,8 +153,8 @@ def find(sources: str) -> Shipped:
 def write(folder: Path, sources: str, kernels: Mapping[str, bytes]) -> Path:
     """Write a file of kernels that this process has compiled for the baseline; return its path.
 
-    Format: the SHA-256 of the second line in hexadecimal digits; a line of JSON, with the identity, and for
-    each kernel its place after this line, its length and SHA-256; the kernels.
+    Format: line 1 is the SHA-256 of line 2, in hexadecimal digits. Line 2 is JSON: the identity and, for each
+    kernel, its offset from the end of line 2, its length and its SHA-256. The kernels follow.
     """
     if _config.CPU_NAME != BASELINE or _config.CPU_FEATURES:
         raise ValueError(f"kernels for a wheel need NUMBA_CPU_NAME={BASELINE} and NUMBA_CPU_FEATURES=''")
@@ -191,7 +192,7 @@ def _reduced(result: Any) -> bytes:
 
 
 def _identity(sources: str) -> dict[str, Any]:
-    """Everything that kernels depend on."""
+    """Return everything that compiled kernels depend on."""
     return {
         "Python": sysconfig.get_config_var("SOABI"),
         "numba": numba.__version__,

@@ -38,8 +38,8 @@ class FrequencySketch(Struct):
 
     Attributes:
         table: uint64, sixteen 4-bit counters a word, eight words a line; a key's four counters share a line.
-        additions: references since the last halving.
-        sample: references between two halvings.
+        additions: number of counted references; halved together with the counts.
+        sample: value of `additions` at which all counts are halved.
         sweep: the next line to halve.
     """
 

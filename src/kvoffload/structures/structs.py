@@ -3,7 +3,7 @@
 A kernel call costs 50 ns, and as much again for every few array arguments. So related arrays form one
 `Struct`, and a kernel gets its address; in the kernel ``struct.field`` is an array or a number. This module
 owns the memory layout: a field is one 64-bit word, plus one word for each dimension of an array. The word of
-an array or a nested struct is its offset from the struct, so that memory that holds both can be copied.
+an array or a nested struct is its offset from the struct, so that one copy of the memory copies all parts.
 
 The arrays of a struct are never replaced, because compiled code assumes that their addresses are constant. A
 nested struct can be replaced between two kernel calls (`Struct.exchange`).
@@ -121,12 +121,12 @@ class Struct:
         self._fields[name] = struct
 
     def move(self, memory: memoryview, parts: Mapping[str, Any], *, copy: bool) -> None:
-        """Continue in other memory, which may be shared with other processes (`placement`).
+        """Move this struct to other memory, which may be shared with other processes (`placement`).
 
         Args:
             memory: 8 bytes for each word of the struct.
-            parts: the arrays there, and the nested structs, which have moved before.
-            copy: write this struct's numbers to the memory; otherwise the memory has its numbers.
+            parts: by field name, the arrays in the new memory and the nested structs, already moved.
+            copy: True to write this struct's numbers to the memory; False to use the numbers in the memory.
         """
         old_words = self._words
         self._attach(memory)
@@ -194,7 +194,7 @@ class Struct:
         return self
 
     def _view(self, name: str) -> Any:
-        """Create and keep the view of an array or struct in the memory."""
+        """Create and cache the view of an array or struct in the memory."""
         at, kind, _, num_dimensions = self.fields[name]
         if num_dimensions == 0:
             view: Any = kind.struct.over(self.memory, self._start + self._words[at])
