@@ -1,3 +1,3 @@
-"""The version: of the package, of reports, and of what replays of a sweep are compared by."""
+"""The version of the package. Reports contain it, and stored results of a sweep depend on it."""
 
 __version__ = "0.1.0"

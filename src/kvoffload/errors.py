@@ -54,12 +54,12 @@ class CombinedConfigError(ConfigError):
 class Problems:
     """Collects configuration errors, so that one message reports all of them::
 
-    problems = Problems("replay")
-    with problems:
-        size = parse_size("ram", ram)
-    with problems:
-        ...
-    problems.check()
+        problems = Problems("replay")
+        with problems:
+            size = parse_size("ram", ram)
+        with problems:
+            ...
+        problems.check()
 
     Attributes:
         found: the errors so far.
@@ -89,7 +89,7 @@ class MisuseError(KVOffloadError, RuntimeError):
 
 
 class GoneError(MisuseError):
-    """A block that was ready and left before it was pinned, because another process evicted it. Look it up
+    """A block that was ready but left before the pin, because another process evicted it. Look the block up
     again. Raised only by managers that processes share.
     """
 
@@ -103,7 +103,7 @@ class TraceError(KVOffloadError, ValueError):
 
 
 class SweepError(KVOffloadError, RuntimeError):
-    """An unfinished sweep. The message names the row or the worker. Finished rows are kept."""
+    """A sweep that could not finish. The message names the row or the worker. Finished rows are kept."""
 
 
 class TierError(KVOffloadError, RuntimeError):

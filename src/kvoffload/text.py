@@ -12,7 +12,7 @@ _UNBROKEN = re.compile(
 
 _DURATIONS = ((1e-3, 1e-6, "us"), (1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7_200.0, 60.0, "min"),
               (172_800.0, 3_600.0, "h"), (730 * 86_400.0, 86_400.0, "days"))  # fmt: skip
-"""Durations below the first number are shown in the unit, whose seconds stand second."""
+"""Rows: upper limit in seconds, seconds of the unit, name of the unit."""
 _YEAR_S = 365.25 * 86_400
 
 
@@ -25,7 +25,7 @@ def size(num_bytes: float, base: int = 1024) -> str:
 
 
 def exact_size(num_bytes: int) -> str:
-    """Format bytes in the units in which they were given: ``64 GB`` for 64,000,000,000, ``160 MiB``."""
+    """Format bytes: whole megabytes in decimal units, ``64 GB``; other sizes in binary units, ``160 MiB``."""
     return size(num_bytes, 1000 if num_bytes >= 10**6 and num_bytes % 10**6 == 0 else 1024)
 
 
@@ -35,7 +35,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def outside_blocks(share: float | None) -> list[str]:
-    """Return a sentence about the share of prompt tokens in no whole block; none if the share is unknown."""
+    """Return a list of one sentence about the share of prompt tokens in no whole block; [] for None."""
     if share is None:
         return []
     return [
@@ -45,7 +45,7 @@ def outside_blocks(share: float | None) -> list[str]:
 
 
 def interval(low: float | None, high: float | None) -> str:
-    """Format an interval of two shares: ``27.3% to 35.2%``; empty if it is unknown."""
+    """Format an interval of two shares: ``27.3% to 35.2%``; an empty string if a limit is None."""
     return "" if low is None or high is None else f"{percent(low)} to {percent(high)}"
 
 
