@@ -30,7 +30,7 @@ def exact_size(num_bytes: int) -> str:
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """Format a share of 1: ``31.4%``."""
+    """Format a fraction as a percentage: 0.314 as ``31.4%``."""
     return f"{100 * share:.{digits}f}%"
 
 
@@ -63,5 +63,5 @@ def _three_digits(value: float) -> str:
 
 
 def unbroken(text: str) -> str:
-    """Join numbers with their units, and ranges, by no-break spaces: ``64 GiB``, ``27.3% to 35.2%``."""
+    """Write no-break spaces before units and inside ranges: ``64 GiB``, ``27.3% to 35.2%``."""
     return _UNBROKEN.sub(NO_BREAK, text)

@@ -1,4 +1,4 @@
-"""Admission by expected uses: a write budget is spent on the blocks with the most uses to come."""
+"""Admission by expected uses: a write budget is spent on the blocks with the most expected uses."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ from kvoffload.structures.lists import PREV, unlink
 from kvoffload.structures.structs import call_2, call_4
 
 NO_ROOM = -1
-"""Result of `prepare_store`: blocks are missing, and none of them has room."""
+"""Result of `prepare_store`: blocks are missing, and no missing block has room."""
 END_ROW, ON_DEVICE, ASKED_END, LABEL, END_LABEL, NUM_COLUMNS = 0, 1, 2, 3, 4, 5
 """Columns of `requests` in `live_all`. `END_ROW`: end of the request's rows in the batch. `ON_DEVICE`: number
 of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; later blocks are
@@ -384,7 +384,8 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
     """Mark a block as accessed by the request; if the block is resident, add it to ``path.used``.
 
-    Its entry in ``used.reused`` is True for the first access. Later accesses are added only if `whole_path`.
+    The entry in ``used.reused`` is True for the request's first access of the block. Later accesses are added
+    only if `whole_path`.
     """
     records, used = path.records, path.used
     first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
@@ -437,7 +438,7 @@ def _report_uses(cache: Cache, path: Path) -> int:
 
 @kernel
 def expect(cache: Cache, path: Path) -> int:
-    """Report newly expected blocks of the path to a compiled policy; return the position of the first."""
+    """Report newly expected blocks to a compiled policy; return the path position of the first block."""
     start = path.foreseen
     if start < path.num_expected:
         if cache.expect != 0:
@@ -454,7 +455,7 @@ def observe(cache: Cache, path: Path) -> None:
 
 @kernel
 def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
-    """Record that a request uses these blocks. Returns the result of `_report_uses`, or of a failed batch."""
+    """Record that a request uses these blocks; return as `_report_uses`, or `FULL` or `WRONG`."""
     path.used.count = 0
     count = add_batch(path, batch)
     if count < 0:
@@ -516,7 +517,7 @@ def loaded(cache: Cache, path: Path, load: Pinned) -> int:
 
 @inline
 def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int:
-    """Collect in `new` the absent keys of a batch, each once, with their rows; return their number."""
+    """Write a batch's absent keys, each once, and their rows to `new`; return the number of absent keys."""
     records, positions, num_missing = path.records, path.positions, 0
     for row in range(count):
         _prefetch(cache.index, path, count, row)
@@ -573,9 +574,9 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return whether `wanted` new blocks fit without evicting an expected block; False if none is expected.
+    """Return whether `wanted` new blocks fit without evicting an expected block.
 
-    Cost: O(1) if there is ample room, otherwise O(expected keys).
+    False if no block is expected. Cost: O(1) if there is ample room, otherwise O(expected keys).
     """
     keys = cache.expected.keys
     if num_expected(cache.expected) == 0:
@@ -1051,7 +1052,7 @@ def live_all(
             policy may refuse no block.
         batch: the keys of all requests.
         requests: a row for each request, see `END_ROW` and the columns after it.
-        missed: counts by `group_of`. The looked-up blocks from the first block that is not ready are added.
+        missed: counts by `group_of`, to which the looked-up blocks from the first missing block on are added.
 
     Returns:
         0, or an error of `prepare_store`, which ends the loop.

@@ -174,9 +174,9 @@ class OffloadingManager:
     def expect(self, ctx: RequestContext) -> None:
         """Register a request that waits in the engine's queue. `begin_request` must have received its keys.
 
-        Until `withdraw` or `finish_request`, stores evict other blocks first. This protects blocks of the
-        request that are resident now or stored later. The number of expected keys is limited, and earlier
-        requests come first (`Queue`). Cost: as a lookup.
+        Until `withdraw` or `finish_request`, stores evict other blocks before the request's blocks, whether
+        these are resident now or stored later. The number of expected keys is limited, and earlier requests
+        come first (`Queue`). Cost: as a lookup.
         """
         self.queue.join(self._context(ctx))
 
@@ -379,7 +379,7 @@ class OffloadingManager:
     def prepare_store(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> StorePlan | None:
-        """Choose the offered blocks to store, assign their slots, and evict other blocks for them.
+        """Choose which offered blocks to store, assign slots, and evict other blocks if slots are short.
 
         Blocks that are resident or in flight are skipped. The plan contains the leading run of missing blocks
         that the admission rule admits, shortened to the available room. In a victim tier the rule decides on
@@ -431,7 +431,7 @@ class OffloadingManager:
         return Entering.over(new).num_missing
 
     def complete_store(self, plan: StorePlan, success: bool = True) -> None:
-        """End a store: make its blocks readable, or, if it failed, forget them and free their slots.
+        """End a store: after success its blocks are readable; after a failure their slots are free.
 
         All copies into the slots of the plan must have ended before this call.
         """

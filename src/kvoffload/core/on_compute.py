@@ -53,7 +53,7 @@ class OnCompute:
         self.bind()
 
     def bind(self) -> None:
-        """Write a compiled policy's addresses to `Cache`. Call again after a change of its state."""
+        """Write a compiled policy's addresses to `Cache`. Call again if the policy's state is replaced."""
         policy, cache = self.policy, self.cache
         if not isinstance(policy, CompiledPolicy):
             return
@@ -92,13 +92,13 @@ class OnCompute:
             self.admission.count(ctx.keys()[start:])
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Report the blocks that a request used to a policy in Python."""
+        """Report to a policy in Python the blocks that a request used."""
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
-        """Report the end of a request to a `finished` in Python, or to a compiled `finished` if deferred.
+        """Report the end of a request to a policy whose `finished` is in Python or still to be called.
 
-        The kernel defers its report if uses must first be reported in Python, which `num_used` counts.
+        The kernel does not call a compiled `finished` if `num_used` uses were to be reported in Python first.
         """
         if num_used:
             kernels.finish(self.cache.memory, ctx.memory, True)

@@ -40,7 +40,7 @@ class LookupResult(Enum):
 
 
 class PrefixLookup(NamedTuple):
-    """The length of the ready part of a prefix, and the state of the next block (`HIT` if there is none)."""
+    """The length of the ready part of a prefix, and the state of the next block (`HIT` if all are ready)."""
 
     num_ready: int
     stopped_by: LookupResult

@@ -70,8 +70,8 @@ class EvictionPolicy(ABC):
         A victim tier reports uses later, because the device holds a block while the block is used. When the
         device has dropped blocks and `replace` has inserted these blocks, the tier calls `access` with all
         blocks of the offer, in order. `reused` marks blocks that were used again while they were duplicates;
-        it is False for a policy that observes all traffic, or whose `counts_uses` is False. The tier omits
-        the call if no block was reused and the offer was all kept or all stored.
+        `reused` is False for a policy that observes all traffic, or whose `counts_uses` is False. The tier
+        omits the call if no block was reused and the blocks were all kept or all stored.
 
         Args:
             slots: shape ``(n,)``, int32.

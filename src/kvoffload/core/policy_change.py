@@ -310,7 +310,7 @@ class PolicyChange:
         return not self._readers and not recent.size(0)
 
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
-        """Add blocks to the new policy that were not used since the change began.
+        """Add blocks that were not used since the change began to the new policy.
 
         Returns `num_blocks` less the cost of this call, in blocks.
         """

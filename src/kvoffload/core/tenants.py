@@ -221,7 +221,7 @@ def num_evictable_of(tenants: Tenants) -> int:
 
 @inline
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
-    """Set `givers` for a store that needs this many victims; return the number of blocks they can lose.
+    """Set `givers` for a store that needs this many victims; return how many blocks the givers can lose.
 
     Another tenant is a giver if its surplus covers all victims that the store could take from it. The tenant
     `owner` of the store is a giver if `with_own`.
@@ -249,7 +249,7 @@ def _count_orphans(tenants: Tenants) -> int:
 
 @inline
 def largest_part(tenants: Tenants, owner: int, most: int) -> int:
-    """Return the largest number of victims, up to `most`, that tenants can lose; set `givers` for them.
+    """Return the largest number of victims, up to `most`, that the quotas allow; set `givers` accordingly.
 
     `owner`: the tenant of the store, whose minimum does not protect its own blocks; `MAX_TENANTS` for none.
     """

@@ -4,9 +4,9 @@ Owns the arrays of a min-heap of chains; positions of equal rank are ordered by 
 keys, or the meaning of a rank.
 
 Consecutive pushes in ascending or descending order are linked into a chain. Only the first position of a
-chain is in the heap; when it leaves, the next position takes its place. The ranks of a path's blocks often
-follow the path. Then the heap holds paths instead of blocks, and fits into the processor's cache. Without
-ordered pushes it is a plain heap.
+chain is in the heap; when it leaves, the next position takes its place. The ranks of blocks often ascend or
+descend along a path. Then a chain holds a path, and the heap is small enough for the processor's cache.
+Without ordered pushes it is a plain heap.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`; an empty bucket for it if it is absent."""
+    """Return the bucket of the key `batch[row]` with hash `h`, or, for an absent key, its empty bucket."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -219,7 +219,7 @@ def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
 
 @inline
 def find_key(index: Index, address: int) -> int:
-    """Return the position of the unpacked key at `address`, or ABSENT. Its length is ``index.key_bytes``."""
+    """Return the position of the unpacked key of ``index.key_bytes`` bytes at `address`, or ABSENT."""
     table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

@@ -1,11 +1,11 @@
 """The on-disk cache of kernels that this machine has compiled, so that only the first start compiles.
 
-The cache is in ``NUMBA_CACHE_DIR`` if that is set, else in the package's ``__pycache__`` directories. If
-these are not writable, as in a read-only container, it is in the user's cache directory, or in a temporary
-directory of this process. Kernels that were compiled when an image was built are copied from the package.
+The first usable place is chosen: ``NUMBA_CACHE_DIR``, the package's ``__pycache__`` directories, the user's
+cache directory, a temporary directory of this process. Outside the package, for instance in a read-only
+container, the cache starts with a copy of the package's kernels, which were compiled with the image.
 
-Cached kernels are machine code that runs unchecked. So outside the package they are loaded only from
-directories that belong to this user and that no other user can write.
+Cached kernels are machine code that runs unchecked. So outside the package, kernels are loaded only from
+directories that this user owns and no other user can write.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prepare(*, is_needed: bool = True) -> bool:
 
 
 def announce_compilation(reason: str = "") -> None:
-    """Log that compilation delays this start, and the reason, if no kernel is cached."""
+    """If no kernel is cached, log that compilation delays this start, with the reason."""
     if not any(any(kept.glob("*.nbi")) for _, kept in _places()):
         because = f", because {reason}" if reason else ""
         COMPILING.info(

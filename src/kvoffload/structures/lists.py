@@ -113,7 +113,7 @@ def unlink_all(links: I32Matrix, positions: I32Array, count: int) -> None:
 
 @inline
 def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -> None:
-    """Add the first `count` of `positions`, which must be in no list, at the head of a list, in order."""
+    """Add the first `count` of the unlisted `positions` to a list. ``positions[0]`` becomes the head."""
     for i in range(count - 1, -1, -1):
         push_head(links, sentinel, positions[i])
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvoffload.structures.structs import Struct
 
 ALIGNMENT = 64
-"""Bytes of a cache line. Structs and arrays begin at multiples."""
+"""Bytes of a cache line. Structs and arrays begin at multiples of this number."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -44,7 +44,7 @@ class Placement:
         self.signature = self._digest.digest()
 
     def move(self, memory: memoryview, *, copy: bool) -> None:
-        """Move the structs into the memory; their objects stay the same.
+        """Move the structs into the memory; the Python objects stay the same.
 
         Args:
             memory: `num_bytes` bytes, aligned to `ALIGNMENT`.
