@@ -21,11 +21,11 @@ class Difference:
 
     Attributes:
         call: number of the call, from 1.
-        kind: its name.
+        kind: name of the call.
         request: number of the request, or of the plan that ends.
-        time_ns: time at which the recording was written, nanoseconds since 1970.
+        time_ns: time at which the record was written, nanoseconds since 1970.
         expected, found: results in the recording and in the replay.
-        blocks: the blocks of the call, as they are in the replay after the call.
+        blocks: states of the call's blocks in the replay, after the call.
         calls: the latest calls of the request.
     """
 
@@ -42,7 +42,7 @@ class Difference:
 def result_of(
     call: Call, words: list[int], manager: OffloadingManager, plan: LoadPlan | StorePlan | None
 ) -> dict[str, Any]:
-    """Name the numbers of a result. `plan` is the replay's plan, if there is one."""
+    """Convert the words of a result to named values. `plan` is the plan that the replayed call returned."""
     if call is Call.LOOKUP and words:
         is_pending, ready = words[0] < 0, max(words[0], ~words[0])
         return {"num_ready": ready, "stopped_by_pending": is_pending}

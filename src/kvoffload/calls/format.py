@@ -1,7 +1,7 @@
 """The file of recorded calls: header, frames, end mark (docs/formats.md).
 
 Owns bytes on disk. A frame has its length and a checksum, so that a torn tail is cut at the last whole frame.
-The frames are one zstd stream: requests repeat the keys of earlier requests.
+All frames of calls share one zstd stream, because requests repeat the keys of earlier requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FRAME = struct.Struct("<4sIIIqQ")
 """``KVOF``, kind, number of bytes, number of words, time in ns since 1970, checksum."""
 _FRAME_MAGIC, _CHECKSUM_AT = b"KVOF", 24
 _WINDOW_LOG = 24
-"""The stream refers to the last 16 MiB of records."""
+"""Logarithm of the compression window: records may refer to the previous 16 MiB of records."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The end mark: the reason of the end, and the manager's counters if it is ``closed``."""
+    """The end mark: the reason of the end, and the manager's counters if the reason is `CLOSED`."""
 
     reason: str
     counters: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class Frame(NamedTuple):
 
 
 def is_recording(path: Path) -> bool:
-    """Return True for a file that begins as a recording of calls."""
+    """Return True for a file that starts with `MAGIC`; False if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -112,7 +112,7 @@ def is_ours(rule: object) -> bool:
 
 
 def text_of(registry: Registry[Any], given: object) -> str:
-    """Return the text that creates a given policy or admission rule."""
+    """Return the text from which `registry` creates the given policy or admission rule; ``all`` for None."""
     if isinstance(given, str):
         return given
     if given is None:
@@ -134,7 +134,7 @@ class FrameWriter:
         self._stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
 
     def header(self, header: Header) -> bytes:
-        """Encode the beginning of the file."""
+        """Encode the start of the file: `MAGIC`, `VERSION` and the frame of the header."""
         return MAGIC + struct.pack("<I", VERSION) + _frame(HEADER, msgspec.json.encode(header))
 
     def calls(self, words: I32Array) -> bytes:

@@ -1,4 +1,4 @@
-"""Hints and quotas in a recording, without a user's text. Each different hint is written once."""
+"""Hints and quotas in a recording, without texts of users. Equal hints are written once, as a rule."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _MOST = 4096
 
 
 class HintNumbers:
-    """Numbers of hints, from 1. Tenants and unusual finish reasons become salted hashes.
+    """Assigns numbers, from 1, to hints. Tenants and unusual finish reasons become salted hashes.
 
-    Decisions depend on which hints are equal, not on their text. The salt is not stored.
+    A replay decides alike, because decisions depend only on the equality of these texts. The salt is not
+    stored. After `_MOST` different hints, all hints get new numbers.
     """
 
     def __init__(self) -> None:
@@ -28,7 +29,7 @@ class HintNumbers:
         self._num_assigned = 0
 
     def number(self, hints: Hints) -> tuple[int, bytes]:
-        """Return the number of these hints, and their text if the number is new."""
+        """Return the number of these hints, and their text; the text is empty if the number is known."""
         number = self._known.get(hints)
         if number is not None:
             return number, b""

@@ -27,17 +27,18 @@ from kvoffload.structures.jit import I32Array, U64Matrix
 
 
 class Record(NamedTuple):
-    """A record.
+    """A decoded record.
 
     Attributes:
         number: number of the call, from 1; records that are no calls have the number of the next call.
-        call, flags: its kind, and `ADMITTED` or `FAILED`.
+        call: kind of the record.
+        flags: sum of `ADMITTED` and `FAILED`, or 0.
         subject: number of the request, or of the plan that ends.
         new_keys: keys that the request's path gains, packed.
         runs: start and length of each run of the batch's path positions.
         further: further words: arguments and results.
-        time_ns: time at which its last frame was written.
-        num_words: its length.
+        time_ns: time at which the record's last frame was written, nanoseconds since 1970.
+        num_words: length of the record.
     """
 
     number: int
@@ -52,7 +53,7 @@ class Record(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A sound frame with words that no writer writes."""
+    """A frame has a correct checksum but invalid words."""
 
 
 def read_records(reader: FrameReader) -> Iterator[Record]:
@@ -72,7 +73,7 @@ def read_records(reader: FrameReader) -> Iterator[Record]:
 
 
 def _record(words: I32Array, at: int, key_words: int, number: int, time_ns: int) -> Record | None:
-    """Decode the record at a word; None if it is incomplete."""
+    """Decode the record that starts at ``words[at]``; None if the record is incomplete."""
     if at + HEADER > len(words):
         return None
     kind, subject, num_new, num_runs, num_more = words[at : at + HEADER].tolist()

@@ -35,15 +35,16 @@ if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
 
 RING_WORDS = 1 << 21
-"""8 MiB: seconds of the calls of a busy engine."""
+"""Capacity of the ring of records, 8 MiB: a busy engine's calls of several seconds."""
 _MAY_RAISE = ("touch", "finish_request", "prepare_load", "complete_load", "unpin", "prepare_store",
               "complete_store", "keep", "discard", "expect", "withdraw", "reset")  # fmt: skip
 
 
 class RecordedManager(OffloadingManager):
-    """An `OffloadingManager` that records every call that decides something, for `replay --as-recorded`.
+    """An `OffloadingManager` that records all calls that affect decisions, for `replay --as-recorded`.
 
-    If a policy or admission rule in Python raises an exception, the call is recorded with its name.
+    If a policy or admission rule in Python raises an exception, the call is recorded with the exception's
+    name.
 
     Args:
         recorder: writes the records; `end_recording` closes it.
@@ -199,7 +200,7 @@ class RecordedManager(OffloadingManager):
         self._log.put(kind, subject, further)
 
     def _noting_errors(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Record the exceptions of a method, unless its arguments were wrong and nothing has changed."""
+        """Wrap a method to record its exceptions, except `MisuseError`, which changes nothing."""
 
         @functools.wraps(method)
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -222,14 +223,14 @@ class RecordedManager(OffloadingManager):
     def _note_offer(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> None:
-        """Record a store that failed before its kernel has recorded it, unless its keys were wrong."""
+        """Record a `prepare_store` that failed before its kernel recorded it, unless a key was invalid."""
         if wrong_key(keys, self.key_bytes) is None:
             ctx = self._context(ctx)
             ctx.add(keys)
             self._note(ctx, Call.PREPARE_STORE | FAILED | ADMITTED * admitted, len(keys))
 
     def _note_end(self, plan: StorePlan, success: bool = False) -> None:
-        """Record the end of a store that failed before its kernel has recorded it, or that a reset voided."""
+        """Record the end of a store that failed before its kernel recorded it, or that a reset voided."""
         number = Entering.over(plan.memory).number
         of_part = plan.slots if number < 0 else plan.slots[:0]
         result = np.int32(success + IS_PART * (number < 0))

@@ -1,7 +1,7 @@
 """Writes the records of a manager's calls to a file, on a thread.
 
-Owns the file, its size limit and the thread. A gap would make a recording useless, so it ends at its first
-problem, with one line in the log.
+Owns the file, its size limit and the thread. A gap would make a recording useless, so the first problem ends
+the recording, with one line in the log.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from kvoffload.core.log import Log
 from kvoffload.errors import MisuseError
 
 POLL_S, FLUSH_S, CLOSING_S = 0.05, 1.0, 5.0
-"""Pause of the thread; longest time between a call and its write; longest wait of `close`."""
+"""Seconds: pause of the thread; longest time between a call and its write; longest wait of `close`."""
 _FRAME_WORDS = 1 << 18
-"""Largest frame, 1 MiB before compression. So many words are written at once, without a pause."""
+"""Words of the largest frame, 1 MiB before compression. If the ring has as many words, the thread writes them
+before `FLUSH_S` has passed."""
 _TOO_SLOW = "the writer did not keep up, and a gap would make the recording useless"
 logger = logging.getLogger("kvoffload.calls")
 
@@ -41,8 +42,8 @@ class CallRecorder:
         path: the file: the requested path, or the next free ``NAME-2.calls``.
         ended: reason of the end; None while calls are recorded.
 
-    Memory: the ring, and about 20 MiB for the compression. Thread: `begin` and `close` on the manager's. Only
-    `close` waits for the file, for up to 5 seconds.
+    Memory: the ring, and about 20 MiB for the compression. Thread: `begin` and `close` run on the manager's
+    thread. Only `close` waits for the file, for up to 5 seconds.
 
     Raises: `OSError` if the file cannot be created; nothing later.
     """
@@ -62,7 +63,7 @@ class CallRecorder:
     def begin(self, log: Log, header: Callable[[], Header]) -> None:
         """Start the recording of a manager.
 
-        A second manager may begin as long as nothing was recorded of the first.
+        Another manager may replace the first until a call of the first was recorded; then `MisuseError`.
 
         Args:
             header: describes the manager; called by the thread before the first call is written.
@@ -95,7 +96,7 @@ class CallRecorder:
             self._log.is_open = 0
 
     def _take(self, log: Log, is_last: bool) -> None:
-        """Write the records of the ring, if they are many or old."""
+        """Write the ring's records, if they are many, old or the last; end the recording if any is lost."""
         is_lost, head, now = not log.is_open, log.head, time.monotonic()
         is_due = head - log.tail >= _FRAME_WORDS or now - self._last_write_s >= FLUSH_S
         if is_due or is_last or is_lost:
@@ -154,7 +155,10 @@ class CallRecorder:
 
 
 def new_file(path: Path, create: Create) -> tuple[Path, IO[bytes]]:
-    """Create a new file, numbered if the name is taken: each engine and each restart has its own file."""
+    """Create a new file, with a number in its name if `path` exists.
+
+    So each engine and each restart has its own file.
+    """
     number, free = 1, path
     while True:
         try:

@@ -47,7 +47,7 @@ class _Request:
 
 @dataclass
 class _OpenPlan:
-    """A plan, and how many of its blocks are not completed."""
+    """A plan and the number of its blocks that are not yet completed."""
 
     plan: LoadPlan | StorePlan
     num_open: int
@@ -216,7 +216,7 @@ class CallReplay:
         return self._difference(record, request, keys, _Results(raised, expected, error, result))
 
     def _note(self, record: Record, request: _Request, keys: Keys) -> None:
-        """Keep the call for the context of a later difference, and drop what no later record refers to."""
+        """Remember the call for the report of a later difference, and forget a request that has finished."""
         request.calls.append(f"{record.number} {record.call.name.lower()}, {len(keys)} blocks")
         if record.call is Call.FINISH:
             del self._requests[record.subject]
@@ -251,7 +251,10 @@ class CallReplay:
             request.words = np.concatenate([request.words, record.new_keys])
 
     def _request(self, record: Record) -> _Request:
-        """Return the request of a record with its new keys; a new request for a call without a request."""
+        """Return the request of a record, extended by the record's new keys.
+
+        Returns a new request for a record that ends a plan, has no request, or is the first of its request.
+        """
         if record.call in _ENDS:
             return _Request(self.manager.begin_request(""), record.new_keys)
         request = self._requests.get(record.subject)

@@ -7,8 +7,8 @@ no traces, policies or caches.
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
 request is in exactly one window, so the mean over all draws equals the ratio; overlapping windows would
-underweight both ends of a trace. A run is kept as a few dozen sums, which can be paired with any other run on
-the trace. The price: intervals are slightly less certain than with overlapping windows.
+underweight both ends of a trace. A run is stored as one sum per window, and can be paired with any other run
+on the trace. Disadvantage: intervals are slightly less certain than with overlapping windows.
 """
 
 from __future__ import annotations

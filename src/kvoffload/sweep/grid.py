@@ -66,13 +66,14 @@ class Grid:
     Attributes:
         policies: names, or ``module:Class``.
         admissions: ``all``, ``reuse:2``, ...
-        capacities: of RAM: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
-        devices: of the LRU device cache: a capacity, ``0`` for none, or a multiple of RAM's, ``0.5x``.
+        capacities: capacities of RAM: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
+        devices: capacities of the LRU device cache: as for RAM, ``0`` for none, or a multiple of RAM's
+            capacity, ``0.5x``.
         stores: store modes (`STORES`).
         tiers: simulated tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``, ``1%+10%`` (two levels).
         block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
-        common: assumptions of all replays (decode speed, queue, instances, routing). The axes replace its
-            other fields.
+        common: assumptions of all replays (decode speed, queue, instances, routing). The axes replace the
+            other fields of this configuration.
         shared_ram: False: each instance has its own RAM. True: all instances share one pool.
 
     Raises: `ConfigError`, all problems at once.
@@ -120,8 +121,8 @@ class Grid:
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
         """Create the points of one trace, and list the reason for each combination that is left out.
 
-        The axes vary in the order device, capacity, tiers, shared RAM, store, policy, rule. Raises
-        `ConfigError` for a size below one block of this trace.
+        Order of the axes, the last varies fastest: device, capacity, tiers, shared RAM, store, policy, rule.
+        Raises `ConfigError` for a size below one block of this trace.
         """
         points, left_out = [], []
         for device, capacity, capacity_blocks, device_blocks in self._sizes(unique_blocks):

@@ -28,7 +28,7 @@ def journal_path(output: Path) -> Path:
 
 
 class SweepJournal:
-    """Measurements and timed replays by key, in the file ``OUTPUT.journal``. One process may open it.
+    """Measurements and timed replays by key, in ``OUTPUT.journal``. One process at a time may open the file.
 
     Lines that cannot be decoded are ignored: a half line at the end after a ``kill -9``, or a line of another
     version. Appended lines survive a ``kill -9`` at any point, but not a crash of the machine.

@@ -36,8 +36,8 @@ class Progress:
     """Progress of a sweep or a plan.
 
     Attributes:
-        rows_done, rows: combinations with a result, and all combinations.
-        refs_done, refs: block references replayed so far by this run, and its total.
+        rows_done, rows: number of combinations with a result, and of all combinations.
+        refs_done, refs: block references that this run has replayed, and will have replayed at its end.
         of: noun for the rows: ``rows``, or ``timed replays``.
     """
 
@@ -71,11 +71,11 @@ class Work:
     """Options of the work: workers, output and confidence intervals.
 
     Attributes:
-        output: ``.csv``, ``.json`` or ``.parquet``; None keeps nothing.
+        output: a ``.csv``, ``.json`` or ``.parquet`` file; None: no output and no journal.
         force: replace an existing output.
-        jobs: processes; None for one per CPU.
-        scheduler: address of a Dask scheduler that runs the replays instead.
-        seed, resamples: for confidence intervals.
+        jobs: number of worker processes; None: one per CPU.
+        scheduler: address of a Dask scheduler, whose workers run the replays instead of local processes.
+        seed, resamples: parameters of the confidence intervals.
 
     Raises: `ConfigError`.
     """
@@ -137,7 +137,7 @@ class Measuring:
 
     Args:
         traces: traces, indexed by `Point.trace`.
-        journal: None keeps nothing.
+        journal: None: measurements are cached in memory only.
 
     Attributes:
         progress: progress of the last call of `measure`, also after an interruption.
@@ -155,7 +155,7 @@ class Measuring:
     def measure(
         self, points: Sequence[Point], on_progress: OnProgress = lambda progress: None
     ) -> list[Measurement]:
-        """Measure each point. Raises `SweepError` if a replay fails."""
+        """Return the measurement of each point, in their order. Raises `SweepError` if a replay fails."""
         traces, known, keys = self._traces, self._known, [self._key(point) for point in points]
         if self._journal is not None:
             kept = self._journal.measurements

@@ -28,10 +28,10 @@ class SweepResult:
 
     Attributes:
         rows: a row for each combination, in the order of the traces and axes.
-        verdicts: a verdict for each trace, sizes, store mode and tiers.
-        left_out: reasons why combinations were left out, with their counts.
-        from_journal: combinations whose replay an earlier run had finished.
-        violations: a line for each row above the optimum; each is a bug.
+        verdicts: a verdict for each place (`verdict.Verdict`).
+        left_out: for each reason, the number of combinations that were left out.
+        from_journal: number of combinations whose replay an earlier run had finished.
+        violations: a line for each row above an upper bound; each line is a bug.
         warnings: faults of the recordings that change results.
     """
 

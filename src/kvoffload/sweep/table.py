@@ -27,13 +27,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trace, trace_sha256: name and content digest of the trace.
-        share_outside_blocks: share of the prompt tokens that are in no whole block, so that no ratio counts
-            them; null if it is unknown.
+        share_outside_blocks: share of the prompt tokens that are in no whole block. Ratios do not count these
+            tokens. Null if unknown.
         capacity, device, tiers: sizes of RAM, the device cache and the tiers behind RAM, as typed.
         capacity_blocks, device_blocks, tier_blocks: these sizes in blocks.
         decode_tokens_per_s, queue_requests, instances, routing, shared_ram: assumptions, as in
             `ReplayConfig`. Sizes are per instance, also with `shared_ram`.
-        prefix_hit_ratio: references in the prefix of a request that device, RAM and tiers serve.
+        prefix_hit_ratio: references served by device, RAM and tiers, counted along each request's prefix.
         ci_low, ci_high, ci_correlation: confidence interval of the prefix-hit ratio (`bootstrap.Interval`);
             null for fewer requests than `FEWEST_WINDOWS`.
         offload_hit_ratio: references served by RAM and the tiers behind it.
@@ -46,14 +46,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: configuration for the comparisons below: LRU with the same sizes, store mode, tiers and
-            `shared_ram`, and with admission ``all`` or else the sweep's first rule; null without LRU.
+        baseline: policy and rule for the comparisons below: LRU with admission ``all``, or else with the
+            sweep's first rule. Sizes, store mode, tiers and `shared_ram` are the row's. Null without LRU.
         diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the baseline's, and the
             paired confidence interval of the difference. The difference is significant if the interval does
             not contain 0.
         gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null for a gap below 0.001.
         writes_vs_lru: blocks written, divided by the baseline's.
-        among_best: no other row with these sizes on this trace is better beyond chance.
+        among_best: True if no other row with these sizes on this trace is significantly better.
         verdict: in the best row of a place, its verdict (`verdict.Verdict.line`); null in other rows.
         decisions_sha256: digest of the decision log: equal digests mean equal decisions.
         seed, resamples: parameters of the confidence intervals.

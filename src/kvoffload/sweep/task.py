@@ -144,8 +144,11 @@ def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
 
 @functools.lru_cache(maxsize=2)
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
-    """Divide a trace among its replicas. The cache holds two divisions, because a plan alternates between the
-    separate replicas and the undivided trace in front of shared servers."""
+    """Divide a trace among its replicas.
+
+    The cache holds two divisions, because a plan with shared servers alternates between the replicas' traces
+    and the undivided trace.
+    """
     share = source.share
     ((trace, _),) = _whole(replace(source, share=ALL))
     trace = at_load(one_session_in(trace, share.one_in), share.load)

@@ -38,8 +38,8 @@ class Verdict:
         baseline: the LRU row of this place, which may be `best`; None without LRU.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows whose difference from `best` is not significant, without the baseline, most hits first.
-            Without intervals: rows with the same number of hits.
+        alike: rows, except the baseline, whose difference from `best` is not significant or, without
+            intervals, is 0; most hits first.
         rivals: number of other rows at this place.
     """
 

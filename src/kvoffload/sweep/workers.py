@@ -105,7 +105,7 @@ def _sigint_waits() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a worker process, which ends with its parent. The parent has warned about its traces."""
+    """Prepare a worker process, which ends with its parent and does not repeat the parent's warnings."""
     logging.getLogger("kvoffload.traces").setLevel(logging.ERROR)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

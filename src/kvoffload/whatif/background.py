@@ -15,7 +15,7 @@ _CLOSE_S = 2.0
 class Background:
     """Runs tasks in a daemon thread, which starts with the first task.
 
-    Thread: the owner's. Only the owner calls these methods.
+    Thread: only the owner's thread calls these methods.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class Background:
         return not self._idle.is_set()
 
     def run(self, task: Task) -> None:
-        """Start a task. The task before must have ended."""
+        """Start a task. The previous task must have ended."""
         assert not self.is_busy
         if self._thread is None:
             # Not a method: the thread must not keep this object, so that its end closes the thread.
@@ -46,7 +46,7 @@ class Background:
         self._tasks.put(task)
 
     def check(self) -> None:
-        """Raise the exception of the last task, once; an exit (`SystemExit`) as `RuntimeError`."""
+        """Raise the exception of the last task, once. An exit (`SystemExit`) is raised as `RuntimeError`."""
         if self._errors:
             raise self._errors.pop()
 
@@ -55,7 +55,7 @@ class Background:
         self._idle.wait()
 
     def close(self) -> None:
-        """End the thread after its task. No task can be started later."""
+        """End the thread after its current task; waits up to 2 seconds. No task may be started later."""
         if self._thread is not None:
             _close(self._tasks, self._thread)
 

@@ -1,19 +1,19 @@
 """Estimates of hit ratios from the misses in a sample, with their errors.
 
 The number of misses is estimated, not the hits: sampled misses times the sampling factor, over *all*
-looked-up blocks. The share of sampled hits depends on whether a block of the system prompt is in the sample.
-Misses do not, because such blocks are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
+looked-up blocks. The sampled hits depend on whether a block of the system prompt is in the sample. The
+sampled misses do not, because such blocks are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
 
-An error is half the width of a 95 % interval. It has three independent parts:
+An error is half the width of a 95 % interval, and has three independent parts:
 
 - *misses*: other blocks could have been sampled. Estimated from the spread of the misses over groups of keys
   (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
 - *capacity*: the sampled part of a cache's blocks varies, while the number of a shadow's slots is fixed. A
-  shadow of `n` slots acts like a cache whose capacity is off by ``sqrt((1 - 1 / one_in) / n)``. The effect
-  on the hit ratio `h` is that of the curve ``h = 1 - exp(-capacity)``, with the slope
-  ``-(1 - h) log(1 - h)``.
-- *bias*: a smaller cache is not exactly like the whole, and a policy learns less from a sample. Assumed:
-  `BIAS` of the misses.
+  shadow of `n` slots acts like a cache whose capacity is off by the share ``sqrt((1 - 1 / one_in) / n)``.
+  The effect on the hit ratio `h` follows from an assumed curve, ``h = 1 - exp(-capacity)``, whose slope is
+  ``-(1 - h) log(1 - h)`` over the logarithm of the capacity.
+- *bias*: a smaller cache is not exactly like the whole, and a policy learns less from a sample. The assumed
+  error is `BIAS` times the misses.
 
 Knows counts; no managers, policies or requests.
 """
@@ -107,29 +107,30 @@ def _ratio(shadow: Counted, per_block: float) -> float:
 
 
 def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
-    """Return the variance of a ratio because of the sampled blocks; `missed` may be a difference."""
+    """Return the variance of a ratio over possible samples of blocks; `missed` may be a difference."""
     groups = len(missed)
     deviations = missed - missed.mean()
     return float((deviations**2).sum()) * groups / (groups - 1) * (1 - 1 / one_in) * per_block**2
 
 
 def _slope(ratio: float) -> float:
-    """Return the change of a hit ratio with the logarithm of the capacity."""
+    """Return the derivative of a hit ratio by the logarithm of the capacity."""
     return -(1 - ratio) * math.log(1 - ratio) if 0 < ratio < 1 else 0.0
 
 
 def _off(shadow: Counted, one_in: int) -> float:
-    """Return the standard error of the logarithm of the capacity that a shadow stands for."""
+    """Return the standard error of a shadow's effective capacity, as a difference of logarithms."""
     return math.sqrt((1 - 1 / one_in) / shadow.num_slots)
 
 
 def _difference_of_capacity(
     shadow: Counted, current: Counted, ratio: float, current_ratio: float, one_in: int
 ) -> float:
-    """Return the variance of a gain because of the capacities.
+    """Return the part of a gain's variance that is due to the capacities.
 
-    Two caches share many of their blocks, of which the same are sampled. Caches of one size under two
-    policies: half of the blocks.
+    The errors of both caches are correlated, because many of their sampled blocks are the same. Assumptions:
+    a larger cache holds all blocks of a smaller cache, and caches of equal size have half of their blocks in
+    common.
     """
     one, other = _slope(ratio) * _off(shadow, one_in), _slope(current_ratio) * _off(current, one_in)
     smaller, larger = sorted((shadow.num_slots, current.num_slots))

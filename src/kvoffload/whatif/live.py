@@ -17,14 +17,14 @@ from kvoffload.whatif.sample import Sample
 from kvoffload.whatif.shadows import Shadows
 
 PERIOD_S = 3600.0
-"""Estimates are of the last one to two periods. Advice is given at most once a period."""
+"""Length of a period. Estimates cover the last one to two periods. Advice is given at most once a period."""
 REPORT_S = 10.0
 TOKENS_PER_SAMPLED_BLOCK = 2048
 LEAST_ONE_IN = 8
 
 
 def usual_one_in(tokens_per_block: int) -> int:
-    """Return the sampling rate of an engine: a block in 2,048 tokens, and at most one in eight."""
+    """Return `one_in` for an engine: one sampled block per 2,048 tokens, but at most one block in eight."""
     return max(LEAST_ONE_IN, TOKENS_PER_SAMPLED_BLOCK // max(1, tokens_per_block))
 
 
@@ -37,8 +37,8 @@ class LiveShadows:
         log: receives advice and failures.
         background: runs the shadows; by default a thread of this object.
 
-    Thread: the scheduler's. Cost: no call depends on the number of shadows or of blocks, except that
-    `finished` reads the blocks of its request; `due` takes 0.3 ms every ten seconds.
+    Thread: the scheduler's. Cost: independent of the number of shadows and blocks, except that `finished`
+    reads the blocks of its request; `due` takes 0.3 ms every ten seconds.
     """
 
     def __init__(
@@ -73,8 +73,8 @@ class LiveShadows:
     def restart(self, make: Callable[[], Shadows], now_s: float) -> None:
         """Replace the shadows, for instance after a change of the serving manager's policy.
 
-        The thread makes them. Counts and the period begin again. Shadows that an error has stopped are not
-        replaced.
+        The thread creates the new shadows with `make`. Counts and the period restart. Shadows that were
+        removed after an internal error are not replaced.
         """
         self._make = make
         self._period_from_s, self._reported_s = now_s, now_s
@@ -82,7 +82,7 @@ class LiveShadows:
     def work(self) -> None:
         """Start the thread's next task, if it is time and the last task has ended. Call it once a step.
 
-        Requests wait until there are enough, or until the next report.
+        Recorded requests wait until there are enough of them, or until the next report.
         """
         if self._shadows is None or self._background.is_busy:
             return
@@ -131,14 +131,15 @@ class LiveShadows:
         self.work()
 
     def close(self) -> None:
-        """End the thread; nothing is estimated any more."""
+        """Remove the shadows and end the thread; later calls do nothing."""
         self._shadows = None
         self._background.close()
 
     def due(self, now_s: float) -> list[Estimate]:
-        """Return new estimates, if they are due; otherwise, and before any lookup, an empty list.
+        """Return new estimates if they are due: every ten seconds, unless the thread works.
 
-        Estimates include the requests that the thread has served. While the thread works, they are not due.
+        Returns an empty list if they are not due, and before any lookup. Estimates include the requests that
+        the thread has served.
 
         At the end of a period the log gets advice if a setting is better than the current one by more than
         its error.

@@ -1,9 +1,9 @@
 """The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
 
-A key stands for the whole prefix that ends in its block, so all requests with a prefix agree about which of
-its blocks are sampled, and the sampled blocks of a request are again a chain: a shorter prefix for a smaller
-cache. A sample of whole requests or sessions would need many more of them: it takes or leaves a shared system
-prompt whole.
+A key identifies the whole prefix that ends in its block, so all requests with a prefix have the same sampled
+blocks. The sampled blocks of a request form a chain, too: a shorter prefix for a smaller cache. A sample of
+whole requests or sessions would have to be much larger, because it includes a shared system prompt whole or
+not at all.
 
 A sample holds the 64-bit hashes of keys. A shadow has keys of 8 bytes with the same hashes, so that policies
 and indexes decide as with the whole keys.
@@ -26,7 +26,8 @@ from kvoffload.structures.structs import Struct
 KEY_BYTES = 8
 """Length of the shadows' keys."""
 MOST_REQUESTS, ROOM, MOST_ROOM = 1024, 4096, 65536
-"""Requests in a sample; its room for sampled blocks at first, and at most, unless one request has more."""
+"""Largest number of requests in a sample; initial and largest number of sampled blocks. A single request may
+have more blocks."""
 
 
 class Recorded(Struct):
@@ -79,9 +80,9 @@ class Sample:
 
         Args:
             ctx: a finished request.
-            labels: numbers the hints.
+            labels: assigns numbers to the hints.
             num_skipped: number of leading blocks that were not looked up; -1: the blocks before the request's
-                first `lookup`, or all without one.
+                first `lookup`, or all blocks without a lookup.
             asked_end: position after the last looked-up block; -1: the end of the path.
 
         Cost: a nanosecond for each block of the path.
@@ -101,7 +102,7 @@ class Sample:
         return True
 
     def _grow(self, num_more: int) -> bool:
-        """Make room for a request of this length; return False if other requests have the room."""
+        """Enlarge the sample for a request of `num_more` blocks; return False at a limit of the sample."""
         old = self.state
         if old.num_requests == MOST_REQUESTS or (old.num_requests and len(old.hashes) >= MOST_ROOM):
             return False
@@ -114,7 +115,7 @@ class Sample:
         return True
 
     def keys(self) -> Keys:
-        """Return the keys of the shadows."""
+        """Return a key for each recorded hash, as shadows use it."""
         return Keys(words_with_hash(self.state.hashes[: self.state.num_keys]), KEY_BYTES)
 
     def clear(self) -> None:
@@ -135,7 +136,10 @@ def _is_sampled(h: np.uint64, one_in: int, seed: int) -> bool:
 
 @kernel
 def _record(path: Path, sample: Recorded, num_skipped: int, asked_end: int) -> int:
-    """Append the sampled hashes of a path; return the number of requests, 0 without such keys, or `FULL`."""
+    """Append the sampled hashes of a path.
+
+    Returns the number of requests in the sample, 0 if no block of the path is sampled, or `FULL`.
+    """
     records, hashes, one_in, seed = path.records, sample.hashes, sample.one_in, sample.seed
     count, room = path.length, hashes.shape[0]
     on_device = min(num_skipped, count)

@@ -51,7 +51,7 @@ class WhatIf:
 
 
 class WhatIfParser:
-    """Parser of a list of settings. Each setting changes something, and no two have one label."""
+    """Parses a list of settings. Each setting must change something and have a label of its own."""
 
     allowed = (
         f'1 to {MOST_SETTINGS} settings with policy, admission or capacity: [{{"policy": "hazard"}}, '
@@ -105,7 +105,10 @@ class WhatIfParser:
 
 
 def _named(field: str, text: str) -> dict[str, str]:
-    """Split ``policy=s3fifo,small_share=0.2,capacity=2``; other names are parameters of the option before."""
+    """Split ``policy=s3fifo,small_share=0.2,capacity=2`` at the names of options.
+
+    Any other name is a parameter of the preceding option.
+    """
     values, name = dict[str, str](), ""
     for part in text.strip().split(","):
         word, equals, value = part.partition("=")

@@ -1,8 +1,8 @@
 """A shadow, a manager without bytes that serves the sampled blocks of every request.
 
-The manager and its policy are of the same classes as a serving manager's. A request's whole life is run at
-once after it has finished: look up, store the missing blocks, finish. A kernel runs the lives of many
-requests without the GIL, unless the policy or an admission rule is in Python.
+The manager and its policy have the same classes as a serving manager and its policy. After a request has
+finished, the shadow runs the request's whole life: look up, store the missing blocks, finish. A kernel runs
+the lives of many requests without the GIL, unless the policy or an admission rule is in Python.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvoffload.whatif.setting import WhatIf
 
 
 def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admission] | None:
-    """Return the class of a rule whose tracker, if any, has room for the sampled keys of a serving rule's."""
+    """Return the class of a rule, with its tracker (if any) reduced to one key in `one_in`; None for None."""
     if admission is None:
         return None
     rule = ADMISSIONS.find(admission)
@@ -38,10 +38,10 @@ def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admiss
 
 
 class Shadow:
-    """A setting under trial.
+    """A manager with the serving manager's settings, except for the changes of one setting.
 
     Args:
-        setting: the changes of the serving manager's settings.
+        setting: the changes.
         capacity_blocks: slots of the serving manager. The shadow has `one_in` times fewer.
         most_slots: limit of the shadow's slots.
         policy, admission, refuses_unasked: of the serving manager, as for `OffloadingManager`.
@@ -115,7 +115,7 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Run the lives with a policy or an admission rule in Python. Another thread can run after each."""
+        """Run the lives with a policy or an admission rule in Python; yield the GIL after each request."""
         recorded, start = sample.state, 0
         for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
             end = row[kernels.END_ROW]
@@ -134,11 +134,11 @@ class Shadow:
         manager.finish_request(ctx, hints=hints)
 
     def counted(self) -> Counted:
-        """Return the results since the last `rotate` but one."""
+        """Return the results since the second-last `rotate`."""
         return Counted(self.setting.label, self.missed + self._before, self.manager.capacity_blocks)
 
     def rotate(self) -> None:
-        """Begin new counts; `counted` still includes the counts before."""
+        """Start new counts; `counted` still includes the previous counts."""
         self._before, self.missed = self.missed, np.zeros(GROUPS, np.int64)
 
     def reset(self) -> None:

@@ -1,8 +1,8 @@
 """The shadows of one serving manager: their common sample, their work, their estimates.
 
-The serving side reports each request after it has finished, in one short call, which records its sampled
-blocks. The shadows run all recorded requests later, in one call for each shadow, which can be in another
-thread. If there is no room for a request, it is left out of the sample, and counted.
+The serving side reports each finished request in one short call, which records the request's sampled blocks.
+The shadows run all recorded requests later, in one call per shadow, which another thread may make. A request
+that exceeds the limits of the sample is left out and counted.
 """
 
 from __future__ import annotations
@@ -26,28 +26,27 @@ ENOUGH_REQUESTS, ENOUGH_BLOCKS = 256, 2048
 
 
 class Shadows:
-    """One shadow for the current setting, and one for each setting to try, on one sample.
+    """Shadows on a common sample: for the current setting, and for each setting to try.
 
     Args:
         settings: the settings to try.
         capacity_blocks, policy, admission: of the serving manager, as for `OffloadingManager`;
             the rule by its name or class, because each manager has its own rule.
         one_in: one block in this many is sampled.
-        most_blocks: number of different blocks, if known; limits the slots of each shadow to the sampled
-            blocks.
+        most_blocks: number of different blocks, if known; no shadow has more slots than it can use.
         refuses_unasked: as for `OffloadingManager`; False if the serving manager has tiers behind RAM.
         seed: selects the sampled blocks.
         on_failure: called with the label and the error of a setting whose policy or rule has failed. Its
             shadow is removed. None: the error is raised.
 
     Attributes:
-        num_looked_up: looked-up blocks of the requests that the shadows have served since the last `rotate`
-            but one.
-        num_left_out: requests for which the sample had no room.
+        num_looked_up: looked-up blocks of the requests that the shadows have served since the second-last
+            `rotate`.
+        num_left_out: number of requests that exceeded the limits of the sample.
 
     Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
-    `is_due` and `is_waiting` may run. Memory: for each shadow that of a manager
-    with `one_in` times fewer slots, and two samples.
+    `is_due` and `is_waiting` may run. Memory: two samples, and for each shadow a manager with `one_in` times
+    fewer slots.
 
     Raises:
         ConfigError: a setting cannot be created; names the setting.
@@ -101,13 +100,13 @@ class Shadows:
 
     @property
     def is_due(self) -> bool:
-        """True if so much is recorded that a call of `work` is worth its cold caches."""
+        """True if enough is recorded for an efficient `work`, whose calls start with cold CPU caches."""
         recorded = self._recording.state
         return recorded.num_requests >= ENOUGH_REQUESTS or recorded.num_keys >= ENOUGH_BLOCKS
 
     @property
     def is_waiting(self) -> bool:
-        """True if a request is recorded that no shadow has served."""
+        """True if recorded requests wait for `work`."""
         recorded = self._recording.state
         return recorded.num_requests > 0 or recorded.num_looked_up > 0
 
@@ -126,7 +125,7 @@ class Shadows:
         self.serve(self.take())
 
     def take(self) -> Sample:
-        """Return the recorded requests for `serve`. The sample of the call before must have been served."""
+        """Return the recorded requests for `serve`. The previously returned sample must have been served."""
         taken, self._recording, self._spare = self._recording, self._spare, self._recording
         return taken
 
@@ -147,7 +146,7 @@ class Shadows:
         sample.clear()
 
     def _remove(self, shadow: Shadow, error: Exception, on_failure: Callable[[str, Exception], None]) -> None:
-        """Remove a shadow; without the current setting's, all."""
+        """Remove a shadow. If it has the current setting, remove all, because gains need its estimate."""
         is_current = bool(self._shadows) and shadow is self._shadows[0]
         self._shadows = [] if is_current else [other for other in self._shadows if other is not shadow]
         on_failure(shadow.setting.label, error)
@@ -163,7 +162,7 @@ class Shadows:
         return estimates(counted, self.num_looked_up, self.one_in)
 
     def rotate(self) -> None:
-        """Begin new counts. Estimates are of the requests served since the last rotation but one."""
+        """Start new counts. Estimates cover the requests served since the second-last rotation."""
         for shadow in self._shadows:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
