@@ -161,7 +161,7 @@ class FrameReader:
 
     Attributes:
         header: the configuration.
-        end: the end mark; None until it was read, and if it is missing.
+        end: the end mark; None before the reader reaches it, or if the file has none.
         num_cut: number of bytes behind the last whole frame.
 
     Raises: `TraceError` for a file that is not a recording, or of another format version.

@@ -4,10 +4,11 @@
 
 - `LOOKUP`: ready blocks `n`, or ``-1 - n`` if a block in flight follows.
 - `PREPARE_LOAD`, `PIN`: the slots, or ``-1 - n``: block `n` was not ready.
-- `PREPARE_STORE`: stored, missing, dropped, refused and formerly free blocks, the slots, the missing rows as
-  runs; or -1: no room (``None``); or -2 and less: the policy named a wrong victim.
-- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store; 2 more and the slots for a part of a
-  plan.
+- `PREPARE_STORE`: numbers of stored, missing, dropped and refused blocks and of free slots used, then the
+  slots, then the missing rows as runs. Or -1: no room (``None``). Or -2 or less: the policy named a wrong
+  victim.
+- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. For a part of a plan 2 is added, and
+  the slots follow.
 - `KEEP`, `DISCARD`: the returned number. `RESET`: ``drop_in_flight``.
 
 Texts are UTF-8, padded with zero bytes. Requests and plans are numbered from 1.

@@ -45,7 +45,7 @@ class CallRecorder:
     Memory: the ring, and about 20 MiB for the compression. Thread: `begin` and `close` run on the manager's
     thread. Only `close` waits for the file, for up to 5 seconds.
 
-    Raises: `OSError` if the file cannot be created; nothing later.
+    Raises: `OSError` if the file cannot be created. Later errors of the file only end the recording.
     """
 
     def __init__(self, path: Path, max_bytes: int, create: Create | None = None) -> None:

@@ -32,7 +32,7 @@ from kvoffload.traces.trace import Trace
 _FORMAT = 2
 """Format of a timed replay in the journal."""
 _SERVER_LATENCY_S = 0.001
-"""Assumed time of a read or write besides its bytes: a round trip and the server's work."""
+"""Assumed time of a read or write in addition to its transfer: a round trip and the server's work."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class Clock:
         return replace(measured, row=msgspec.structs.replace(measured.row, ttft_p90_s=outcome.ttft_s.p90))
 
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
-        """Compare the timed replays of a row and of the row without a purchase, `nothing`."""
+        """Compare the timed replay of `row` with that of `nothing`, the row without a purchase."""
         timing, bytes_per_token = self._timing(row), self._fleet.block_bytes / self._trace.block_tokens
         of_all = _shares(row)
         from_ram = timing.machine.break_even_tokens(bytes_per_token)
@@ -215,7 +215,8 @@ class Clock:
     def _with_servers(self, row: PlanRow) -> Machine:
         """Return the machine with a connection to the servers in place of its disk.
 
-        Each engine has its share of all links. The engines of a shared pool use one connection.
+        Each engine has an equal share of the links of hosts and servers. The engines of a RAM pool share one
+        connection.
         """
         fleet, server = self._fleet, self._fleet.prices.server
         links, user = (fleet.hosts, "a pool") if row.shared_ram else (fleet.replicas, "an engine")

@@ -1,4 +1,4 @@
-"""Endurance of SSDs: the savings that a write budget at the drives' rating costs.
+"""Endurance of SSDs: the savings that are lost with a write budget at the drives' rating.
 
 Knows rows, their measurement and their bound; the search is in `plan.search`.
 """
@@ -53,8 +53,8 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row with a write budget to report; None if no feasible row has a write budget.
 
-    The chosen row; else the best row of the purchase that would save most if SSDs did not wear out; else
-    the row that saves most.
+    Returns the chosen row if it has a write budget. Otherwise returns the best row of the purchase that would
+    save most if SSDs did not wear out or, if no SSDs wear out, the row that saves most.
     """
     if chosen.row.ssd_write_budget:
         return chosen

@@ -22,7 +22,8 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gpus: number of GPUs whose work the purchase does (`gpus_saved`).
         saved_a_year: price of the hours of these GPUs in a year.
-        days: days until these hours cost as much as the purchase; null for fewer GPUs than `LEAST_GPUS`.
+        days: days until the price of these hours reaches the purchase's; null for fewer GPUs than
+            `LEAST_GPUS`.
     """
 
     gpus: float

@@ -89,7 +89,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         over_time: savings in each window of the recording.
         payback: worth of the purchase; null without a purchase, a speed of the GPUs, times or a price of
             GPU-hours.
-        endurance: savings that the rating of SSDs costs; null if no feasible row has a write budget.
+        endurance: savings lost through the rating of SSDs; null if no feasible row has a write budget.
         in_time: timed replays; null without a machine or times, and with shared RAM on several hosts.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         warnings: faults of the recording that change the answer.

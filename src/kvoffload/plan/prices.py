@@ -27,7 +27,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules. `slots`: slots per host for modules with blocks, without those of the host's own RAM."""
+    """RAM modules. `slots`: slots per host for modules that hold blocks, besides the host's own RAM."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0
@@ -41,7 +41,7 @@ class Ram(_Part, frozen=True, kw_only=True):
 class Ssd(_Part, frozen=True, kw_only=True):
     """SSD drives. `slots`: drives per host; 0: no SSDs.
 
-    A drive is rated for `writes_per_day` (multiples of its capacity) during `life_years`. It must last for
+    A drive is rated for `writes_per_day` (multiples of its capacity) during `life_years`, and must last for
     these years.
     """
 

@@ -192,7 +192,7 @@ def _days(days: float) -> str:
 
 
 def _overload(findings: Findings) -> list[str]:
-    """Report that the GPUs cannot serve the requests: then more GPUs are the first purchase."""
+    """Report that the GPUs are overloaded, so that more GPUs are the first purchase."""
     timed = findings.in_time
     if timed is None or not timed.without.is_overloaded or not findings.evidence.duration_s:
         return []
@@ -347,7 +347,7 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
 
 
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
-    """Explain why the timed replay has fewer hits than the replay without a clock."""
+    """Explain why the timed replay has fewer hits than the untimed replay."""
     run, where = timed.with_offload, " on that engine" if timed.is_one_of_several else ""
     if row.saved - run.hit_ratio < NO_MORE:
         return []

@@ -1,8 +1,7 @@
 """Block contents computed from keys, which a replay writes and compares with the bytes that it reads back.
 
 Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where `digest` is the key's digest
-(`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit
-numbers, hence
+(`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit numbers. Hence:
 
 - every wrong byte is detected: the comparison is exact;
 - no two words of a block are equal: a shift within the block changes all of them;

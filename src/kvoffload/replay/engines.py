@@ -20,8 +20,8 @@ from kvoffload.traces.trace import Trace
 class EngineParts:
     """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
 
-    A rule counts only its engine's requests. A queue holds its engine's waiting requests, which expect blocks
-    within the engine's share.
+    A rule counts only its engine's requests. A queue holds its engine's waiting requests. The expected blocks
+    of one queue are limited to the engine's share.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -89,7 +89,7 @@ class Engines:
             self._writers[codes] = self._engine_of[request]
 
     def loaded(self, request: int, codes: npt.NDArray[np.int32]) -> None:
-        """Count the loaded blocks of other engines. Call it before the request's own blocks are stored."""
+        """Count the loaded blocks that other engines stored. Call it before `stored` for the request."""
         if self._writers is not None:
             own = self._engine_of[request]
             self.hit_blocks_of_others += int(np.count_nonzero(self._writers[codes] != own))

@@ -74,8 +74,8 @@ class SharedReplay:
 
     Args:
         data: a data plane for each manager, if there are no tiers behind RAM; empty: no bytes.
-        observe: creates the observer of a manager, given the trace of its requests and their numbers; None:
-            no observers.
+        observe: creates a manager's observer from the trace of its requests and the numbers of these requests
+            in the whole trace; None: no observers.
 
     Attributes:
         hits_per_request: as in `Replay`.

@@ -41,7 +41,7 @@ NOWHERE, ON_DEVICE, IN_RAM, IN_TIER = 0, 1, 2, 3
 
 
 class Places:
-    """The places of blocks in a replay at this moment.
+    """The current places of blocks in a replay.
 
     Args:
         device: the device cache; None: no block counts as on the device.
@@ -62,7 +62,7 @@ class Places:
         return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
 
     def of(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return the fastest place of each block, which does not count as a use of the blocks.
+        """Return the fastest place of each block. Does not count as a use of the blocks.
 
         Cost: an index probe for each block in RAM and in each tier.
         """
@@ -109,7 +109,7 @@ class Watch:
 
     Attributes:
         observer: receives the decisions.
-        places: present places of the blocks.
+        places: current places of the blocks.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Watch:
         self._offered: list[Codes] = []
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
-        """Report a decision, if it is about any block."""
+        """Report a decision, unless `codes` is empty."""
         if len(codes):
             self.observer.decided(request, decision, codes)
 

@@ -52,7 +52,7 @@ def optimum(
 
     - Hits and drops of the LRU device depend on the trace alone (`replay.device`). A use that the device does
       not serve is a hit only if the tier has held the block since the block's last offer. This interval of
-      time is worth one hit; before it the block is not needed.
+      time is worth one hit; before the interval the block is not needed.
     - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule,
       keep the intervals that end first, maximises the number of kept intervals. Of two intervals that end in
       one request, the deeper block's interval ends later.
@@ -62,8 +62,8 @@ def optimum(
 
     With `on-compute`, a block whose next use the device serves need not be kept until then, because this
     request offers the block again. Other simulators apply Belady's rule to the next use *of the tier*, keep
-    the block, and call the result OPT. That is no upper bound: on recorded traces its hit ratio is up to 0.01
-    below this bound.
+    the block, and call the result OPT. Their OPT is no upper bound: on recorded traces its hit ratio is up to
+    0.01 below the bound of this function.
 
     Args:
         capacity_blocks: capacity of the tier; `ConfigError` if negative.
@@ -123,7 +123,7 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Mark blocks whose next use the device serves as idle (see below): move their places to the end."""
+    """Mark a block as idle (see below) if the device serves its next use: move its place to the end."""
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))

@@ -4,8 +4,8 @@ Requests are replayed one at a time, in file order, and counted as in the golden
 
 1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
 2. The missing blocks are stored, in prefix order.
-3. All blocks of the request become the most recent, with the head of the prefix as the most recent: when the
-   request is served or, with a decode speed, when its answer is generated (`replay.ends`).
+3. When the request is served or, with a decode speed, when its answer is generated (`replay.ends`), all its
+   blocks become the most recent, and the head of the prefix the most recent of all.
 
 The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """

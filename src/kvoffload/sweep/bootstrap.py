@@ -24,7 +24,7 @@ from kvoffload.structures.draws import whole_numbers
 Sums = npt.NDArray[np.int64]
 
 WINDOWS = 32
-"""Windows of a trace. More windows would be shorter and correlated; fewer would estimate the spread badly."""
+"""Number of windows. More windows would be shorter and correlated; fewer would estimate the spread badly."""
 
 FEWEST_WINDOWS = 10
 """Number of windows below which no interval is computed."""
@@ -74,7 +74,7 @@ class Resamples:
         fewest_windows: number of windows below which no interval is computed.
         confidence: coverage of the intervals.
 
-    Cost: O(resamples x windows), here and for each interval: well below a millisecond.
+    Cost: O(resamples x windows), at construction and for each interval: well below a millisecond.
     """
 
     def __init__(

@@ -164,7 +164,7 @@ def attempt(task: Task) -> Measurement | Failure:
 def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
     """Run a task with this trace; None: read the trace.
 
-    Raises nothing, because an exception of a third party's policy may not be picklable.
+    Returns exceptions as a `Failure`, because an exception of a third party's policy may not be picklable.
     """
     try:
         run = replay_of(trace or load(task.source), task.config)

@@ -16,7 +16,7 @@ from kvoffload.sweep.table import Row, place
 from kvoffload.text import percent
 
 _NAMED = 3
-"""Most configurations that a sentence names; further configurations are counted."""
+"""Largest number of configurations that a sentence names; further configurations are counted."""
 
 
 class Certainty(Enum):
@@ -30,7 +30,7 @@ class Certainty(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Best configuration at one place: a trace, a device, a capacity, a store mode and tiers.
+    """Best configuration at one place (`table.place`).
 
     Attributes:
         number: index of the best row among all rows of the sweep.
@@ -112,7 +112,7 @@ def verdicts_of(
 
     Args:
         points: the point of each row.
-        difference: paired interval of a row's ratio minus the baseline's; takes their indices.
+        difference: returns the paired interval of one row's ratio minus another's, given their indices.
 
     Cost: one interval for each row.
     """

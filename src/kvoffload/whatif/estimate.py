@@ -6,14 +6,14 @@ sampled misses do not, because such blocks are rarely missed (SHARDS-adj, Waldsp
 
 An error is half the width of a 95 % interval, and has three independent parts:
 
-- *misses*: other blocks could have been sampled. Estimated from the spread of the misses over groups of keys
-  (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
+- *misses*: other blocks could have been sampled. This part is estimated from the spread of the misses over
+  groups of keys (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
 - *capacity*: the sampled part of a cache's blocks varies, while the number of a shadow's slots is fixed. A
   shadow of `n` slots acts like a cache whose capacity is off by the share ``sqrt((1 - 1 / one_in) / n)``.
   The effect on the hit ratio `h` follows from an assumed curve, ``h = 1 - exp(-capacity)``, whose slope is
   ``-(1 - h) log(1 - h)`` over the logarithm of the capacity.
-- *bias*: a smaller cache is not exactly like the whole, and a policy learns less from a sample. The assumed
-  error is `BIAS` times the misses.
+- *bias*: a smaller cache does not behave exactly like the whole, and a policy learns less from a sample. The
+  assumed error is `BIAS` times the misses.
 
 Knows counts; no managers, policies or requests.
 """

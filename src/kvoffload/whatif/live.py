@@ -55,7 +55,7 @@ class LiveShadows:
 
     @property
     def shadows(self) -> Shadows | None:
-        """The shadows; None after an error that stopped all of them."""
+        """The shadows; None after `close`, and after an internal error that removed all shadows."""
         return self._shadows
 
     def fail(self, label: str, error: Exception) -> None:

@@ -1,6 +1,6 @@
 """Settings to try: the policy, admission rule or capacity of a shadow.
 
-A list of settings is ``[{"policy": "hazard"}, {"capacity": 2.0}]``, the same as JSON text, or
+A list of settings is ``[{"policy": "hazard"}, {"capacity": 2.0}]``, this list as JSON text, or
 ``policy=hazard;capacity=2`` for the environment and command lines.
 """
 
@@ -51,7 +51,7 @@ class WhatIf:
 
 
 class WhatIfParser:
-    """Parses a list of settings. Each setting must change something and have a label of its own."""
+    """Parses a list of settings. Each setting must change something, and no label may occur twice."""
 
     allowed = (
         f'1 to {MOST_SETTINGS} settings with policy, admission or capacity: [{{"policy": "hazard"}}, '

@@ -22,7 +22,7 @@ from kvoffload.whatif.shadow import Shadow
 ONE_IN = 8
 """Default of `one_in`."""
 ENOUGH_REQUESTS, ENOUGH_BLOCKS = 256, 2048
-"""Recorded requests, or their sampled blocks, that are enough for a call of `work`."""
+"""Number of recorded requests, and of sampled blocks, at which a call of `work` is due."""
 
 
 class Shadows:
