@@ -62,7 +62,7 @@ class TwoQ(CompiledPolicy):
     - In A1in a block moves to its final place when the storing request finishes. So the tail of a path leaves
       first, even if the path was stored in parts. In Am a request's own store is no second access, but the
       block moves to the front with its path.
-    - In a victim tier a returning block that was used again joins Am, because a new block enters A1in.
+    - In a victim tier a returning block that was used again joins Am. The block was in A1in when new.
     - The key of a returning block is removed from A1out before a victim is chosen.
     - If the list that should provide the victim is empty or fully protected, the other list provides it.
       Victims from A1in are always remembered, victims from Am never.

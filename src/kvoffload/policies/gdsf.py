@@ -137,7 +137,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _take_least(own: State, cache: Cache) -> int:
-    """Pop the least block from the heap, and prefetch the data that `evictable` reads."""
+    """Pop the block with the smallest H, and prefetch the data that `evictable` reads."""
     slot = own.heap.firsts[0]
     prefetch(cache.slots.ref_cnt, slot)
     prefetch(cache.index.keys, slot)

@@ -64,9 +64,10 @@ class LIRS(CompiledPolicy):
     The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
     S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and ghosts of HIR blocks. Q
-    holds the resident HIR blocks. If a HIR block in S is used, resident or a ghost, it becomes LIR, and the
-    coldest LIR block becomes HIR and the last in Q. If a HIR block outside S is used, it stays HIR and moves
-    to the end of Q. The victim is the first block of Q; its key stays in S as a ghost if it was in S.
+    holds the resident HIR blocks. If a HIR block in S is used, resident or a ghost, the block becomes LIR,
+    and the coldest LIR block becomes HIR and the last in Q. If a HIR block outside S is used, the block stays
+    HIR and moves to the end of Q. The victim is the first block of Q. If the victim is in S, its key stays in
+    S as a ghost.
 
     Differs from the paper: no stack is stored or pruned. A block or ghost is in S if its last use is later
     than the last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a

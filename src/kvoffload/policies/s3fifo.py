@@ -155,7 +155,7 @@ def _provider(own: State) -> int:
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return True if its uses spare the block at the cold end of `queue`; then reduce its use count."""
+    """Return True if the block's uses spare it from eviction, and then reduce its use count."""
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False

@@ -84,7 +84,7 @@ class WTinyLFU(CompiledPolicy):
       beyond its share move to the main cache without a duel: at most one for each free slot that the batch
       used, and while the main cache is below its share.
     - In a victim tier a returning block that was used again enters the main cache without a duel, on
-      probation. The sketch counts only its store.
+      probation. The sketch counts only the block's store.
     - A request's own store is no second use. When the request finishes, the block moves to the front of its
       list with the rest of its path, and the sketch counts nothing.
     - A miss counts in the sketch when the block is stored; a refused block changes nothing.

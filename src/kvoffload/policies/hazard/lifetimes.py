@@ -25,7 +25,7 @@ ENTERING = 0.05
 """Cost of an insertion as slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
 high worth for a very short time would evict each other."""
 _ALL, _GROUP, _PARENT = 0, 2, 4
-"""Rows of `Lifetimes.sums`."""
+"""First row of each pair of rows in `Lifetimes.sums`."""
 
 
 class Lives(Struct):
@@ -356,7 +356,7 @@ def _has_equal_hazard(lifetimes: Lifetimes, one: int, other: int) -> bool:
 
 @inline
 def _set_worth(lifetimes: Lifetimes) -> None:
-    """Compute the worth of all classes. Neighbours without evidence have equal estimates, so equal worth."""
+    """Compute the worth of all classes, once for neighbouring classes with equal estimates."""
     exposed, worth, num_labels = lifetimes.exposed, lifetimes.worth, lifetimes.num_labels
     computed = 0
     for block_class in range(worth.shape[0]):
