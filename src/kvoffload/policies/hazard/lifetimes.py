@@ -356,7 +356,10 @@ def _has_equal_hazard(lifetimes: Lifetimes, one: int, other: int) -> bool:
 
 @inline
 def _set_worth(lifetimes: Lifetimes) -> None:
-    """Compute the worth of all classes, once for neighbouring classes with equal estimates."""
+    """Compute the worth of all classes, once for neighbouring classes with equal estimates.
+
+    A class with a label but no evidence gets the worth of its class without a label.
+    """
     exposed, worth, num_labels = lifetimes.exposed, lifetimes.worth, lifetimes.num_labels
     computed = 0
     for block_class in range(worth.shape[0]):
