@@ -230,7 +230,7 @@ class KVOffloadAdapter(L2AdapterInterface):
                 logger.exception("kvoffload: internal error in a task; it ends without objects")
                 result = nothing
             with self._lock:
-                # `pop_completed_store_tasks` replaces its dictionary.
+                # Not `ended` for stores: `pop_completed_store_tasks` replaces this dictionary.
                 (self._stored if event == 0 else ended)[task] = result
                 if self._notifiers:
                     self._notifiers[event].notify()

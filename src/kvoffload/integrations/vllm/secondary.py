@@ -274,7 +274,7 @@ class KVOffloadTier(SecondaryTierManager):
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
         number = self._begin(job, keys, rows, is_store)
         if number == NO_JOB:
-            # An empty store is a success, an empty load a failure. No bytes, or vLLM would count the job's.
+            # An empty store is a success, an empty load a failure. 0, or vLLM would count the job's bytes.
             self._finished.append(JobResult(job_id=job.job_id, success=is_store, transfer_bytes=0))
         else:
             self._jobs[number] = job

@@ -231,7 +231,7 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def _shadows(self, policy: str) -> Shadows:
-        """Create the shadows for the option ``what_if``. `policy`: the present policy of RAM."""
+        """Create the shadows for the option ``what_if``. `policy`: RAM's policy."""
         options = self._options
         return Shadows(
             options.what_if,

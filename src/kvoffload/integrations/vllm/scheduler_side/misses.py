@@ -183,7 +183,7 @@ def _count_rest(asked: Asked, manager: AnyManager, start: int, count: int) -> in
     ctx, skipped = asked.request.ctx, start + len(asked.loaded)
     if ctx.length == start + count:
         return manager.count_misses(ctx, skipped)
-    # Blocks that were computed after the first lookup, or a limited lookup.
+    # The path has grown since the first lookup, or the lookup was limited.
     return manager.count_misses(ctx, 0, list(islice(positions_of(asked.context), skipped, start + count)))
 
 

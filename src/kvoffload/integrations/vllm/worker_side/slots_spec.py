@@ -23,8 +23,9 @@ class SlotsSpec(CPULoadStoreSpec):
 
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
-        digests: digests of the keys, if workers compute checksums; None otherwise.
-        num_slots: number of slots of each KV group with slots, in order; None if a slot has one engine block.
+        digests: digests of the keys, in a store with checksums; otherwise None.
+        num_slots: number of slots of each KV group with slots, in order; None in a load, and if a slot has one
+            engine block.
         audited: in a store, a mask of the slots to compare with the engine's blocks, not to write; None: all
             slots are written.
     """
@@ -91,7 +92,7 @@ def _subset(
 ) -> tuple[Any, SlotsSpec]:
     """Return a store of the chunks for which `kept` is True; these chunks must be complete."""
     blocks = np.asarray(engine.block_ids)
-    # The blocks of a torn group are not a multiple of chunks; all of its chunks go.
+    # A torn group may have no whole number of chunks, so all its blocks are removed.
     ends = np.cumsum(slots_per_group)
     sizes, chosen = [], []
     start = 0
