@@ -18,11 +18,11 @@ from kvoffload.errors import ConfigError
 
 _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
-"""Probed sequence lengths, as multiples of ``max_position_embeddings``."""
+"""Probed sequence lengths beyond ``max_position_embeddings``, as multiples of this number."""
 _LONGEST_TABLE = 1 << 19
-"""Limit of probed sequence lengths: a module may compute a table of all positions, 256 MiB of float32."""
+"""Limit of probed sequence lengths: a module may compute a table of all positions, here 256 MiB."""
 _TOLERANCE = 0.02
-"""Differences that are rounding, as a share of the largest value."""
+"""Largest difference that counts as rounding, as a fraction of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
 
 

@@ -24,8 +24,8 @@ class SlotsSpec(CPULoadStoreSpec):
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
         digests: digests of the keys, in a store with checksums; otherwise None.
-        num_slots: number of slots of each KV group with slots, in order; None in a load, and if a slot has one
-            engine block.
+        num_slots: number of slots of each KV group with slots, in order; None in a load, and if a slot has
+            one engine block.
         audited: in a store, a mask of the slots to compare with the engine's blocks, not to write; None: all
             slots are written.
     """
