@@ -60,7 +60,7 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
-    """Move a duplicate that the device has dropped to `kept`, the blocks that reenter the policy's order."""
+    """Move a duplicate to `kept`, the blocks that reenter the policy's order, when the device drops it."""
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)
     kept.slots[kept.count] = slot

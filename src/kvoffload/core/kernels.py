@@ -1155,8 +1155,8 @@ def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> No
 def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
     """Remove the ready blocks of a batch from the index; write their slots and return their number.
 
-    A row whose entry in `slots` is not negative removes only a block in that slot. So a block that was stored
-    again, in another slot, stays.
+    If ``slots[row]`` is not negative, only a block in that slot is removed. A block that was stored again, in
+    another slot, stays.
     """
     num_removed = 0
     for row in range(batch.shape[0]):

@@ -96,9 +96,9 @@ class OnCompute:
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
-        """Report the end of a request to a policy whose `finished` is in Python or still to be called.
+        """Report the end of a request to the policy's `finished`, unless the kernel has called it.
 
-        The kernel does not call a compiled `finished` if `num_used` uses were to be reported in Python first.
+        If `num_used` is not 0, the kernel has left the call of a compiled `finished` to this method.
         """
         if num_used:
             kernels.finish(self.cache.memory, ctx.memory, True)
@@ -110,7 +110,7 @@ class OnCompute:
     # ---- stores
 
     def store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: int, admitted: bool) -> int:
-        """Store the missing blocks of an offer; returns as `kernels.prepare_store`.
+        """Store the missing blocks of an offer; return the result of `kernels.prepare_store`.
 
         Args:
             ctx, new, kept: as for `kernels.prepare_store`.

@@ -21,7 +21,7 @@ from kvoffload.structures.lists import LIST, UNLISTED
 
 
 class OnDeviceEviction(OnCompute):
-    """The mode in which blocks are offered when the device drops them, each independent of the others.
+    """The mode in which the engine offers blocks when the device drops them, each block independently.
 
     A block that the device holds again is a *duplicate*: no policy orders it, and its slot is reused first.
     """
@@ -32,7 +32,7 @@ class OnDeviceEviction(OnCompute):
     follows_device = True
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Remove blocks that have become duplicates from the order of a policy in Python."""
+        """Remove new duplicates from the order of a policy in Python."""
         self.policy.remove(slots)
 
     def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:

@@ -260,7 +260,7 @@ class ManagerStats:
     expected: int = 0
     """Keys that waiting requests expect."""
     misses: dict[str, int] = field(default_factory=dict)
-    """Blocks that `count_misses` has counted, by reason. In a shared pool: of this engine."""
+    """Blocks that `count_misses` has counted, by reason. In a shared pool: only this engine's counts."""
     policy: dict[str, float] = field(default_factory=dict)
     tenants: dict[str, TenantStats] = field(default_factory=dict)
     """Counts of each tenant with a quota, and of all others as ``other``. Empty without quotas."""

@@ -243,8 +243,8 @@ def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: P
 class PolicyChange:
     """A new policy for a manager, and its progress in adopting the manager's blocks.
 
-    Made by `OffloadingManager.prepare_policy_change`, in any thread: this compiles the policy's kernels and
-    allocates its memory, which can take seconds.
+    Created by `OffloadingManager.prepare_policy_change`, in any thread. The constructor compiles the policy's
+    kernels and allocates memory, which can take seconds.
 
     Attributes:
         spec: the new policy, as the caller specified it.

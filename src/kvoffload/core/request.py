@@ -27,8 +27,8 @@ SCRATCH = 2
 SMALLEST_ROOM = 16
 
 AGAIN = -(1 << 60)
-"""Results below AGAIN: the path is too small for the batch, or a key is invalid. Nothing has changed; the
-caller calls `make_room` and tries again."""
+"""Results below AGAIN are `FULL`, the path is too small for the batch, or `WRONG`, a key is invalid. Nothing
+has changed; the caller calls `make_room` and tries again."""
 FULL, WRONG = AGAIN - 1, AGAIN - 2
 
 

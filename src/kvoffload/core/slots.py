@@ -26,10 +26,14 @@ For a ready block `ref_cnt` is the number of pins.
 class Slots(Struct):
     """`capacity` slots, all free at first. Memory: 13 bytes a slot.
 
-    States of a slot: *free*; *writing*, while a store is in flight; *ready*, when the block can be read (a
-    reader pins it); *condemned*, when the block is forgotten but a transfer still uses the slot, or the slot
-    is withheld; *unused*, outside the used part of the pool. A condemned slot becomes free when the transfer
-    ends.
+    States of a slot:
+
+    - *free*
+    - *writing*: a store is in flight
+    - *ready*: the block can be read; a reader pins the block
+    - *condemned*: the block is forgotten but a transfer still uses the slot, which becomes free when the
+      transfer ends; or the slot is withheld
+    - *unused*: outside the used part of the pool
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.

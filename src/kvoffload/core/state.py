@@ -46,7 +46,7 @@ class Cache(Struct):
         member: tenant of all requests of this process, if the tenants are the engines of a shared pool;
             otherwise 0, and each request names its tenant.
         spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
-            blocks, because it has enough room without them. `SPARES_TENANTS`: quotas limit its victims.
+            blocks, because other slots suffice. `SPARES_TENANTS`: quotas limit the store's victims.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
             manager calls the policy in Python.
@@ -100,8 +100,8 @@ class Entering(Struct):
     Attributes:
         keys: keys of the missing blocks, in the order of the offer.
         rows: row of each missing block in the offered batch.
-        slots: slots of the first `count` missing blocks. The first `num_free` were free, the next, up to
-            `num_given`, held duplicates. The policy fills the rest with its victims.
+        slots: slots of the first `count` missing blocks. The first `num_free` slots were free. The following
+            slots, up to `num_given`, held duplicates. The policy writes its victims to the later entries.
         evicted: keys of the evicted duplicates and victims.
         count: number of blocks to store.
         num_offered, num_missing: number of offered blocks, and of absent blocks among them.

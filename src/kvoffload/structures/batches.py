@@ -106,7 +106,7 @@ def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
 
 
 def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> Any:
-    """Return the address of a list item's bytes, or `WRONG_KEY` unless it is ``bytes`` of `key_bytes`."""
+    """Return the address of a list item's bytes; `WRONG_KEY` unless it is ``bytes`` of length `key_bytes`."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _BYTE.as_pointer()

@@ -34,7 +34,7 @@ _STAMP = _PACKAGE / "structures" / "__pycache__" / "kernels.stamp"
 
 
 def prepare(*, is_needed: bool = True) -> bool:
-    """Choose the cache directory, once, before the first compilation; return False if there is none.
+    """Choose the cache directory, once, before the first compilation; return False if none is usable.
 
     Args:
         is_needed: False if this package's kernels need no cache. Then a missing directory logs no warning.
@@ -64,7 +64,7 @@ def prepare(*, is_needed: bool = True) -> bool:
 
 
 def announce_compilation(reason: str = "") -> None:
-    """If no kernel is cached, log that compilation delays this start, with the reason."""
+    """Log that compilation delays this start, with the reason, unless kernels are cached."""
     if not any(any(kept.glob("*.nbi")) for _, kept in _places()):
         because = f", because {reason}" if reason else ""
         COMPILING.info(

@@ -31,7 +31,7 @@ _FEATURES = (
     *("sse3", "ssse3", "sse4.1", "sse4.2", "cx16", "popcnt", "sahf"),
     *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
 )
-"""LLVM's names of the baseline's features, beyond those of every x86-64."""
+"""LLVM's names of the baseline's features, beyond the features of every x86-64."""
 _SETTINGS = ("BOUNDSCHECK", "DEBUGINFO_DEFAULT", "LOOP_VECTORIZE", "OPT", "SLP_VECTORIZE")
 """Settings of numba (`numba.config`) that change machine code."""
 _PACKAGE = Path(__file__).resolve().parent.parent

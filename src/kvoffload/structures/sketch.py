@@ -77,13 +77,13 @@ def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
 
 @inline
 def _word(line: int, h: np.uint64, row: int) -> int:
-    """Return the index of the word that holds the key's counter of a row."""
+    """Return the index of the word that holds the key's counter for this row of the sketch."""
     return line + 2 * row + np.int64((h >> np.uint64(5 * row + 4)) & np.uint64(1))
 
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Return the first bit of the key's counter of a row, in its word."""
+    """Return the number of the first bit of the key's counter in the word from `_word`."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 
