@@ -41,7 +41,7 @@ class State(Struct):
 
 
 class ARC(CompiledPolicy):
-    """Balances recency and frequency: learns from evictions that came too early.
+    """Balances recency and frequency, learning from early evictions.
 
     The paper's algorithm with all four cases and bounds, for batches with pins.
 

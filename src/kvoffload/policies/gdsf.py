@@ -40,7 +40,7 @@ class State(Struct):
 
 
 class GDSF(CompiledPolicy):
-    """Evicts the block of least frequency x cost / size; old blocks age.
+    """Evicts the block of least frequency x cost / size, with aging.
 
     A min-heap by H = L + frequency x cost / size; L is the H of the last victim.
 
