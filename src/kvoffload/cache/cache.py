@@ -44,11 +44,11 @@ class KVCache:
         keys: Sequence[bytes] | None = None,
         hints: Hints = NO_HINTS,
     ) -> KVRequest:
-        """Begin a request: a context manager, also for ``async with``.
+        """Begin a request. The result is a context manager, also for ``async with``.
 
         Args:
             token_ids: the prompt, without padding.
-            salt: requests of different salts share no blocks: a tenant, or the hash of an image.
+            salt: a tenant, or the hash of an image. Requests with different salts share no blocks.
             keys: hashes of 32 bytes in place of tokens, one for each full block. Each must identify the
                 block and everything before it.
             hints: labels for the policy.
@@ -87,7 +87,7 @@ class KVCache:
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Forget every block, in RAM and in the tiers, for all machines: the weights have changed.
+        """Forget every block, in RAM and in the tiers, for all machines: after a change of the weights.
 
         This process finds none of the blocks after the call. Returns False if a tier has not confirmed the
         reset in `timeout_s`. Then other machines may still find blocks, and so may this machine after a

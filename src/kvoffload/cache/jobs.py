@@ -87,7 +87,7 @@ class Jobs:
         block_tokens: tokens of a block, for the counters.
 
     Attributes:
-        manager: the manager; for its own thread.
+        manager: the manager, for the owner's thread only.
 
     Thread: the owner's, except `__init__`.
     """
@@ -222,7 +222,7 @@ class Jobs:
         return work.ctx
 
     async def _num_ready(self, keys: Keys, ctx: RequestContext, limit: Limit) -> int:
-        """Return the number of leading blocks that are ready; waits for tiers and for stores of others."""
+        """Return the number of leading blocks that are ready. Waits for tiers and for stores in flight."""
         pause_s = _SHORTEST_PAUSE_S
         while True:
             self._manager.poll()

@@ -250,7 +250,7 @@ def _check_axes(names: Sequence[str]) -> None:
 def _in_blocks(
     names: tuple[str, ...], array: View, row: int, start: int, block_tokens: int
 ) -> tuple[tuple[str, ...], View]:
-    """Return a sequence's whole blocks: the axis ``batch`` is gone, ``token`` becomes ``block token``."""
+    """Return a sequence's whole blocks, and their axes: without ``batch``; ``block token`` for ``token``."""
     array = _at(array, names.index("batch"), row)
     names = tuple(name for name in names if name != "batch")
     at = names.index("token")
@@ -283,7 +283,7 @@ def _is_pair(given: object) -> bool:
 
 
 def _name_of_dtype(dtype: object) -> str:
-    """Return ``bfloat16`` for numpy's, torch's or a text's bfloat16."""
+    """Return the plain name, such as ``bfloat16``, of a dtype of numpy or torch, or of a text."""
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         return str(np.dtype(dtype).name)
     return str(dtype).removeprefix("torch.")

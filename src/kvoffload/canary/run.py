@@ -48,7 +48,7 @@ class CanaryOptions:
 
 
 class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of a run. Tokens are None if the server has no such metric.
+    """A phase of a run. Numbers of tokens are None if the server lacks the metric.
 
     Attributes:
         requests: prompts sent, without fillers.
@@ -175,7 +175,7 @@ class Canary:
         return _Phase(name, answers, self._server.counters().since(before))
 
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
-        """Send each prompt twice in a row; return the second answers, if from the device's cache alone."""
+        """Send each prompt twice in a row; return the second answers that came from the device alone."""
         name = "from the device"
         self._on_phase(name)
         answers: list[Answer | None] = []

@@ -43,7 +43,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_replay(cls, report: ReplayReport, trace: Trace, block_bytes: int | None) -> Prediction:
-        """Return the prediction of ``replay``; `block_bytes`: of the model, None if unknown."""
+        """Return the prediction of ``replay``. `block_bytes`: KV bytes of a block; None if unknown."""
         hits, stored = (
             [tier.hit_blocks for tier in report.tiers],
             report.blocks_written - report.blocks_promoted,

@@ -39,7 +39,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """Axes with more than one value; labels name these values."""
+    """True for each axis with several values: labels must name the value."""
 
     stores: bool
     tiers: bool

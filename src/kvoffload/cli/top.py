@@ -197,7 +197,7 @@ def _engines(shown: list[EngineRates]) -> Table:
 
 
 def _short(engine: str) -> str:
-    """Return a model's name without its owner, at most 14 characters with the number of the engine."""
+    """Return an engine's name without the model's owner, cut to 14 characters including the number."""
     model, space, number = printable(engine).rpartition("/")[2].rpartition(" ")
     most = _MOST_NAME - len(space + number)
     return f"{model if len(model) <= most else model[: most - 1] + '~'}{space}{number}"

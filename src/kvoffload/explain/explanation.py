@@ -61,7 +61,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests that differ from an earlier prompt at the same place, behind the same beginning.
+    """Requests with the same beginning that differ from an earlier prompt at the same place.
 
     Attributes:
         reason: ``prefix_differs`` or ``after_shared_prompt``.
@@ -274,7 +274,7 @@ class _Facts:
         self._rank = _ranks(trace)
 
     def evicted(self) -> Evicted | None:
-        """Summarize the evicted blocks; None for none."""
+        """Summarize the evicted blocks; None if no block was missed as evicted."""
         misses = self._misses
         refs = np.flatnonzero(misses.reasons == NUMBERS[EVICTED])
         if len(refs) == 0:

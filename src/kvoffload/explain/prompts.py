@@ -1,4 +1,4 @@
-"""First uses of blocks: the earlier prompt that a request shares most with, and the place where they differ.
+"""First uses of blocks: the earlier prompt that is most similar to a request, and their first difference.
 
 Depends on the trace only, not on caches. Token ids are used if the recording has them.
 """
@@ -17,7 +17,7 @@ from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
 _WINDOW = 16
-"""Tokens that must be equal for two places of two prompts to count as alike."""
+"""Number of equal tokens from which places of two prompts count as alike."""
 _MOST_COMPARED = 32_768
 """Tokens of a prompt that are compared behind the first difference."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
@@ -159,7 +159,7 @@ def _compared(
 class _Continuations:
     """The latest continuations of each block, and of the beginning of a prompt (`_ROOT`).
 
-    Most blocks have one continuation, so the first one is in an array.
+    The first continuation of a block is in an array, further continuations in a dictionary: most have one.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -246,7 +246,7 @@ def _difference(
 
 
 def _equal_rest(ours: Tokens, theirs: Tokens) -> tuple[int, int, int]:
-    """Return start, length and shift of the longest equal run at the most frequent shift; zeros for none."""
+    """Return start, length and shift of the longest equal run at the most frequent shift; else zeros."""
     if min(len(ours), len(theirs)) < _WINDOW:
         return 0, 0, 0
     known, first = np.unique(_hashes(theirs), return_index=True)

@@ -40,7 +40,7 @@ _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
 _FAULTS = ("verification_failures", "failed_load_blocks", "failed_store_blocks", "internal_errors")
 
 Key = tuple[str, str]
-"""Name of a metric without prefix, and the value of its own label."""
+"""Name of a metric without prefix, and the value of the metric's label; empty without a label."""
 
 
 @dataclass

@@ -408,7 +408,7 @@ class NodeManager(OffloadingManager):
     ) -> RequestContext:
         """Create the context of a request, see `OffloadingManager.begin_request`.
 
-        Without the lock the hints are ignored.
+        If the lock is not free in time, the hints are ignored.
         """
         if hints is not NO_HINTS:
             try:

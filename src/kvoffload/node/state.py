@@ -65,7 +65,7 @@ class StateFile:
         labels: digests of hints (`hints.Labels`).
         counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: of each member, and of departed members.
         events: ``(num, 1 + words_per_key)`` uint64: a ring of events; the first word is 1 for a removal.
-        created: True if this call created the file; then the structs were copied to it.
+        created: True if this call created the file, and copied the structs to the file.
 
     A file that is incomplete, damaged, or of another version, size or geometry is replaced if `is_alone`.
 

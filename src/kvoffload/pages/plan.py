@@ -102,7 +102,7 @@ _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 def _over_ram(answer: PlanAnswer) -> Chart:
     """Build the chart of the saving over RAM; every point is measured.
 
-    The best setup of each size and the recommended setup are drawn. A click on the legend draws the others.
+    The best setup of each size and the recommended setup are drawn. A click on the legend draws other setups.
     """
     alone = [row for row in answer.sampled or answer.rows if not (row.ssd_drives or row.servers)]
     setups = sorted({row.setup for row in alone if row.ram_modules})

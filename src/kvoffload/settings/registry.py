@@ -40,8 +40,8 @@ class Registry(Generic[T]):
     packages add entry points in the group `package`. Any other class is ``module:Class`` or
     ``path/to/file.py:Class``.
 
-    Parameters follow behind commas: ``s3fifo,small_share=0.2``. A parameter is a public attribute with an
-    annotation and a default, and no ``ClassVar``. The first value may follow a colon: ``reuse:2``.
+    Commas separate name and parameters: ``s3fifo,small_share=0.2``. A parameter is a public attribute with
+    an annotation and a default, and no ``ClassVar``. The first value may follow a colon: ``reuse:2``.
 
     Classes are imported on demand. A process can unpickle a class from a file only after `find` with the same
     text: send the text to other processes, not the class.
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         return sorted({*self._built_in(), *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class with the name `spec`; with parameters, a subclass that has these defaults.
+        """Return the class with the name `spec`; if `spec` has parameters, a subclass with these as defaults.
 
         Raises: `ConfigError` with the allowed values and the nearest name.
         """

@@ -23,7 +23,7 @@ from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""Limit of a tier's queued writes at the end of a run. A tier with a longer queue does not keep up."""
+"""Limit, in seconds, of a tier's queued writes at the end of a run. Above it the tier does not keep up."""
 
 
 class Ram:

@@ -124,7 +124,7 @@ class Cascade:
         self.offer(lane, keys.take(is_here), None)
 
     def _let_wait(self, lane: TierLane, keys: Keys) -> None:
-        """Queue blocks for a busy tier. Beyond RAM's capacity the oldest entries are removed, and lost."""
+        """Queue blocks for a busy tier. Beyond RAM's capacity the oldest entries are removed as lost."""
         lane.waiting.update(dict.fromkeys(keys))
         num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
         for key in [*islice(lane.waiting, num_lost)]:

@@ -50,7 +50,8 @@ class TierStack:
                 lane.tier.follow(wait.records[lane.row], ctx.keys())
 
     def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
-        """Return masks of the blocks in each tier, and in any tier. A silent tier counts as empty."""
+        """Return a mask of the blocks in each tier, and a mask of the blocks in any tier. Tiers that are
+        silent, or left out for the request, count as empty."""
         now = self.clock()
         in_tiers = [
             np.zeros(len(keys), np.bool_)

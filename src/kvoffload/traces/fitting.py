@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Block references of a trial, about. Trials for a larger recording have fewer sessions, at the same load, so
-that the same number of sessions overlaps."""
+"""Approximate limit of a trial's block references. Trials for a larger recording have fewer sessions at the
+same load, so that the same number of sessions overlaps."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816

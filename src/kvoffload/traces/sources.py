@@ -31,8 +31,8 @@ def load_trace(
     """Generate a built-in workload or read a file.
 
     Args:
-        time_unit: ``s`` or ``ms``, for a file without the unit of its times; None: ms, if the rate
-            of requests is then plausible.
+        time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. None: ms, unless the
+            rate of requests would be implausible.
 
     Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. Arguments as
     for `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.

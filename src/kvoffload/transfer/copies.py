@@ -141,7 +141,7 @@ def _copy(
     block_bytes: int,
     streaming: bool,
 ) -> None:
-    """Copy checked rows between two addresses; copy a run that is contiguous on both sides at once."""
+    """Copy checked rows between two addresses. A run that is contiguous on both sides is one copy."""
     packed = src_stride == block_bytes and dst_stride == block_bytes
     first = 0
     while first < len(src_rows):

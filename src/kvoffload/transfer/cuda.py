@@ -39,7 +39,7 @@ RowsArray = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """The copy plan of a batch: `starts` of its runs (see `coalesce`), and `gathered`."""
+    """The copy plan of a batch: `starts` of its runs (see `coalesce`); `gathered`, True to gather blocks."""
 
     starts: RowsArray
     gathered: bool
@@ -123,7 +123,7 @@ class CudaEngine:
     def close(self) -> None:
         """Wait for the copies in flight and unpin the pools. A second call does nothing.
 
-        Raises: the device's error, if any. Then pools are unpinned only if the device can be synchronized.
+        Raises: the device's error. After an error, pools are unpinned only if the device can be synchronized.
         """
         failed: Exception | None = None
         with on_device(self.blocks.device):
