@@ -209,7 +209,7 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks of one call from the recent blocks, at most ``len(slots)``.
+    """Remove the coldest recent blocks that one call used or stored, at most ``len(slots)``.
 
     Writes the blocks to the end of `slots`, the coldest block last. Returns their number.
     """
@@ -249,8 +249,8 @@ class PolicyChange:
     Attributes:
         spec: the new policy, as the caller specified it.
         old, new: the policies.
-        policy: the manager's policy during the change: a `Handover`. If one of the policies is not compiled:
-            `old`, and the change completes in one step.
+        policy: the manager's policy during the change: a `Handover`, or `old` if one of the policies is not
+            compiled and the change completes in one step.
         known: the keys that a victim tier remembers for the new policy.
     """
 

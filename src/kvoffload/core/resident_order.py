@@ -25,8 +25,8 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Visits that a reader may spend for each block to return: 1 to pass a block of a list, `_VISITS` to take a
-block from a heap or to end a pass over a list."""
+"""Visits that a reader may spend for each block to return. Passing a block of a list costs 1 visit. Taking a
+block from a heap, or ending a pass over a list, costs `_VISITS` visits."""
 _COPY_VISITS = _VISITS // 2
 """Visits to copy a rank of a heap."""
 _NO_CURSOR = -1

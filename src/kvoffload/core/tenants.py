@@ -26,8 +26,8 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Part of all offered blocks from which a policy learns, for a tenant beyond its minimum: `LEARNT_PART` times
-the tenant's part of the cache, plus `LEARNT_ALWAYS`, which suffices for a tenant without blocks."""
+"""Limit of learning from a tenant beyond its minimum, as a part of all offered blocks: `LEARNT_PART` times
+the tenant's part of the cache, plus `LEARNT_ALWAYS` for tenants without blocks."""
 UNSURE = -1
 """Result of `room_of_store`: the room is unknown until `on_path` is counted."""
 
