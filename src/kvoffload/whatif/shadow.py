@@ -1,8 +1,8 @@
 """A shadow, a manager without bytes that serves the sampled blocks of every request.
 
 The manager and its policy have the same classes as a serving manager and its policy. After a request has
-finished, the shadow runs the request's whole life: look up, store the missing blocks, finish. A kernel runs
-the lives of many requests without the GIL, unless the policy or an admission rule is in Python.
+finished, the shadow runs the request's whole life: look up, store the missing blocks, finish. If the policy
+is compiled and there is no admission rule, a kernel runs the lives of many requests without the GIL.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Shadow:
 
     @property
     def is_compiled(self) -> bool:
-        """True if neither the policy nor an admission rule is in Python."""
+        """True if the policy is compiled and there is no admission rule."""
         return self.manager.store_mode.is_compiled
 
     def live(self, sample: Sample, keys: Keys, path: RequestContext) -> None:
@@ -115,7 +115,7 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Run the lives with a policy or an admission rule in Python; yield the GIL after each request."""
+        """Run the lives with a policy in Python or an admission rule; yield the GIL after each request."""
         recorded, start = sample.state, 0
         for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
             end = row[kernels.END_ROW]
