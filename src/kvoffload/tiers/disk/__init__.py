@@ -1,5 +1,6 @@
-"""The disk tier: a directory with slabs, files of block slots with a journal. The tier may forget blocks, but
-never serves wrong bytes.
+"""The disk tier: blocks in a directory. The tier may forget blocks, but never serves wrong bytes.
+
+A directory has a *slab* for each producer: a file of block slots with a journal.
 
 `tier` implements `SecondaryTier`. `placement` maps blocks to slots, `pipeline` moves blocks, and `committer`
 makes blocks durable. `slab` reads and writes slots; `journal` and `recovery` record which blocks exist.

@@ -61,7 +61,7 @@ class Identity(NamedTuple):
 
     Attributes:
         slab_id: random number in every journal group and head; identifies the slab.
-        fingerprint: first 16 bytes of SHA-256 of the producer's text. Every block's checksum covers them.
+        fingerprint: first 16 bytes of SHA-256 of the producer's text; part of every block's checksum.
         text: the producer's text, for reports; shortened in the superblock.
         created_at_s: seconds since 1970.
     """

@@ -1,8 +1,8 @@
 """The mapping from the manager's slots to the slab's slots, called *places*.
 
-Owns the metadata of each block, and the *reserve*: the slab has more slots than the manager. Empty places of
-the reserve are reused in order, so that a write need not wait for the durable removal of the block that it
-evicts. Does no I/O.
+Owns the metadata of each block, and the *reserve*: the places beyond the manager's number of slots. A write
+gets the places that have been empty longest, and so need not wait until the removal of the evicted blocks is
+durable. Does no I/O.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class DiskTier(SecondaryTier):
         num_threads: number of threads that move blocks. With two or more, one thread only reads.
         queue_bytes: limit of queued writes in bytes; further writes are dropped.
         write_budget: limit of the bytes written in a day, against wear of the disk.
-        progress: called with progress while opening reads the metadata.
+        progress: called at opening, with the bytes of metadata read so far and the total.
         files: system calls and clocks, for tests.
 
     Memory: 210 bytes a block; 4 MiB a thread unless blocks are whole pages.
@@ -409,7 +409,7 @@ class DiskTier(SecondaryTier):
         return checked_rows(keys, pool, rows, self.block_bytes)
 
     def _check_process(self) -> None:
-        """Raise `MisuseError` in a forked process, which has none of the threads and maybe locked locks."""
+        """Raise `MisuseError` in a forked process, which lacks the tier's threads."""
         if self._lock.is_inherited:
             raise MisuseError("this disk tier belongs to the parent process: open a tier after the fork")
 
@@ -543,7 +543,8 @@ class DiskTier(SecondaryTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refused to read the block, at first less than `REFUSED_READS_S` ago."""
+        """Return True if the system refused to read a block, and the block's first refusal is less than
+        `REFUSED_READS_S` ago."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)
