@@ -171,8 +171,10 @@ class Breakers:
         return True
 
     def note_outage(self, waited_s: float) -> None:
-        """Record the start or end of an outage, if any. `waited_s`: seconds of the exchange that just ended;
-        they count if it starts an outage."""
+        """Record the start or end of an outage, if any.
+
+        `waited_s`: duration of the last exchange; added to `outage_s` at the start of an outage.
+        """
         if self.is_out and self._out_since is None:
             self.num_outages += 1
             self._outage_s += waited_s

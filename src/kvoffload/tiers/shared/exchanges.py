@@ -1,7 +1,8 @@
 """Exchanges with a server, as data: a request, its deadline and its results.
 
 The scheduler's thread creates an exchange, a connection thread writes the results into the exchange, and the
-scheduler's thread reads them after the end. An aborted exchange keeps its partial results, which count.
+scheduler's thread reads the results after the end. An aborted exchange keeps its partial results, which
+count.
 """
 
 from __future__ import annotations

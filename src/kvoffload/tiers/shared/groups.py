@@ -134,7 +134,7 @@ class BlockGroups:
         return parts
 
     def whole(self, keys: Keys) -> list[ObjectPart]:
-        """Return the objects all of whose blocks are in the batch."""
+        """Return the objects whose blocks are all in the batch."""
         return [part for part in self.parts(keys) if len(part.rows) == self.group_blocks]
 
 

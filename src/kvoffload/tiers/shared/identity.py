@@ -138,7 +138,7 @@ class SingleEpoch(Epoch):
     """The single epoch of a producer's blocks in a namespace.
 
     Attributes:
-        namespace: letters, digits, and ``._-``; an access rule of the server can restrict a user to one.
+        namespace: letters, digits, and ``._-``; an access rule can restrict a user to a namespace.
         producer: 16 bytes that identify the producer of the blocks.
         number: 64 random bits, never reused: blocks of a number that a server has lost are not found again.
     """

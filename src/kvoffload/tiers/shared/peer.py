@@ -270,8 +270,10 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Count a trouble of a node. Returns True if the exchange failed because another node has its
-        blocks."""
+        """Count a failure of a node, or a reply that another node has a block, in `num_troubles`.
+
+        Returns: True if the exchange as a whole failed because another node has its blocks.
+        """
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere
         if is_elsewhere or not (exchange.error is None or isinstance(exchange.error, CacheResetError)):

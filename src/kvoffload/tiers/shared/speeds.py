@@ -93,7 +93,10 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
 
 
 def _wait(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
-    """Wait for the only job in flight. Raises `UnavailableError`, also for lost blocks if `all_there`."""
+    """Wait for the only job in flight; returns its result.
+
+    Raises: `UnavailableError` on time-out, for `NO_JOB` and, with `all_there`, for lost blocks.
+    """
     until = time.monotonic() + timeout_s
     while job != NO_JOB and time.monotonic() < until:
         for result in tier.finished():

@@ -52,7 +52,7 @@ from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows
 
 _WRITE_TIMEOUT_FACTOR = 5.0
-"""Timeout of a write, in timeouts of a read. Longer, because no request waits for a write."""
+"""Default timeout of a write, as a multiple of the timeout of a read. No request waits for a write."""
 CLOSE_S = 2 * CONNECT_S
 """Longest wait of `close`, for all threads together. A connection attempt takes at most `CONNECT_S`."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -545,13 +545,13 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- groups and admission
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Clear the mask `wanted` for blocks in no known group, because their object's name is unknown."""
+        """Return `wanted` without blocks outside of known groups, whose objects have unknown names."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Drop groups from the presence cache of which some blocks are not listed as present.
+        """Drop a group's entries from the presence cache unless all blocks of the group are present there.
 
-        An object has all blocks of its group or none, so the entries contradict each other.
+        An object has all blocks of its group or none, so the entries of a partial group are wrong.
         """
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
