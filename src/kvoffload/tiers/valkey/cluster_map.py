@@ -20,7 +20,7 @@ Address = tuple[str, int]
 _HOST = re.compile(
     r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?"
 )
-"""A DNS name or an IP address. Other text of a map never reaches the resolver or the log."""
+"""A DNS name or an IP address. Any other host in a map never reaches the resolver or the log."""
 _MOST_PORTS = 1 << 16
 MOST_MASTERS = 128
 """Limit of masters, because this process runs three threads for each master."""

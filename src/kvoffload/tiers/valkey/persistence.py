@@ -27,7 +27,7 @@ def ask_persistence(connection: Connection, question: PersistenceQuestion) -> No
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Return the persistence of a server, and the settings that turn it on. Their text is not escaped.
+    """Return the persistence of a server, and the settings that turn persistence on, as unescaped text.
 
     Args:
         facts: reply to ``INFO``; empty without permission.

@@ -35,8 +35,8 @@ from kvoffload.tiers.valkey.persistence import ask_persistence
 from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
 WINDOW_BYTES = 4 << 20
-"""Bytes of blocks requested or sent at a time, called a window. The tier requests a window before it receives
-the window before, and verifies received blocks while they are in the CPU's cache."""
+"""Size of a window: the bytes of blocks requested or sent at a time. A read requests the next window before
+receiving the present window, and verifies received blocks while they are in the CPU's cache."""
 _ABOUT_S = b"2592000"
 """Time to live of a producer's text: 30 days. Engines store their texts again at each handshake."""
 
@@ -223,7 +223,7 @@ class _Reading:
 
 
 def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
-    """Return a list of the blocks' first value names and, if blocks are split, one of the second names."""
+    """Return lists of value names: the first values of all blocks and, if blocks are split, the second."""
     is_whole = head_bytes(exchange.block_bytes) == exchange.block_bytes
     return [names] if is_whole else [names, rest_names(names)]
 
@@ -332,7 +332,7 @@ def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
 
 
 def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
-    """Wait until `num_replicas` replicas have the reset. Raises `TimeoutError`."""
+    """Wait until `num_replicas` replicas have the reset. Raises `TimeoutError`, or the error of the reply."""
     patience_ms = max(1, int(1e3 * (exchange.deadline - time.monotonic()) / 2))
     connection.send([command(b"WAIT", b"%d" % exchange.num_replicas, b"%d" % patience_ms)], exchange.deadline)
     count = connection.reply(exchange.deadline)
