@@ -217,7 +217,7 @@ class _BlockReceiver:
     """Receives blocks of an object. Verifies a few blocks at a time, while they are in the CPU's cache.
 
     Args:
-        begin, end: the received positions in the object are `begin` to ``end - 1``.
+        begin, end: positions of the blocks in the object, `end` excluded.
         window_bytes: bytes of blocks that are verified at a time.
     """
 
@@ -268,8 +268,8 @@ class _BlockReceiver:
 def _pieces(write: Write, group: ObjectPart, window_bytes: int) -> Iterator[Buffer]:
     """Yield the body of an object: each block after its header, about `window_bytes` at a time.
 
-    Small pieces stay in the CPU's cache. They are copies, because an aborted PUT may still read its buffer
-    after the rows were reused.
+    Small pieces stay in the CPU's cache. The pieces are copies, because an aborted PUT may still read its
+    buffer after the rows were reused.
     """
     stride = HEADER_BYTES + write.block_bytes
     most = max(1, window_bytes // stride)

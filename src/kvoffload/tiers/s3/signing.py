@@ -30,7 +30,7 @@ class Signed(NamedTuple):
 
     Attributes:
         target: path and query of the request line; the query contains the signature.
-        version: number of the keys that signed; a change of the keys increases the number.
+        version: version of the signing keys; increases with each change of the keys.
     """
 
     host: Host
