@@ -68,7 +68,7 @@ def checksums(addresses: I64Array, num_bytes: int, seeds: U64Array) -> U64Array:
 
 @_intrinsic
 def _load(typing_context: Any, address: int) -> Any:
-    """The eight bytes at an address."""
+    """Load the eight bytes at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(builder.inttoptr(arguments[0], ir.IntType(64).as_pointer()), align=1)

@@ -20,7 +20,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 """Shape ``(n,)``, bool: a flag for each block of a batch."""
 
 Checksums: TypeAlias = npt.NDArray[np.uint64]
-"""Shape ``(n,)``, uint64. 0 (`NO_CHECKSUM`) means none; a checksum is never 0."""
+"""Shape ``(n,)``, uint64. 0 (`NO_CHECKSUM`) stands for no checksum; checksums are never 0."""
 
 NO_CHECKSUM = 0
 
@@ -37,22 +37,23 @@ class Memory(Protocol):
 class SecondaryTier(ABC):
     """A store for blocks behind RAM: finds blocks by key, works in the background, and may forget them.
 
-    Every method is abstract, so a tier or wrapper that lacks a method cannot be constructed. `SharedTier` is
-    the contract of a store that several machines share, `GroupedTier` of a store that keeps consecutive
-    blocks together. `StripedTier` combines several tiers.
+    Every method except `missed` is abstract, so a tier or wrapper that lacks a method cannot be constructed.
+    `SharedTier` is the contract of a store that several machines share. `GroupedTier` is the contract of a
+    store that keeps consecutive blocks together. `StripedTier` combines several tiers.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
-    work, and `finished` returns the results. A job owns its rows of the pool from submission to end. Failures
-    of the medium raise nothing: if a block cannot be written or read, or its bytes do not match its checksum,
-    it is False in the job's result, and `contains` is False for it afterwards. If `submit_read` or
-    `submit_write` raises nevertheless, no job has begun.
+    work, and `finished` returns the results. A job owns its rows of the pool from submission to end.
+
+    Failures of the medium raise nothing. A block that cannot be written or read, or that does not match its
+    checksum, is False in the job's result. `contains` is then False for the block, unless the error may pass
+    and the tier allows another read. If `submit_read` or `submit_write` raises, no job has begun.
 
     Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
-    not see the effects of jobs that are still running when it is submitted.
+    not see the effects of jobs that were in flight at its submission.
 
     Attributes:
         name: name in reports and metrics: ``disk``.
-        identity: 64 bits that identify this tier across restarts; `StripedTier` distributes keys by it.
+        identity: 64 bits that identify this tier across restarts. `StripedTier` assigns keys by identity.
         block_bytes: bytes of a block.
         stored_bytes: bytes that a block takes on the medium, with padding.
     """

@@ -59,7 +59,7 @@ class _DividedJob:
 
 @dataclass(eq=False)
 class _Refusals:
-    """Blocks of members that raised an exception, and the first exception."""
+    """First exception of members in a call, and the number of blocks of members that raised."""
 
     first: Exception | None = None
     num_blocks: int = 0
@@ -245,5 +245,5 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
 
 
 def _take(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:
-    """Return these rows of the keys, in order, without a copy if they are all rows."""
+    """Return these rows of the keys, in order; `keys` itself, without a copy, if all rows are selected."""
     return keys if len(rows) == len(keys) else keys.take(rows)

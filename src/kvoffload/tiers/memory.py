@@ -33,10 +33,10 @@ class MemoryTier:
     The checksum of a slot is the xxh3_64 of its bytes, seeded with the digest of its key. So `read` and
     `verify_slots` detect
 
-    - damaged, zeroed or torn blocks; a check misses one in 2^64. The checksum is not stored with the bytes:
-      damage to a checksum makes a sound block count as damaged, never the reverse;
-    - the bytes of another block, even if its checksum was moved with them (swapped slots, a stale slot
-      number), unless both keys have the same digest (2^-64 a pair);
+    - damaged, zeroed or torn blocks; a check misses one in 2^64. A damaged checksum makes a sound block
+      count as damaged, but no damaged block as sound;
+    - the bytes of another block, even if the other block's checksum was moved with the bytes (swapped slots,
+      an outdated slot number), unless both keys have one digest (2^-64 a pair);
     - a slot that was never written or was erased, always.
 
     Not detected: bytes that were wrong before `write` computed the checksum; damage between verification and
@@ -204,8 +204,8 @@ def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
 def available_bytes() -> int:
     """Return the memory that this process can still use: available memory, within the cgroup's limit.
 
-    Checked before allocation: an anonymous mapping of any size succeeds, and the kernel kills the process
-    later, when it writes pages that do not exist.
+    Callers check the limit before an allocation. An anonymous mapping of any size succeeds, and the kernel
+    kills the process later, when the process writes more pages than the machine has.
     """
     limits = [2**63 - 1]
     with contextlib.suppress(AttributeError, ValueError, OSError):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 MAX_BYTES = 3072
 """Limit of a packed text."""
 _COMPRESSED = b"\0"
-"""First byte of a compressed text; no plain text begins with it."""
+"""First byte of a compressed text. No plain text begins with this byte."""
 _MAX_UNPACKED_BYTES = 1 << 18
 _LONG_VALUE = 160
 _MORE = "(not stored)"
@@ -33,7 +33,7 @@ class Difference(NamedTuple):
     second: Any
 
     def __str__(self) -> str:
-        """``rope_theta: 10000 / 1000000``."""
+        """Format the difference as ``rope_theta: 10000 / 1000000``."""
         return f"{_shown(self.name)}: {_shown(self.first)} / {_shown(self.second)}"
 
 

@@ -5,7 +5,7 @@ As text: ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kin
 ``SCHEME://HOST:PORT/NAME?option=value&...``, or ``{"url": URL, ...}``. Several tiers are a list, or a text
 with ``+`` between them, from the fastest to the slowest.
 
-Descriptions contain no passwords, and error messages hide them.
+Descriptions must not contain passwords. Error messages mask passwords in descriptions.
 """
 
 from __future__ import annotations
@@ -104,9 +104,10 @@ Label: TypeAlias = Annotated[str, _LabelParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class TierOptions(ABC):
-    """The options of one kind of tier, and its constructor.
+    """The options of one kind of tier. `open` creates the tier.
 
-    A kind is a file in `kinds` with a subclass of `TierOptions`, whose fields are the options.
+    Each kind is a file in `kinds` with a subclass of `TierOptions`. The fields of the subclass are the
+    options.
 
     Attributes:
         label: name of the tier in metrics and reports; if empty, `names_of` derives a name from the kind.

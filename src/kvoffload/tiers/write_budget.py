@@ -15,7 +15,7 @@ HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 
 _HOURS = 25
-"""A day and the current, partial hour, so that no period of 24 hours exceeds the budget."""
+"""Number of hours that count: 24, and the current hour. So no period of 24 hours exceeds the budget."""
 
 
 class WriteBudget:
