@@ -80,7 +80,7 @@ class ObjectPath:
 
 
 class _Buffer(NamedTuple):
-    """Memory of a batch. `pool`: the rows of its jobs. `memory`: the staging buffer; None without staging."""
+    """Memory of a batch. `pool`: rows that jobs read or fill. `memory`: the staging buffer, or None."""
 
     pool: Blocks
     memory: Blocks | None

@@ -139,7 +139,7 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
 
 
 def _arguments() -> dict[str, Any] | None:
-    """Return SGLang's arguments in this process, None if they are not known.
+    """Return SGLang's arguments in this process; None if unknown.
 
     Values are as the user gave them, except `RESOLVED`.
     """

@@ -1,4 +1,4 @@
-"""SGLang's arguments without effect on the bytes of a page. All others are bound (`producer`).
+"""SGLang's arguments without effect on the bytes of a page. All other arguments are bound (`producer`).
 
 Read for SGLang 0.5.23. An argument belongs here only if it cannot change KV of a given prompt.
 """
@@ -81,4 +81,4 @@ files by local paths."""
 VARIABLES_WITHOUT_EFFECT = re.compile(
     r"SGLANG_(TEST|HICACHE|LOG|TORCH_PROFILER|HOST|PORT|TMP|CACHE_DIR|.*TIMEOUT).*"
 )
-"""Environment variables without effect; the other ``SGLANG_*`` are bound."""
+"""Environment variables without effect; the other ``SGLANG_*`` variables are bound."""

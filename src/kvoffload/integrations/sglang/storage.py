@@ -216,12 +216,12 @@ class KVOffloadStorage(HiCacheStorage):
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
-        """Read a page into a flat tensor; None if it is not there."""
+        """Read a page into a flat tensor; None if the page is missing."""
         return self.batch_get([key], [target_location])[0]
 
     @contained(lambda keys, target_locations=None, target_sizes=None: [None] * len(keys))
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Read pages into flat tensors of a page's size."""
+        """Read pages into flat tensors of a page's size; None in place of each missing page."""
         targets = list(target_locations or [None] * len(keys))
         page_bytes = self._pages[PoolName.KV.value].page_bytes
         if any(target is None or target.numel() * target.element_size() != page_bytes for target in targets):

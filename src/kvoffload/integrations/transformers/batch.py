@@ -67,8 +67,8 @@ class PrefixBatch:
         May be called again when `cache` has more columns.
 
         Args:
-            sequences: token ids of all rows, prompts and generated tokens. There may be several sequences
-                for each prompt, one after the other, as ``model.generate`` returns them.
+            sequences: token ids of all rows, prompts and generated tokens. Several sequences of a
+                prompt are consecutive, as in the result of ``model.generate``.
             prompts_only: Store only the prompts. Needed after beam search, which reorders the rows of
                 `cache`.
 
@@ -128,7 +128,7 @@ class PrefixBatch:
 
 
 def _continuation(sequence: torch.Tensor, known: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the tokens after the known ones. Raises `ConfigError` if the sequence begins differently."""
+    """Return the tokens after the `known` tokens. Raises `ConfigError` if the sequence begins differently."""
     begin = sequence[: len(known)].to(known.device)
     if len(begin) < len(known) or not bool((begin == known).all()):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Facts about a model of transformers: the layout of its KV, its configuration, and reasons to refuse it."""
+"""Facts about a model of transformers: layout of KV, digest of the configuration, reasons for a refusal."""
 
 from __future__ import annotations
 

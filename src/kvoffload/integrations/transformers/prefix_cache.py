@@ -34,8 +34,8 @@ class PrefixCache:
             prefix = PrefixCache(model, cache)
             output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
 
-    Greedy tokens in float32 equal those of ``model.generate``; in shorter types rounding may differ, because
-    fewer tokens are computed at once.
+    In float32 greedy tokens equal the tokens of ``model.generate``. In shorter types rounding may differ,
+    because fewer tokens are computed at once.
 
     Args:
         model: a decoder-only model with full or sliding attention, on one device.

@@ -120,7 +120,7 @@ class _Call(NamedTuple):
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Compare the results for the leading tokens with their results in a sequence of this length."""
+        """Compare the results for the leading tokens, as called and in a sequence of `length` tokens."""
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:

@@ -78,9 +78,9 @@ class Verifier:
         return LookupResult.MISS
 
     def release(self, checks: Checks) -> None:
-        """Unpin the blocks of a request that has loaded them or will not load them.
+        """Unpin the blocks of a request, after the load or without a load.
 
-        Pending checks are abandoned: their blocks stay in RAM, and the next request checks them again.
+        Blocks with a pending check stay in RAM; the next request checks these blocks again.
         """
         for key in list(checks.by_key):
             self._release(checks, key, damaged=checks.by_key[key].sound is False)

@@ -209,7 +209,7 @@ class VLLMOptions:
         tier_deadline_s: the longest time that a request waits for tiers.
         recompute_tokens_per_s: the engine's prefill speed. A read that is slower than computing the blocks is
             skipped. None: unknown.
-        audit: requests to compute although RAM holds blocks of them, to compare the blocks; None: no audit.
+        audit: requests to compute although RAM holds their blocks, to compare these blocks; None: no audit.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
         record_max_bytes: size limit of each file of the recording.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:

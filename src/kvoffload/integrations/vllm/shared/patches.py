@@ -2,7 +2,7 @@
 
 - `take_over` gives vLLM's connector our scheduler side. Needed until a connector has a factory for its sides.
 - `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. Needed until a pool has eviction listeners.
-- `name_failed_loads` reports failed loads. Needed until the results of the worker side list them.
+- `name_failed_loads` reports failed loads. Needed until vLLM's results of the worker side list failed loads.
 """
 
 from __future__ import annotations

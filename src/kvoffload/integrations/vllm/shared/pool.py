@@ -62,8 +62,8 @@ class SharedPool:
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
             workers have reported the job, because workers may share a part.
-        findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes them before it
-            reports the job; the scheduler clears them (`take_findings`).
+        findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
+            it reports the job; the scheduler clears findings (`take_findings`).
 
     Thread: any, for distinct slots.
     """
@@ -143,8 +143,8 @@ class SharedPool:
     ) -> SharedPool:
         """Find or create the slots of a pool that several engines share.
 
-        The first process allocates all memory; the others wait for it. The file has no members: the pool's
-        directory counts them.
+        The first process allocates all memory; other processes wait for the allocation. The file has no
+        members: the pool's directory counts the processes.
         """
         path = node_pool / SLOTS
         with locked(node_pool.parent):
@@ -205,7 +205,7 @@ class SharedPool:
     def wait_for_workers(self, timeout_s: float) -> bool:
         """Wait until every worker has allocated its memory; False on time-out.
 
-        A process that touches another worker's slots earlier allocates them on the wrong NUMA node.
+        A process that touches another worker's slots earlier allocates these slots on the wrong NUMA node.
 
         Raises: `ConfigError` if a worker could not allocate its memory.
         """

@@ -106,7 +106,7 @@ def is_named(tier: TierOptions) -> bool:
 
 
 def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list[str]) -> list[TierOptions]:
-    """Return the tiers whose blocks a later process can identify; logs the others, adds them to `missing`."""
+    """Return the tiers whose blocks a later process can identify; log others and add them to `missing`."""
     usable = []
     for tier in tiers:
         if why := producer.not_kept(is_named(tier)):

@@ -23,7 +23,7 @@ OLDEST, NEWEST = (0, 25), (0, 33)
 SINCE_CONNECTOR = (0, 32)
 """First version whose scheduler side has the methods that `KVOffloadConnector` overrides."""
 SINCE_SECONDARY = (0, 32)
-"""First version whose tiers get a congestion detector, and report the loaded keys of a job."""
+"""First version whose tiers get a congestion detector and can report which keys a job has loaded."""
 SINCE_DEVICES = (0, 32)
 """First version with vLLM's module for pinned memory, and with the present arguments of vLLM's copies."""
 
@@ -118,9 +118,9 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls it before the step writes to
-    newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write copies
-    (docs/upstream.md, "Fences before writes"); only models that need zeroing have such writes.
+    The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls the fence before the step writes
+    to newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write copies
+    (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such early writes.
 
     A missing setting counts as late; the cost is a few blocks that are not stored.
     """

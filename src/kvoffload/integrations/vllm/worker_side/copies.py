@@ -1,7 +1,7 @@
 """Copies between an engine's tensors and the pool.
 
-Owns the interface, and its implementation for tensors in host memory; `cuda` implements it for devices. Does
-not know keys or checksums, and does not handle failed copies.
+Owns the interface, and its implementation for tensors in host memory; `cuda` has the implementation for
+devices. Does not know keys or checksums, and does not handle failed copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Copied(NamedTuple):
 
 
 class Copies(Protocol):
-    """Copies the blocks of jobs. Jobs of one direction end in the order in which they were submitted.
+    """Copies the blocks of jobs. Jobs of one direction end in the order of their submission.
 
     Thread: all methods on one thread. If `store` or `load` raises, the job has not begun.
     """
@@ -46,7 +46,7 @@ class Copies(Protocol):
         ...
 
     def wait(self, jobs: set[int]) -> None:
-        """Wait until these jobs have ended; `finished` returns their results."""
+        """Wait until these jobs have ended; `finished` returns the results."""
         ...
 
     def close(self) -> None:

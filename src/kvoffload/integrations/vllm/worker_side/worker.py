@@ -45,7 +45,7 @@ class KVOffloadWorker(OffloadingWorker):
 
     vLLM's connector stops the engine if a job is reported as failed. So a failed job marks its slots in the
     pool and is then reported as successful: the scheduler forgets the blocks of marked slots. A failed load
-    is also returned by `take_failed_loads`, so that its request is computed again (`patches`).
+    is also returned by `take_failed_loads`, so that the request is computed again (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
@@ -214,7 +214,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = result
 
     def _drop(self, job: _Job) -> None:
-        """Mark the slots of a store that may have read overwritten blocks: the scheduler forgets them."""
+        """Mark the slots of a store that may have read overwritten blocks. The scheduler forgets marked slots."""
         self.num_overwritten += 1
         self._pool.fail(self._part, job.slots.block_ids)
 
