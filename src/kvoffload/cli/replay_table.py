@@ -39,7 +39,7 @@ def _sources(report: ReplayReport) -> Table:
 
 
 def _ram(report: ReplayReport) -> str:
-    """Describe the capacity of RAM: of one engine, of each of several, or of their common pool."""
+    """Describe the capacity of each engine's RAM, or of the pool that engines share."""
     if report.shared_ram:
         return f"one pool of {report.instances * report.capacity_blocks:,} blocks"
     return f"{report.capacity_blocks:,} blocks{_each(report)}"

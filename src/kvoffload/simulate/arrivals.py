@@ -62,7 +62,7 @@ class Recorded:
 
 
 class AtOnce:
-    """Arrivals in the order of the trace. A request arrives when a request ends."""
+    """Arrivals in the order of the trace: `num_requests` at first, then one whenever a request ends."""
 
     def __init__(self, trace: Trace, num_requests: int) -> None:
         self._remaining = iter(range(trace.requests))

@@ -32,11 +32,12 @@ class Percentiles(NamedTuple):
 class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
-    *Sessions* are named by the recording (`Trace.sessions`), or inferred: a request that begins with all
-    blocks of an earlier request is the next turn of that request's session, unless these blocks are a shared
-    prompt (more than eight different continuations). Equal questions about a document then count as one
-    session. An inference is *unambiguous* if the request has a block and shares none with earlier requests
-    (apart from a shared prompt), or continues exactly one earlier request, which no other request continues.
+    *Sessions* are named by the recording (`Trace.sessions`), or inferred. A request that begins with all
+    blocks of an earlier request is the next turn of the earlier request's session. Exception: these blocks
+    are a shared prompt, which has more than eight different continuations. So equal questions about a
+    document count as one session. An inference is *unambiguous* in two cases: the request has blocks, and
+    shares no block with earlier requests except a shared prompt; or the request is the only continuation of
+    exactly one earlier request.
 
     Attributes:
         duration_s: time from the first arrival to the last.

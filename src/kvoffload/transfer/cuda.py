@@ -59,10 +59,10 @@ def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: boo
 class CudaEngine:
     """Moves blocks between a CUDA tensor and pools in host memory, while the engine computes.
 
-    A transfer starts after the work that is already on the caller's current stream: a store reads the results
-    of that work, and a load does not overwrite data that the work still reads. No stream waits for a
-    transfer. So call `wait`, or check `done`, before launching work that reads the rows of a load or
-    overwrites the rows of a store.
+    A transfer starts after all work already submitted to the caller's current stream. So a store reads the
+    results of this work, and a load does not overwrite data that this work reads. No stream waits for a
+    transfer: call `wait`, or check `done`, before launching work that reads the rows of a load or overwrites
+    the rows of a store.
 
     A gathered store ends with a copy on the host, at memory speed. It runs in the first call of `wait`, or of
     `done` after the bytes have arrived. So call one of them for every transfer.
