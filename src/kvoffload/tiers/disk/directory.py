@@ -324,7 +324,7 @@ class _Opening:
 
 
 def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
-    """Return the number of slots up to the last block, counted from slot 0; at least one is usable."""
+    """Return the number of slots up to the last block, counted from slot 0; at least one slot is usable."""
     slots = recovered.contents.slots()
     return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
 

@@ -155,7 +155,7 @@ def unlock_file(fd: int) -> None:
 
 
 def owner_of(directory: Path) -> str | None:
-    """Return the pid of the process that has this directory open, as text; None if no process has."""
+    """Return the pid, as text, of the process that has this directory open; None without such a process."""
     try:
         fd = _open(directory, os.O_RDONLY)
     except ConfigError:

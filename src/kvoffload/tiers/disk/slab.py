@@ -47,7 +47,8 @@ MAX_RUN_BLOCKS = 1000
 """Limit of blocks per system call. A call accepts at most 1024 buffers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-"""Back-off after failed writes: each write evicts a block, and a failing disk must not lose all blocks."""
+"""First and longest pause after failed writes. Without pauses a failing disk would lose all blocks, because
+each write evicts a block."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
 """Outcomes of reading or writing a block. `SOUND`: written, or read and verified. `UNREADABLE`: the medium

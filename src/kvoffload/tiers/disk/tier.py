@@ -63,8 +63,8 @@ READ_CHUNK_BYTES = 512 * 1024
 verifying 128 KiB."""
 
 REFUSED_READS_S = 60.0
-"""Seconds from the first refused read of a block (ENOMEM, ESTALE) until the tier forgets the block. Such
-errors often pass."""
+"""Seconds for which a block survives refused reads (ENOMEM, ESTALE), counted from the first refused read.
+Such errors often pass."""
 _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
