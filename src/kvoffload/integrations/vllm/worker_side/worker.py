@@ -214,7 +214,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = result
 
     def _drop(self, job: _Job) -> None:
-        """Mark the slots of a store that may have read overwritten blocks; the scheduler drops the blocks."""
+        """Mark the slots of a store that may have read changed blocks: the scheduler discards the blocks."""
         self.num_overwritten += 1
         self._pool.fail(self._part, job.slots.block_ids)
 
