@@ -383,7 +383,7 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """For each extent yield a view of the staging buffer, the caller's memory, and rows of the memory."""
+        """Yield a view of the staging buffer, the caller's memory, and rows of this memory, by extent."""
         assert batch.buffer.memory is not None
         flat = batch.buffer.memory.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes

@@ -261,7 +261,7 @@ class Metrics:
         tiers: Mapping[str, Mapping[str, Any]],
         promotions: TieringCounts,
     ) -> None:
-        """Add the changes of the counters and gauges of tiers behind RAM and of promotions.
+        """Add the changed counters and gauges of promotions and of tiers behind RAM.
 
         `tiers`, `promotions`: counts since the opening of the tiers; `tiers` by name.
         """

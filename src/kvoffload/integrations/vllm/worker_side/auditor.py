@@ -28,7 +28,7 @@ class Auditor:
     """Compares one worker's part of stored blocks with the engine's blocks. Results go to the pool.
 
     Args:
-        value_types: name of the torch dtype of each KV group's values. None: the values have several types,
+        value_types: name of the torch dtype of each KV group's values. None: the bytes have no single type,
             and blocks of the group are either equal or unjudged.
 
     Thread: `submit` on the worker's; one more thread compares.
