@@ -37,7 +37,7 @@ class Connection(Protocol):
 
 C = TypeVar("C", bound=Connection)
 Connect: TypeAlias = Callable[[float], C]
-"""Connects and logs in until a deadline (of `time.monotonic`)."""
+"""Function that connects and logs in, within a deadline (of `time.monotonic`)."""
 
 
 class ConnectionThread(Generic[C]):

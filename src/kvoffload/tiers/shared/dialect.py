@@ -25,7 +25,7 @@ class Dialect(Protocol[C]):
     connection.
 
     Attributes:
-        reports_persistence: the server can report its persistence.
+        reports_persistence: True if the server can report its persistence.
     """
 
     reports_persistence: bool

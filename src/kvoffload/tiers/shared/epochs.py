@@ -59,11 +59,11 @@ class EpochHistory:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if this number ended at or before `since`. A reply to a request sent at `since` with
-        this number means that the server has restored an old epoch."""
+        """Return True if this number ended at or before `since`. If a request sent at `since` reads such a
+        number, the server has restored an old epoch."""
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number ended after `since`. A reply to a request sent at `since` may contain
-        the number legitimately."""
+        """Return True if this number ended after `since`. A request sent at `since` may read such a number
+        before its end, without a fault of the server."""
         return number in self._ended and not self.has_ended(number, since)

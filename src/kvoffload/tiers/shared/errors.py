@@ -29,7 +29,7 @@ class ServerError(KVOffloadError):
         secrets: passwords to mask in the message.
 
     Attributes:
-        code: the first word of the text; empty if the word is no code of capitals, digits and underscores.
+        code: first word of the text; empty if it has characters besides capitals, digits and underscores.
     """
 
     def __init__(self, text: str, *secrets: str) -> None:

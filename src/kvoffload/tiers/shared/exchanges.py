@@ -30,7 +30,7 @@ PROBE, READ, WRITE = "probe", "read", "write"
 
 @dataclass(eq=False, kw_only=True)
 class Exchange:
-    """A request to a server and the replies to it.
+    """A request to a server, and the server's replies.
 
     Attributes:
         submitted, ended: times of `time.monotonic`.

@@ -38,7 +38,7 @@ class ObjectPart(NamedTuple):
 
 @dataclass(eq=False)
 class FollowedPath:
-    """Progress along one request's path: number of added blocks, and generation of the first of them."""
+    """Progress along a request's path: number of added blocks, and the generation of the first addition."""
 
     num_added: int = 0
     generation: int = 0

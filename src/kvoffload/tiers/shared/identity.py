@@ -38,7 +38,7 @@ HEADER = np.dtype(
 HEADER_BYTES = HEADER.itemsize
 
 Headers: TypeAlias = npt.NDArray[Any]
-"""Shape ``(n,)``, of `HEADER`."""
+"""Shape ``(n,)``, with the record type `HEADER`."""
 
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
 _REST = b"+"

@@ -99,7 +99,7 @@ class Jobs:
         self._drop(queued, NotSentError("not sent: the circuit breaker has opened"))
 
     def start(self) -> None:
-        """Start all threads. Raises `RuntimeError` if a thread cannot be started; then call it again."""
+        """Start all threads. Raises `RuntimeError` if a thread cannot be started; `start` may be repeated."""
         for thread in self._all_threads():
             thread.start()
 
