@@ -57,7 +57,7 @@ class DiskOptions(SizedTierOptions):
     salt: Salt = ""
 
     def open(self, owner: TierOwner) -> SecondaryTier:
-        """Open the tier. Each engine that shares the path has a subdirectory, named after `owner.replica`."""
+        """Open the tier in the subdirectory `owner.replica` of each path, so that engines can share paths."""
         if owner.block_bytes == 0:
             raise ConfigError(
                 "tier",
