@@ -77,7 +77,7 @@ class KVCache:
         return self._jobs.manager
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Write all blocks of RAM to the tiers; False if a tier lacks some of them at the end."""
+        """Write all blocks of RAM to the tiers; return False if a tier lacks some blocks at the end."""
         limit = Limit(timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
 

@@ -184,7 +184,7 @@ class _Builder:
 
 
 def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
-    """Return a random prompt of about `length` tokens of the prompt `like`, which no cache has."""
+    """Return a new random prompt, which no cache has: about `length` tokens, drawn from the prompt `like`."""
     if isinstance(like.content, str):
         pieces = like.content.split() or ["filler"]
         return Prompt("filler", " ".join(rng.choice(pieces) for _ in range(length)), "filler")

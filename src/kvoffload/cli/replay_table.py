@@ -12,7 +12,7 @@ from kvoffload.text import duration, outside_blocks, percent, size
 from kvoffload.whatif.setting import CURRENT
 
 _ENOUGH_TO_MEASURE = 10_000
-"""Fewest references for which the time per reference is shown: with fewer, start-up time dominates."""
+"""Minimum of references to show the time per reference. With fewer references start-up time dominates."""
 
 
 def table(report: ReplayReport) -> RenderableType:

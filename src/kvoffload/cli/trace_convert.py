@@ -46,7 +46,7 @@ class ConvertOptions(QuietOptions):
             check_new("out", self.out, force=self.force)
 
     def completed(self, incomplete: IncompleteError) -> str:
-        """Return the command with the missing options; a salt is not repeated."""
+        """Return the command with the missing options. A given salt is replaced by ``TEXT``."""
         example = {option.flag: option.example for option in incomplete.missing}
         kind, out = self.kind, example.get("", str(self.out))
         if parameter := example.get("--from"):

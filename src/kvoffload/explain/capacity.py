@@ -1,6 +1,6 @@
 """Hits with larger capacities: replays of the same configuration with larger caches.
 
-Works for every policy and rule, because it replays them. Knows no reasons.
+Works for every policy and rule, because each capacity is replayed. Does not know reasons of misses.
 """
 
 from __future__ import annotations

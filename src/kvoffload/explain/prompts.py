@@ -159,7 +159,7 @@ def _compared(
 class _Continuations:
     """The latest continuations of each block, and of the beginning of a prompt (`_ROOT`).
 
-    The first continuation of a block is in an array, further continuations in a dictionary: most have one.
+    Most blocks have one continuation, in an array. Further continuations are in a dictionary.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -223,7 +223,7 @@ def _best(
 def _equal_blocks(
     prefixes: npt.NDArray[np.int64], codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
 ) -> int:
-    """Count the leading blocks with equal tokens, at least `count`; more only with another `cache_salt`."""
+    """Count the leading blocks with equal tokens: `count`, or more with another `cache_salt`."""
     shared = min(len(codes), len(others))
     differs = prefixes[codes[count:shared]] != prefixes[others[count:shared]]
     return count + int(differs.argmax()) if differs.any() else shared

@@ -103,7 +103,7 @@ def _grew(counter: str, period: str) -> str:
     """Return PromQL that is true if a counter grew in the period, or was above 0 when first scraped in it.
 
     vLLM shows a counter from the first step on, so `increase` misses events of that step. The comparison with
-    earlier values keeps an engine that could not be scraped for hours from raising old alarms again.
+    earlier values prevents a second alarm for old events after hours without a scrape.
     """
     return (
         f"increase(PREFIX_{counter}[{period}]) > 0\n"

@@ -51,7 +51,7 @@ until one call gets it."""
 MOST_DEFERRED = 1000
 """Limit of deferred reports of uses. The next call with the lock executes all, while other engines wait."""
 REPORT_S = 1.0
-"""Seconds without the lock before a warning: a busy system can stop any process for a shorter time."""
+"""Seconds without the lock before a warning is logged. A busy system can stop any process for less."""
 CHECK_S, GRACE_S = 0.5, 1.0
 """Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
 a device still copies."""

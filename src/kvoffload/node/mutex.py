@@ -110,7 +110,7 @@ class Mutex:
         unlock(self.door)
 
     def heard(self) -> None:
-        """Record that the news are handled."""
+        """Record that this process has handled all news so far."""
         self._state.seen = int(self._state.news[0])
 
     def forget(self) -> None:

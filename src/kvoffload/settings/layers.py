@@ -41,7 +41,7 @@ OF_ENGINES = (
 """Options that an engine reads from the environment and from a file. vLLM's flag alone sets other options."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options that set the admission rule together. If a layer has one of them, lower layers set none of them."""
+"""Options that together set the admission rule. If a layer has one of them, lower layers cannot set any."""
 
 
 def gathered(

@@ -38,7 +38,7 @@ class NoOffload:
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Count the leading blocks of `first` to `end` that can be loaded; None: look them up again later."""
+        """Count the leading blocks of `first` to `end` that can be loaded; None to look up again later."""
         return 0
 
     def load(
@@ -48,7 +48,7 @@ class NoOffload:
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        """Offer the computed blocks `first` to `end` of a request; False: offer them again later."""
+        """Offer the computed blocks `first` to `end` of a request; return False to offer again later."""
         return True
 
     def finish(self, request: int, ctx: RequestContext | None) -> None:

@@ -31,7 +31,7 @@ class Ram:
 
     Args:
         trace: the requests of all engines that use this RAM.
-        whole: the requests of all engines that use the tiers behind this RAM; None: `trace`.
+        whole: the requests of all engines that use the tiers behind this RAM; None for `trace`.
         beside: RAM of another engine, whose tiers this RAM shares; None: this RAM has its own tiers.
 
     Attributes:

@@ -17,7 +17,7 @@ OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the 
 
 
 def break_even_sentence(place: str, tokens: float | None) -> str:
-    """Describe the shortest prompt for which loading beats computing; None: there is none."""
+    """Describe the shortest prompt, `tokens` long, for which loading beats computing; None if none does."""
     if tokens is None:
         return f"Loading from {place} never beats computing on this machine."
     if round(tokens) <= 1:

@@ -127,7 +127,7 @@ def _keys(numbers: list[int]) -> Keys:
 
 
 def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
-    """Return the answers of `admit`, at first and after each step of a script."""
+    """Return the answers of `admit`, before the first step of a script and after each step."""
     answers = [rule.admit(_keys([*range(16)])).tolist()]
     for action, _, numbers in script:
         keys = _keys(numbers)

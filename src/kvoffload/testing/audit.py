@@ -259,7 +259,7 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
 
 
 def _audit_parts(thing: Any, owner: str) -> None:
-    """Check the attributes of `thing` that are lists, key lists, path runs, or structs of them."""
+    """Check the lists, key lists and path runs among the attributes of `thing`, and in nested structs."""
     parts = thing.contents() if isinstance(thing, Struct) else vars(thing)
     for name, value in parts.items():
         what = f"{name} of {owner}"

@@ -14,11 +14,10 @@ class EndlessLoopError(BaseException):
 
 
 class CallLimit:
-    """A limit of twice `cpu_s` of CPU time for each call of a policy between `begin` and `end`.
+    """A CPU time limit, twice `cpu_s`, for each call of a policy. Active from `begin` to `end`.
 
-    A timer checks whether the policy is still in the same call as at the previous tick. Loops in compiled
-    code are not detected, because Python delays signals until the code returns. Thread: main; other threads
-    have no limit.
+    Every `cpu_s` a timer checks if the policy is still in the same call. Loops in compiled code are not
+    detected, because Python delays signals until the code returns. Thread: main; other threads have no limit.
     """
 
     def __init__(self, cpu_s: float) -> None:

@@ -468,7 +468,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request, and give its room to the longest waiting requests."""
+        """Remove a waiting request; expect further keys of the other waiting requests, the oldest first."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 

@@ -26,9 +26,9 @@ class ScriptedJob:
     """A job in flight.
 
     Attributes:
-        pool: None for a probe.
+        pool: memory to read into or to write from; None for a probe.
         void: True after a `clear`: a write stores nothing, and a read or probe updates no presence cache.
-        fail: keys that will fail.
+        fail: keys of blocks whose read, write or probe will fail.
         seconds: duration to report.
     """
 

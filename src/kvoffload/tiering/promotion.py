@@ -156,7 +156,7 @@ class Promotion:
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
-        """Return the blocks worth reading, in prefix order, and the tier of each block; None for none."""
+        """Return the blocks worth reading, in prefix order, and the tier of each; None if no block is."""
         stack = self._stack
         in_ram = stack.ram.contains(keys, ctx)
         in_tiers, below = stack.below(keys, wait)

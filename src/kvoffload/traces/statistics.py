@@ -187,7 +187,7 @@ def describe(trace: Trace) -> TraceStatistics:
 
 
 def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
-    """Compute percentiles in `unit`, without interpolation."""
+    """Compute percentiles of `values`, divided by `unit`, without interpolation."""
     if len(values) == 0:
         return Percentiles(0, 0, 0, 0, 0, 0)
     percentiles = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
@@ -235,9 +235,9 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Return the previous turns, corrected for named sessions: both turns are in the same session.
+    """Return the previous turns. In a named session only earlier requests of this session count.
 
-    An inferred turn counts if it is in the same session; otherwise the session's latest earlier request does.
+    The previous turn is the inferred turn if it is in the session, else the session's latest earlier request.
     """
     by_session = np.argsort(named, kind="stable")
     follows = np.flatnonzero(named[by_session[1:]] == named[by_session[:-1]])

@@ -142,7 +142,7 @@ class CudaEngine:
     def _checked(
         self, device_rows: Rows, pool: Blocks, slots: Rows
     ) -> tuple[RowsArray, RowsArray, Tensor | None]:
-        """Check rows and slots; return them, and the pool as a pinned tensor or None."""
+        """Check rows and slots; return rows, slots, and the pool as a pinned tensor, None if not pinned."""
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)

@@ -38,7 +38,7 @@ class Keys:
         return chain
 
     def root(self, cache_salt: str) -> list[BlockId]:
-        """Return the first id of a chain, so that ids differ for each `cache_salt`; empty without a salt."""
+        """Return a list with the first id of a chain, derived from `cache_salt`; empty without a salt."""
         return Keys.after(self, (), [cache_salt.encode()]) if cache_salt else []
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
