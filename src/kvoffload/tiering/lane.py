@@ -129,7 +129,7 @@ class TierLane:
             self.write_s_per_block = latest if past == 0.0 else past + (1.0 - _WRITE_DECAY) * (latest - past)
 
     def read_s(self, num_blocks: Any) -> Any:
-        """Predict the seconds of a new read of `num_blocks` (number or array), behind the reads in flight."""
+        """Predict the seconds until a read of `num_blocks` (number or array), started now, has ended."""
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
