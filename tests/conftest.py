@@ -148,12 +148,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """Compile all kernels before the first test, so that no two workers compile the same kernel."""
     if not getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         return  # one process compiles what its tests need
-    rooms = ("admission", "core", "policies", "replay", "tiers", "transfer")
+    rooms = ("admission", "core", "node", "policies", "replay", "structures", "tiers", "transfer")
     modules = [
         found.name
         for room in rooms
         for found in pkgutil.walk_packages([f"{kvoffload.__path__[0]}/{room}"], f"kvoffload.{room}.")
     ]
-    halves = [subprocess.Popen([sys.executable, "-c", f"import {', '.join(modules[n::2])}"]) for n in (0, 1)]
+    # An import compiles nothing. What cannot be imported is told by the tests that need it.
+    code = f"import {', '.join(modules)}\nfrom kvoffload.structures.jit import _WAITING\n"
+    halves = [
+        subprocess.Popen([sys.executable, "-c", f"{code}for kernel in _WAITING[{n}::2]: kernel.made"])
+        for n in (0, 1)
+    ]
     for half in halves:
-        half.wait()  # What cannot be imported is told by the tests that need it.
+        half.wait()

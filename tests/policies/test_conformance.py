@@ -367,17 +367,19 @@ WORST_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", WORST_FAULTS)
-def test_the_worst_faults_end_the_suite_at_once(fault: str, tmp_path: Path) -> None:
-    right, wrong, shown = WORST_FAULTS[fault]
-    assert right in USERS_POLICY
-    (tmp_path / "mine.py").write_text(USERS_POLICY.replace(right, wrong))
-    (tmp_path / "test_mine.py").write_text(USERS_TEST)
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test_mine.py"]
+def test_the_worst_faults_end_the_suite_at_once(tmp_path: Path) -> None:
+    """Three policies in one run of pytest: a fatal fault ends the checks of its own policy only."""
+    for number, (right, wrong, _) in enumerate(WORST_FAULTS.values()):
+        assert right in USERS_POLICY
+        (tmp_path / f"mine{number}.py").write_text(USERS_POLICY.replace(right, wrong))
+        (tmp_path / f"test_mine{number}.py").write_text(USERS_TEST.replace("mine.py", f"mine{number}.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--color=no"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert f"1 failed, 1 passed, {NUM_CHECKS - 2} skipped" in done.stdout, done.stdout + done.stderr
-    for text in [*shown, "earlier fatal fault: test_first_steps failed"]:
-        assert text in done.stdout, done.stdout
+    assert f"3 failed, 3 passed, {3 * (NUM_CHECKS - 2)} skipped" in done.stdout, done.stdout + done.stderr
+    for number, (*_, shown) in enumerate(WORST_FAULTS.values()):
+        for text in shown:
+            assert text.replace("mine.py", f"mine{number}.py") in done.stdout, done.stdout
+    assert done.stdout.count("earlier fatal fault: test_first_steps failed") >= 3, done.stdout
 
 
 def test_the_first_steps_of_a_failure_are_few() -> None:

@@ -57,6 +57,11 @@ def _read(path: Path) -> Trace:
     return read_trace(path)
 
 
+@lru_cache(maxsize=1)
+def _workload(name: str) -> Trace:
+    return load_trace(name)
+
+
 # ---- replays of the recordings
 
 
@@ -103,7 +108,7 @@ def test_a_replay_behind_a_device_cache(
 @pytest.mark.parametrize(("name", "policy", "admission"), list(DECISIONS))
 def test_builtin_workloads_decide_the_same_everywhere(name: str, policy: str, admission: str) -> None:
     """Equal on every run, machine and Python version: the digest of every decision is pinned."""
-    trace = load_trace(name)
+    trace = _workload(name)
     report = Replay(trace, ReplayConfig(trace.unique_blocks // 20, policy, admission)).run()
     assert report.decisions_sha256[:16] == DECISIONS[name, policy, admission]
 

@@ -1,4 +1,4 @@
-"""The data structures of Hazard as separate kernels, compiled for each test run."""
+"""The data structures of Hazard as separate kernels, compiled in each test process that calls them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ from kvoffload.policies.hazard.lifetimes import Lifetimes
 from kvoffload.policies.hazard.policy import State
 from kvoffload.policies.hazard.shadow import ShadowLRU
 from kvoffload.structures.index import hash_row
-from kvoffload.structures.jit import BoolArray, I32Array, I64Array, ReadI32Array, ReadU64Matrix, compiled
+from kvoffload.structures.jit import BoolArray, I32Array, I64Array, ReadI32Array, ReadU64Matrix
 from kvoffload.structures.keys import Keys
+from support.kernels import helper
 
 
-def _helper(function):  # type: ignore[no-untyped-def]
-    return compiled(function, cache=False)
-
-
-@_helper
+@helper
 def _remember(of: History, path: ReadU64Matrix, start: int, now: int, classes: I32Array) -> None:
     history.begin_path(of, path, start, 0, now)
     for row in range(path.shape[0] - 1, start - 1, -1):
@@ -26,35 +23,35 @@ def _remember(of: History, path: ReadU64Matrix, start: int, now: int, classes: I
         classes[row - start] = history.class_at(of, place) // history.NUM_KINDS
 
 
-@_helper
+@helper
 def _classify(of: History, batch: ReadU64Matrix, now: int, classes: I32Array, last: I64Array) -> None:
     for row in range(batch.shape[0]):
         block_class, last[row] = history.classify(of, batch, row, now)
         classes[row] = block_class // history.NUM_KINDS
 
 
-@_helper
+@helper
 def _live(of: Lifetimes, path: ReadU64Matrix, now: int, classes: ReadI32Array, on_device: int) -> None:
     lifetimes.let_age(of, now)
     for row in range(path.shape[0] - 1, -1, -1):
         lifetimes.live_on(of, path, row, hash_row(path, row), classes[row], now, row >= on_device)
 
 
-@_helper
+@helper
 def _live_after(of: Lifetimes, path: ReadU64Matrix, now: int, block_class: int) -> None:
     lifetimes.let_age(of, now)
     for row in range(path.shape[0] - 1, -1, -1):
         lifetimes.live_after(of, path, row, hash_row(path, row), block_class, now)
 
 
-@_helper
+@helper
 def _compare(of: ShadowLRU, positions: ReadI32Array, held: BoolArray, on_device: int, victim: bool) -> None:
     for row in range(positions.shape[0] - 1, -1, -1):
         shadow.compare(of, positions[row], held[row], row >= on_device, victim)
     shadow.end_path(of)
 
 
-@_helper
+@helper
 def _take_in(of: ShadowLRU, positions: ReadI32Array) -> None:
     for row in range(positions.shape[0] - 1, -1, -1):
         shadow.enter_shadow(of, positions[row])
@@ -100,7 +97,7 @@ def take_in(of: ShadowLRU, positions: list[int]) -> None:
     _take_in(of.memory, np.array(positions, np.int32))
 
 
-@_helper
+@helper
 def _keep_promise(own: State, count: int) -> None:
     policy.keep_promise(own, count)
 

@@ -1,6 +1,10 @@
-"""Inline helpers as separate kernels, compiled for each test run."""
+"""Inline helpers as separate kernels, compiled in each test process that calls them."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -14,81 +18,83 @@ from kvoffload.structures.keys import Keys
 from kvoffload.structures.sketch import FrequencySketch
 
 
-def _helper(function):  # type: ignore[no-untyped-def]
-    return compiled(function, cache=False)
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a kernel at its first call: most test processes import this module and call few kernels."""
+    made = functools.cache(lambda: compiled(function, cache=False))
+    return lambda *arguments: made()(*arguments)
 
 
-@_helper
+@helper
 def push(of: Heap, position: int, rank: float) -> None:
     heap.push(of, position, rank)
 
 
-@_helper
+@helper
 def take_out(of: Heap, position: int) -> None:
     heap.take_out(of, position)
 
 
-@_helper
+@helper
 def set_aside(of: Heap, position: int) -> None:
     heap.set_aside(of, position)
 
 
-@_helper
+@helper
 def put_back(of: Heap) -> None:
     heap.put_back(of)
 
 
-@_helper
+@helper
 def ref_cnt_of(cache: Cache, slot: int) -> int:
     return cache.slots.ref_cnt[slot]
 
 
-@_helper
+@helper
 def push_head(links: I32Matrix, sentinel: int, position: int) -> None:
     lists.push_head(links, sentinel, position)
 
 
-@_helper
+@helper
 def unlink(links: I32Matrix, position: int) -> None:
     lists.unlink(links, position)
 
 
-@_helper
+@helper
 def move_to_head(links: I32Matrix, sentinel: int, position: int) -> None:
     lists.move_to_head(links, sentinel, position)
 
 
-@_helper
+@helper
 def remember(keys: KeyLists, sentinel: int, batch: ReadU64Matrix) -> None:
     keylists.remember(keys, sentinel, batch, 0, index.hash_row(batch, 0))
 
 
-@_helper
+@helper
 def forget(keys: KeyLists, position: int) -> None:
     keylists.forget(keys, position)
 
 
-@_helper
+@helper
 def forget_coldest(keys: KeyLists, sentinel: int) -> None:
     keylists.forget_coldest(keys, sentinel)
 
 
-@_helper
+@helper
 def remove(of: Index, position: int) -> None:
     index.remove(of, position)
 
 
-@_helper
+@helper
 def _hash(batch: ReadU64Matrix) -> int:
     return np.int64(index.hash_row(batch, 0))
 
 
-@_helper
+@helper
 def _add(of: FrequencySketch, batch: ReadU64Matrix) -> None:
     sketch.add(of, index.hash_row(batch, 0))
 
 
-@_helper
+@helper
 def _estimate(of: FrequencySketch, batch: ReadU64Matrix) -> int:
     return sketch.estimate(of, index.hash_row(batch, 0))
 
