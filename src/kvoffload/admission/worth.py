@@ -33,12 +33,12 @@ _RESERVE = 0.1
 class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
-    The rule learns the number of further uses to expect of a block that 1, 2, 3, ... requests have used. Only
-    uses that the cache in front cannot serve count, because the tier serves only these uses. The rule sets a
-    *price*: the expected uses that a block needs to enter. The price is the highest at which the recently
-    offered blocks would have spent all recent earnings of the budget. Blocks above the price enter; blocks at
-    the price enter while more than a reserve is left. So the budget is spent evenly on the best blocks, and
-    users choose no threshold.
+    The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. Uses that the
+    cache in front serves are not counted, because the tier does not serve them. A block enters if its
+    expected uses reach a threshold, the *price*. The price is the highest at which writing all recently
+    offered blocks at or above the price would have spent the recent earnings of the budget. Blocks above the
+    price enter; blocks at the price enter only while more than a reserve of the budget is left. The budget is
+    therefore spent evenly on the best blocks, and users configure no threshold.
 
     More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
     the parent of an admitted block is admitted.

@@ -101,8 +101,9 @@ def generated(
 ) -> list[Prompt]:
     """Generate prompts: half are single, a quarter share beginnings, a quarter are turns of conversations.
 
-    With `token_ids` prompts are random token ids of this range, for servers whose tokenizer knows no English.
-    Raises `ConfigError` if the server's tokenizer maps the prompts to too few tokens.
+    With `token_ids`, each prompt has random token ids of this range, for servers whose tokenizer knows no
+    English. Raises `ConfigError` if the server's tokenizer maps the generated English text to too few
+    different tokens.
     """
     rng, lengths = random.Random(seed), sizes.lengths()
     build = _Builder(rng, sizes.longest, tokenize, token_ids)

@@ -101,7 +101,8 @@ def shown(
 class Lines:
     """Progress lines for a log: at most one for each tenth of the work, at least 30 seconds apart.
 
-    The share counts block references, not rows: a row of a long trace takes longer.
+    The work is measured in block references, not in rows, because a row of a long trace takes longer than a
+    row of a short trace.
     """
 
     def __init__(self, console: Console, clock_s: Callable[[], float]) -> None:

@@ -574,9 +574,10 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return whether `wanted` new blocks fit without evicting an expected block.
+    """Return whether the store must spare expected blocks, because `wanted` blocks fit without their slots.
 
-    False if no block is expected. Cost: O(1) if there is ample room, otherwise O(expected keys).
+    False if no block is expected, because there is none to spare. Cost: O(1) if there is ample room,
+    otherwise O(expected keys).
     """
     keys = cache.expected.keys
     if num_expected(cache.expected) == 0:

@@ -31,7 +31,7 @@ def larger_hits(
     lose hits at a larger capacity.
 
     Args:
-        progress: receives the number of requests replayed so far in all replays, of `num_replayed`.
+        progress: called with the number of requests replayed so far in all replays, at most `num_replayed`.
 
     Cost: one replay for each different capacity.
     """

@@ -147,7 +147,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         )
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return the bitmap of present objects, once; None while the task runs."""
+        """Return the bitmap of present objects at the first call after the task ended, otherwise None."""
         with self._lock:
             return self._found.pop(task_id, None)
 
@@ -160,7 +160,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return self._submit(self._readers, 2, self._loaded, nothing, lambda: self._load(keys, objects))
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return the bitmap of loaded objects, once; None while the task runs."""
+        """Return the bitmap of loaded objects at the first call after the task ended, otherwise None."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 

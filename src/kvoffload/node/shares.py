@@ -1,6 +1,6 @@
 """Shares of a pool's engines: the engines are the tenants of the pool's blocks.
 
-Owns the number of each engine's tenant. Tenant 0 stands for all engines that cannot have a share.
+Owns the mapping of engine numbers to tenants. Tenant 0 stands for all engines that cannot have a share.
 """
 
 from __future__ import annotations

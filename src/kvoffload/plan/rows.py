@@ -231,7 +231,7 @@ class Cell:
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
-        """Add the replicas' hits in each window, from the measurements of `points`."""
+        """Return the hits in each window, summed over the replicas, from the measurements of `points`."""
         if self.purchase.servers or self.setup.shared_ram:
             return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
         return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])

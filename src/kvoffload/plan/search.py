@@ -56,7 +56,7 @@ class Space:
 
     Attributes:
         modules: numbers of RAM modules per host to try, ascending.
-        setups: setups of RAM alone.
+        setups: setups for purchases without a tier behind RAM.
         tiers: axes of the tiers behind RAM; a purchase has at most one kind of tier.
         allowed: predicate for the purchases to consider.
         edge: for each number of drives or servers, the purchase with the most RAM within the budget.
@@ -213,7 +213,7 @@ def _corrected(measured: Measured, error: float) -> Measured:
 
 
 def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
-    """List the cells of rows with a purchase."""
+    """List the cells of all rows that buy something. Skips None."""
     return [
         Cell(measured.row.purchase, measured.row.setup)
         for measured in rows

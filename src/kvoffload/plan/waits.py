@@ -20,9 +20,12 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
 
     Purchases with the same number of drives form a ladder by RAM. A ladder also has purchases that add no
     savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and known times
-    are reused. So the next cheaper purchase in the ladder was timed and exceeds the limit. Even cheaper
-    purchases are not timed, although waits need not decrease monotonically with RAM. If the largest purchase
-    exceeds the limit, smaller purchases are timed, from large to small, while waits decrease.
+    are reused. The purchase that the bisection finds is within the limit, and the next cheaper purchase in
+    the ladder was timed and exceeds the limit. Still cheaper purchases are assumed to exceed the limit too,
+    although waits need not decrease monotonically with RAM.
+
+    If no known time of a ladder is within the limit, its purchases are first timed from the largest to
+    smaller ones, until a purchase is within the limit or the wait no longer decreases.
 
     Only the best row of each purchase is timed. If no timed row is within the limit, the timed row with the
     shortest wait is chosen.

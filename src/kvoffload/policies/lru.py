@@ -23,8 +23,9 @@ class LRU(CompiledPolicy):
 
     One list, most recent first. The default policy, and the baseline for all others.
 
-    A store counts as a use; the first stored block is the most recent. When a request finishes, its whole
-    path moves to the front, and the head becomes the most recent block (see `EvictionPolicy.access`).
+    A store counts as a use: its blocks move to the front, the first block of the store as the most recent.
+    When a request finishes, its whole path moves to the front, the head of the path as the most recent block
+    (see `EvictionPolicy.access`).
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold end.
     """

@@ -37,8 +37,8 @@ class State(Struct):
         counts: uses of each block in S and M.
         small_blocks: the share of S, in blocks.
         patience: largest number of used blocks that a call spares.
-        new_small: number of blocks of the current batch that will join S after the batch's last victim was
-            chosen. The slots of blocks for M are marked (`push_marked`).
+        new_small: number of blocks of the current batch that will join S. All blocks of a batch join their
+            queues after its last victim has been chosen; slots of blocks for M are marked (`push_marked`).
         num_spared: number of blocks that this call has spared.
         is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
@@ -155,7 +155,7 @@ def _provider(own: State) -> int:
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return True if the block's uses spare it from eviction, and then reduce its use count."""
+    """Return True, and reduce the block's use count, if its uses spare the block from eviction."""
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False

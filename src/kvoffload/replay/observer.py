@@ -1,6 +1,6 @@
-"""The observer of a replay: receives each decision, and may ask where blocks are.
+"""Interface of the observer of a replay: receives each decision, and can query the places of blocks.
 
-Knows codes of a trace and kinds of decisions; no log, no reasons.
+Blocks are identified by their codes in the trace.
 """
 
 from __future__ import annotations

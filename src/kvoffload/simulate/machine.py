@@ -102,7 +102,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return (math.sqrt(gain * gain + 4.0 * squared * fixed) - gain) / (2.0 * squared)
 
     def filled_from(self, other: Machine) -> Machine:
-        """Return a copy with unknown numbers from another machine."""
+        """Return a copy in which missing quantities are filled in from `other`."""
         missing = {name: getattr(other, name) for name in _HOW_TO_KNOW if getattr(self, name) is None}
         if not missing:
             return self

@@ -230,7 +230,10 @@ def content_digest(trace: Trace) -> str:
 
 
 def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tuple[SizedTierOptions, ...]:
-    """Parse tiers such as ``none``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%``, in blocks."""
+    """Parse tiers such as ``none``, ``10%,policy=arc`` or ``1%,admission=reuse:2+50%``.
+
+    Converts capacities to blocks. Tiers without a capacity are left out.
+    """
     sized = (tier for tier in parse_tiers("tiers", text) if isinstance(tier, SizedTierOptions))
     return tuple(tier.in_blocks(block_bytes, unique_blocks) for tier in sized)
 

@@ -194,7 +194,10 @@ def _leading(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True for equal tensors up to rounding. Overflows count as 0: the tokens have no meaning."""
+    """Return True if two tensors have the same shape and are equal up to rounding.
+
+    NaN and infinity count as 0: the probe's tokens are arbitrary, so their values may overflow.
+    """
     one, other = (tensor.float().nan_to_num(0.0, 0.0, 0.0) for tensor in (one, other))
     bound = _TOLERANCE * float(one.abs().max()) if one.numel() else 0.0
     return one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=bound)

@@ -590,7 +590,10 @@ def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> 
 
 @inline
 def _insert_in_shadow(own: State, new: Entering) -> None:
-    """Add the blocks that the device evicts to the simulated LRU, the batch's first as the most recent."""
+    """Make the blocks that the device drops the most recent blocks of the simulated LRU.
+
+    The first block of the batch becomes the most recent.
+    """
     history = own.history
     for row in range(new.count - 1, -1, -1):
         place = find(history.keys.index, new.keys, row, hash_row(new.keys, row))

@@ -171,9 +171,10 @@ class Layout:
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the log: half the entries of a checkpoint, and more in a small slab.
+        """Bytes of the log: half the bytes of a checkpoint's entries, or a larger minimum in a small slab.
 
-        A full log causes a checkpoint.
+        The minimum is 1/64 of the bytes of all slots, between 16 and 1,024 pages. A full log causes a
+        checkpoint.
         """
         share = min(1024 * PAGE_BYTES, self.journal_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.journal_slots * self.entry_bytes // 2))

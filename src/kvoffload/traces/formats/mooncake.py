@@ -12,8 +12,8 @@ The first line may be a `Header`. Headers may also occur later, in concatenated 
 Requests are sorted by time if the lines are not in order. The logger ``kvoffload.traces`` then warns with the
 number of late requests, unless a header has ``"in_order": false``.
 
-Variants of other writers are accepted. Ids that are texts or wider numbers are renumbered. All times count as
-seconds if any time has a fraction, or if `load_trace` gets the `time_unit` ``s``.
+Variants of other writers are accepted. Ids that are strings or do not fit in 64 bits are renumbered. All
+times are read as seconds if any time has a fraction, or if `load_trace` gets the `time_unit` ``s``.
 """
 
 from __future__ import annotations

@@ -646,9 +646,9 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Running requests store nothing more, because a reset also covers the blocks that these requests have
-        computed. vLLM would offer these blocks again, including blocks that have left the sliding window and
-        now hold other data.
+        Running requests store nothing more. The reset also covers the blocks that they have computed, and
+        vLLM would otherwise offer these blocks again, including blocks that have left the sliding window and
+        whose memory on the GPU now holds other data.
         """
         self.broken = False
         log_unreached_tiers(self._missing_tiers)

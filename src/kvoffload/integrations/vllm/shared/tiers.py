@@ -101,7 +101,10 @@ def tier_owner(
 
 
 def is_named(tier: TierOptions) -> bool:
-    """Return True if the user has named the weights for this tier and is responsible for the name."""
+    """Return True if the options name the weights (``salt`` or ``identity``).
+
+    The user must then change the name whenever the weights change.
+    """
     return bool(getattr(tier, "salt", "") or getattr(tier, "identity", ""))
 
 
