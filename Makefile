@@ -48,8 +48,8 @@ test: $(VENV)/installed-dev  ## the quick tests, five minutes on two cores (ARGS
 test-slow: $(VENV)/installed-dev  ## the tests that `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)
 
-test-all: $(VENV)/installed-dev  ## every test, long recordings too, and five times as many random examples
-	$(PYTEST) --hypothesis-profile=ci $(ARGS)
+test-all: $(VENV)/installed-dev  ## every test, long recordings too, five times as many random examples, 200 kills
+	KVOFFLOAD_KILLS=200 $(PYTEST) --hypothesis-profile=ci $(ARGS)
 
 test-checked: $(VENV)/installed-dev  ## the control plane's tests with kernels that check the bounds of arrays
 	rm -rf .checked-kernels
@@ -102,7 +102,8 @@ gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if the
 
 soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour) and of a shared pool (two hours), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
-		$(BIN)/python -m pytest --capture=no tests/tiering/test_disk_machine.py tests/tiers/disk/test_crash.py
+		$(BIN)/python -m pytest --capture=no tests/tiering/test_disk_machine.py tests/tiers/disk/test_crash.py \
+		tests/node/test_processes.py tests/node/test_directory.py tests/node/test_deaths.py
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) \
 		$(BIN)/python -m pytest --capture=no tests/node/test_manager.py -k any_number_of_steps
 	KVOFFLOAD_SHARINGS=300 $(BIN)/python -m pytest tests/tiers/shared/test_sharing_machine.py

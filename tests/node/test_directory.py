@@ -20,7 +20,7 @@ from kvoffload.node import directory as directories
 from kvoffload.node.directory import FACTS, MEMBERS, STATE, PoolDirectory, pools, remove_expired
 from kvoffload.node.manager import NodeManager
 from kvoffload.testing.audit import audit
-from support.node_process import KEYS
+from support.node_process import KEYS, KILLS
 
 TEST_FACTS = {"test": "directory"}
 
@@ -127,9 +127,9 @@ def test_two_starts_at_the_same_time_create_one_pool(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_double_starts(root: Path) -> None:
-    double_starts(root, 200)
-    double_starts(root, 200, keep_s=0.0)
+def test_many_double_starts(root: Path) -> None:
+    double_starts(root, KILLS)
+    double_starts(root, KILLS, keep_s=0.0)
 
 
 def _join_and_leave(root: Path, results: Any, seed: int) -> None:

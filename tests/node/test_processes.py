@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.testing.audit import audit
-from support.node_process import Child, Process
+from support.node_process import KILLS, Child, Process
 
 
 def check(root: Path) -> Process:
@@ -59,7 +59,8 @@ def test_kills_at_random_times(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_hundred_kills(root: Path) -> None:
-    process = kill_at_random(root, 200)
+def test_many_kills(root: Path) -> None:
+    process = kill_at_random(root, KILLS)
     print("died inside a call:", process.manager._numbers.num_died_inside)
-    assert process.manager._numbers.num_died_inside > 0, "no process died inside a call"
+    if KILLS >= 200:  # about one death in ten is inside a call
+        assert process.manager._numbers.num_died_inside > 0, "no process died inside a call"

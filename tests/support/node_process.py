@@ -21,8 +21,11 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.errors import GoneError
 from kvoffload.node.directory import PoolDirectory, open_own
 from kvoffload.node.manager import NodeManager
+from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
 
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "60"))
+"""Kills, deaths or double starts of each long test; `make test-all` and `make soak`: 200."""
 CAPACITY, SLOT_BYTES, NUM_KEYS = 64, 256, 160
 FACTS = {"test": "processes"}
 KEYS = Keys.pack([number.to_bytes(4, "little") * 8 for number in range(1, NUM_KEYS + 1)], 32)
@@ -88,6 +91,7 @@ class Child:
     """A forked process that makes random steps until its time is over, or it is killed."""
 
     def __init__(self, root: Path, name: str, seed: int, seconds: float, policy: str = "arc") -> None:
+        compile_all()  # A forked process inherits loaded kernels, which take it a second to load.
         context = multiprocessing.get_context("fork")
         self._pipe, theirs = context.Pipe(duplex=False)
         self.process = context.Process(

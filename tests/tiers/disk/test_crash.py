@@ -25,7 +25,7 @@ from support.recording_files import KINDS, BufferedFiles, FailingFiles, Recorder
 from support.timeouts import HANGS_S, killed_if_it_hangs
 
 NUM_SLOTS, NUM_KEYS = 16, 36
-KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "60"))
+KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "20"))
 BOOKS = int(os.environ.get("KVOFFLOAD_CRASH_SEEDS", "2"))
 
 
