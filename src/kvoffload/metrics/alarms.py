@@ -224,8 +224,9 @@ ALARMS: Final = (
         summary="{{ $value | humanize }} blocks of {{ $labels.tier }} failed their checksum",
         cause="A disk or server returned bytes that differ from the written bytes. The blocks were computed "
         "again, so answers are right.",
-        remedy="For a disk run `kvoffload disk verify PATH` and read its health (`smartctl -a`); replace the "
-        "disk if the count grows. For a server check the memory of its machine.",
+        remedy="For a disk, run `kvoffload disk verify PATH` and read the drive's health (`smartctl -a`). "
+        "Replace the drive if the number of damaged blocks keeps growing. For a server, check the memory of "
+        "its machine.",
     ),
     Alarm(
         name="KVOffloadFailedLoads",
