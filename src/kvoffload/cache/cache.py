@@ -28,8 +28,8 @@ class KVCache:
     Blocks are verified against their keys at every load: a damaged block is a miss. Blocks are written to the
     tiers in the background. A cache that is opened on the same disk finds the blocks of its predecessor.
 
-    Thread: any number; the cache's own thread makes all decisions. Use it as a context manager, or call
-    `close`: a process that ends without it loses the blocks that no tier has written.
+    Thread: any number; the cache's own thread makes all decisions. Use the cache as a context manager, or
+    call `close`. A process that ends without `close` loses the blocks that no tier has written yet.
     """
 
     def __init__(self, jobs: Jobs, layout: KVLayout, deadline_s: float) -> None:
@@ -48,9 +48,9 @@ class KVCache:
 
         Args:
             token_ids: the prompt, without padding.
-            salt: a tenant, or the hash of an image. Requests with different salts share no blocks.
-            keys: hashes of 32 bytes in place of tokens, one for each full block. Each must identify the
-                block and everything before it.
+            salt: for example a tenant or the hash of an image. Requests with different salts share no blocks.
+            keys: hashes of 32 bytes in place of tokens, one for each full block. A hash must identify the
+                block and everything before the block.
             hints: labels for the policy.
         """
         chain: KeyChain | GivenKeys
@@ -77,7 +77,10 @@ class KVCache:
         return self._jobs.manager
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Write all blocks of RAM to the tiers; return False if a tier lacks some blocks at the end."""
+        """Write all blocks of RAM to every tier that admits them, within `timeout_s` seconds.
+
+        Returns False on time-out, or if a tier failed to write or dropped some of the blocks.
+        """
         limit = Limit(timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
 
@@ -87,11 +90,11 @@ class KVCache:
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
-        """Forget every block, in RAM and in the tiers, for all machines: after a change of the weights.
+        """Forget every block in RAM and in the tiers, for all machines. Needed after a change of the weights.
 
         This process finds none of the blocks after the call. Returns False if a tier has not confirmed the
-        reset in `timeout_s`. Then other machines may still find blocks, and so may this machine after a
-        crash: call `reset` again.
+        reset within `timeout_s` seconds. Call `reset` again in this case: until then other machines may find
+        old blocks, and this machine may find old blocks after a crash.
         """
         limit = Limit(timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)
@@ -105,11 +108,11 @@ class KVCache:
         self._owner.run(self._jobs.observe(observer), Limit(math.inf))
 
     def close(self, flush_s: float = _FLUSH_S) -> None:
-        """End the running jobs, write the blocks of RAM to the tiers for at most `flush_s`, and close all.
+        """End the running jobs, flush RAM for at most `flush_s` seconds, and close RAM and the tiers.
 
         Loads that wait for a tier end at once with the tokens that are present. Later calls raise
-        `MisuseError`, except `close` and the end of a request. An interrupted call writes no further blocks,
-        closes all, and then raises.
+        `MisuseError`, except `close` and the end of a request. An interrupt ends the flush; the call then
+        closes RAM and the tiers, and raises the interrupt.
         """
         limit = Limit(flush_s)
         self._owner.close(self._jobs.close(limit), limit)

@@ -35,7 +35,7 @@ BlockIds = npt.NDArray[np.int64]
 
 _WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 _ATTEMPTS = 3
-"""Most lookups of a load. After damage in RAM a tier may still have the block."""
+"""Largest number of lookups in one load. A block damaged in RAM is looked up again: a tier may have it."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
@@ -69,7 +69,7 @@ class Observer(Protocol):
 
 
 class Work:
-    """The state of a request that jobs share. Jobs of one request run one after the other."""
+    """The state of one request, shared by its jobs. The jobs of a request run one after another."""
 
     def __init__(self, hints: Hints) -> None:
         self.hints = hints
@@ -82,7 +82,7 @@ class Jobs:
     """The jobs of one cache.
 
     Args:
-        manager: owned by the thread that runs the coroutines.
+        manager: the manager of RAM and tiers. From now on only the thread of the coroutines may use it.
         ram: the memory of RAM's slots.
         block_tokens: tokens of a block, for the counters.
 
@@ -102,10 +102,10 @@ class Jobs:
     async def load(
         self, work: Work, keys: Keys, first: int, parts: Parts, ids: BlockIds, limit: Limit
     ) -> int:
-        """Load the leading blocks of `keys` from `first` on into the engine's blocks `ids`.
+        """Load the leading blocks of `keys` into the engine's blocks `ids`. The first `first` are skipped.
 
-        Returns the number of leading blocks that are present: at least `first`. A damaged block is looked up
-        again, because a tier may have it; otherwise the damaged block ends the prefix.
+        Returns the number of leading blocks that are present, including the `first` skipped blocks. A damaged
+        block is looked up again, because a tier may have a copy. Without a copy the prefix ends before it.
         """
         async with work.turn:
             ctx = self._begun(work, keys)
@@ -139,7 +139,7 @@ class Jobs:
             return present
 
     async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
-        """Store the blocks of `keys` that RAM lacks from the engine's blocks `ids`; return their number."""
+        """Copy the blocks of `keys` that RAM lacks from the engine's blocks `ids`. Returns their number."""
         async with work.turn:
             plan = self._manager.prepare_store(keys, self._begun(work, keys))
             if plan is None:
@@ -172,7 +172,7 @@ class Jobs:
         return self._manager.flush(limit.left_s())
 
     async def reset(self, limit: Limit) -> bool:
-        """Forget every block, in RAM and in the tiers; False if a tier does not confirm it in time."""
+        """Forget every block in RAM and in the tiers. Returns False if a tier has not confirmed in time."""
         self._manager.reset()
         pause_s = _SHORTEST_PAUSE_S
         while not self._manager.drain(_LONGEST_PAUSE_S):  # in short slices: other jobs run between them
@@ -185,7 +185,7 @@ class Jobs:
         return True
 
     async def observe(self, observer: Observer) -> None:
-        """Report to a collector from now on: ten times a second, and when the last job ends."""
+        """Report to a collector: now, ten times a second while tiers have jobs, and after the last job."""
         self._observer = observer
         observer.update()
 
@@ -236,7 +236,7 @@ class Jobs:
         return await asyncio.get_running_loop().run_in_executor(self._threads, copy)
 
     def _poll(self) -> None:
-        """Poll the manager until its jobs have ended."""
+        """Ensure that a task polls the manager until the tiers' jobs have ended."""
         if self._polling is None or self._polling.done():
             self._polling = asyncio.create_task(self._poll_until_idle())
 
@@ -279,6 +279,6 @@ class Jobs:
             self._ram.seal(keys[batch], slots[batch])
 
     def _chunks(self, count: int) -> list[slice]:
-        """Divide blocks into chunks that fit the CPU's cache, because check and copy both read each block."""
+        """Divide `count` blocks into chunks that fit the CPU's cache: check and copy both read each block."""
         step = max(1, _CHUNK_BYTES // self._ram.block_bytes)
         return [slice(begin, begin + step) for begin in range(0, count, step)]

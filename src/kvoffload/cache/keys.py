@@ -22,7 +22,7 @@ Tokens: TypeAlias = Any
 
 
 def fingerprint(model: str, layout: dict[str, Any]) -> str:
-    """Return the text of a producer: everything besides the tokens that determines the bytes of a block."""
+    """Return the text of a producer: all facts that determine the bytes of a block, except the tokens."""
     fields = {"model": model, "layout": layout, "byteorder": sys.byteorder, "format": _FORMAT}
     return json.dumps(fields, sort_keys=True)
 
@@ -60,7 +60,7 @@ class KeyChain:
 
 
 class GivenKeys:
-    """Keys that the engine computes, one for each full block; otherwise as `KeyChain`."""
+    """Keys that the engine has computed, one for each full block. Has the attributes of `KeyChain`."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens

@@ -149,10 +149,10 @@ class KVLayout:
         }
 
     def views(self, kv: KVTensors, row: int | None = None, start: int = 0) -> list[View]:
-        """Divide tensors into views of blocks, ``(num_blocks, ...)``; for each layer keys, then values.
+        """Return views of the tensors, each ``(num_blocks, ...)``: for each layer the keys, then the values.
 
         Args:
-            kv: as `axes` describe.
+            kv: the tensors, with the axes `axes`.
             row: row of a sequence in the axis ``batch``.
             start: position of the sequence's first token in the row.
 
@@ -183,7 +183,7 @@ class KVLayout:
         return "head" in self.names and "kv" not in self.names
 
     def _tensors(self, kv: KVTensors) -> Iterator[_Tensor]:
-        """Yield the tensors of each layer: keys and values, or both in one."""
+        """Yield the tensors in order: keys before values, and layer by layer unless ``layer`` is an axis."""
         if "layer" in self.names:
             kinds = ((False, kv[0]), (True, kv[1])) if self._has_pairs and _is_pair(kv) else ((False, kv),)
             if self._has_pairs and len(kinds) != 2:
@@ -250,7 +250,10 @@ def _check_axes(names: Sequence[str]) -> None:
 def _in_blocks(
     names: tuple[str, ...], array: View, row: int, start: int, block_tokens: int
 ) -> tuple[tuple[str, ...], View]:
-    """Return a sequence's whole blocks, and their axes: without ``batch``; ``block token`` for ``token``."""
+    """Return the axes and the view of one sequence's whole blocks.
+
+    The axes have no ``batch``, and ``block token`` in place of ``token``.
+    """
     array = _at(array, names.index("batch"), row)
     names = tuple(name for name in names if name != "batch")
     at = names.index("token")
@@ -261,7 +264,7 @@ def _in_blocks(
 
 
 def _halves(names: tuple[str, ...], array: View) -> Iterator[View]:
-    """Yield the view of each layer's keys and values, with ``block`` as the first axis."""
+    """Split a tensor along ``layer`` and ``kv``. Yields views with ``block`` as the first axis."""
     for axis in ("layer", "kv"):
         if axis in names:
             at = names.index(axis)
@@ -283,7 +286,7 @@ def _is_pair(given: object) -> bool:
 
 
 def _name_of_dtype(dtype: object) -> str:
-    """Return the plain name, such as ``bfloat16``, of a dtype of numpy or torch, or of a text."""
+    """Return the plain name of a dtype, such as ``bfloat16``. `dtype`: from numpy or torch, or a text."""
     if isinstance(dtype, type) and issubclass(dtype, np.generic):
         return str(np.dtype(dtype).name)
     return str(dtype).removeprefix("torch.")

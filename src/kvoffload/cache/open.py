@@ -44,7 +44,7 @@ def open(
         layout: the layout of the engine's tensors.
         ram: size of RAM: ``8GiB``, or a number of bytes.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
-        policy, admission: of RAM, as for `OffloadingManager`.
+        policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
         deadline_s: longest time that a load waits for tiers; upper limit of a load's `timeout_s`.
         recompute_tokens_per_s: tokens that the engine computes in a second; a tier is read only if reading is
             faster. None: tiers are always read.

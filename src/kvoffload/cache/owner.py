@@ -1,6 +1,6 @@
-"""The thread that owns the manager, and calls from other threads and from `asyncio` into this thread.
+"""The thread that owns the manager. Other threads and `asyncio` programs run jobs on this thread.
 
-The thread runs an event loop, and a job is a coroutine on it. Does not know what jobs do.
+The thread runs an event loop; a job is a coroutine on this loop. Does not know what jobs do.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Limit:
 class Owner:
     """A thread with an event loop.
 
-    A cancelled or interrupted caller sets the limit to now. The call still waits for the job's end, through
-    further cancellations and interrupts, because a running copy uses the caller's tensors.
+    If a caller is cancelled or interrupted, the limit of its job ends at once. The call still waits for the
+    job's end, through further cancellations and interrupts, because a running copy uses the caller's tensors.
 
-    Thread: any, except the owner's own. A forked child has no such thread: its calls raise `MisuseError`.
+    Thread: any, except the owner's own. A forked child does not have the owner's thread: calls in the child
+    raise `MisuseError`.
     """
 
     def __init__(self) -> None:
@@ -91,7 +92,7 @@ class Owner:
             raise
 
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
-        """Refuse new jobs, stop the limits of running jobs, run the last job, and end the thread.
+        """Refuse new jobs, set the limits of running jobs to now, run the job `last`, and end the thread.
 
         An interrupt sets the limit of the last job to now. A second call, or a call in a forked child, does
         nothing.
@@ -120,7 +121,7 @@ class Owner:
 
 
 def _result_of(future: Future[T], stop: Callable[[], None]) -> T:
-    """Wait for a job and return its result. After an interrupt, stop the job's wait and raise at its end."""
+    """Wait for a job and return its result. After an interrupt, call `stop`, wait for the job, then raise."""
     try:
         return future.result()
     except BaseException:

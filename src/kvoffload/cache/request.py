@@ -24,8 +24,8 @@ from kvoffload.structures.keys import Keys
 class KVRequest:
     """A single inference request, from `KVCache.request`.
 
-    A prefix of whole blocks is loaded and stored. Methods that end in ``_async`` are for `asyncio`; a
-    cancelled call ends when its copy has ended.
+    A prefix of whole blocks is loaded and stored. Methods whose names end in ``_async`` are for `asyncio`;
+    a cancelled call returns when its copy has ended.
 
     Thread: one at a time. Use it as a context manager. On exit the request reports its block uses to the
     policies. Only `store_from` stores blocks.
@@ -67,11 +67,11 @@ class KVRequest:
         Args:
             kv: the tensors of `KVLayout`.
             block_ids: the engine's blocks for the request, in order.
-            row, start: row of the sequence and position of its first token, for tensors with the axis
-                ``batch`` instead of ``block``.
+            row, start: for tensors with the axis ``batch`` instead of ``block``: the row of the sequence,
+                and the position of its first token.
             present: leading tokens that the tensors already hold. They count in the result, and their whole
                 blocks are not loaded.
-            timeout_s: longest wait for tiers, at most the cache's `deadline_s`, which is the default.
+            timeout_s: longest wait for tiers in seconds, at most the cache's `deadline_s`, the default.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
         """
@@ -107,15 +107,15 @@ class KVRequest:
         start: int = 0,
         num_tokens: int | None = None,
     ) -> int:
-        """Store the full blocks that RAM lacks from the engine's tensors; return the number of stored tokens.
+        """Copy the full blocks that RAM lacks from the engine's tensors. Returns the number of stored tokens.
 
-        The tensors may change after the call. Blocks for which RAM has no room, or which policy or admission
-        rule refuse, are not stored.
+        The tensors may change after the call. A block is not stored if RAM has no room, or if the policy or
+        the admission rule refuses the block.
 
         Args:
             kv, block_ids, row, start: as for `load_into`.
-            num_tokens: leading tokens whose KV is computed. By default the whole prompt, and after `extend`
-                all tokens but the last: engines compute the KV of a sampled token in the next step.
+            num_tokens: leading tokens whose KV is computed. Default: the whole prompt; after `extend` all
+                tokens except the last, because engines compute a sampled token's KV in the next step.
 
         Raises: as `load_into`.
         """
