@@ -47,7 +47,7 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         kvoffload: version of the package.
-        keys: `HASHES`, or `WHOLE` for policies and admission rules of other packages, which may read keys.
+        keys: `WHOLE` if the policy or admission rule is of another package and may read keys; else `HASHES`.
         key_bytes: length of the engine's keys.
         policy, admission, store: as for `OffloadingManager`.
         refuses_unasked: as for `OffloadingManager`; False if tiers behind RAM need every block.
@@ -69,7 +69,7 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The end mark: the reason of the end, and the manager's counters if the reason is `CLOSED`."""
+    """The end mark: the reason for the end. If the reason is `CLOSED`, also the manager's counters."""
 
     reason: str
     counters: dict[str, Any] = {}
@@ -92,7 +92,7 @@ def is_recording(path: Path) -> bool:
 
 
 def header_of(manager: OffloadingManager, policy: object, admission: object) -> Header:
-    """Describe a manager that was created with this policy and this admission rule."""
+    """Return the header for a manager. `policy`, `admission`: the arguments with which it was created."""
     used = [manager.policy, *([manager.admission] if manager.admission is not None else [])]
     return Header(
         kvoffload=__version__,
@@ -112,7 +112,7 @@ def is_ours(rule: object) -> bool:
 
 
 def text_of(registry: Registry[Any], given: object) -> str:
-    """Return the text from which `registry` creates the given policy or admission rule; ``all`` for None."""
+    """Return the text from which `registry` creates `given`, a policy or admission rule. None: ``all``."""
     if isinstance(given, str):
         return given
     if given is None:
@@ -235,7 +235,7 @@ class FrameReader:
             raise TraceError(f"{self._path}: the end mark is invalid: {error}") from None
 
     def _next(self) -> tuple[int, bytes, int, int] | None:
-        """Read a frame: kind, body, words, time; None if it is incomplete or damaged."""
+        """Read a frame; return kind, body, number of words, and time. None if incomplete or damaged."""
         begin = self._file.tell()
         head = self._file.read(_FRAME.size)
         if len(head) == _FRAME.size:

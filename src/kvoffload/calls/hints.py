@@ -1,4 +1,7 @@
-"""Hints and quotas in a recording, without texts of users. Equal hints are written once, as a rule."""
+"""Encodes hints and quotas for a recording, with hashes in place of users' texts. Also decodes them.
+
+Hints are numbered, so that a recording has the text of equal hints only once, or once per renumbering.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ _MOST = 4096
 class HintNumbers:
     """Assigns numbers, from 1, to hints. Tenants and unusual finish reasons become salted hashes.
 
-    A replay decides alike, because decisions depend only on the equality of these texts. The salt is not
-    stored. After `_MOST` different hints, all hints get new numbers.
+    A replay makes the same decisions, because decisions depend only on the equality of these texts. The salt
+    is not stored. After `_MOST` different hints, all hints get new numbers.
     """
 
     def __init__(self) -> None:
@@ -29,7 +32,7 @@ class HintNumbers:
         self._num_assigned = 0
 
     def number(self, hints: Hints) -> tuple[int, bytes]:
-        """Return the number of these hints, and their text; the text is empty if the number is known."""
+        """Return the number of these hints, and the text to record; empty if the number is not new."""
         number = self._known.get(hints)
         if number is not None:
             return number, b""
@@ -40,7 +43,7 @@ class HintNumbers:
         return self._num_assigned, msgspec.json.encode(self._renamed(hints))
 
     def quotas(self, quotas: Mapping[str, Quota]) -> bytes:
-        """Return the text of quotas."""
+        """Return the text to record for quotas, with hashes in place of the tenants' names."""
         return msgspec.json.encode({self._tenant(name): quota for name, quota in quotas.items()})
 
     def _renamed(self, hints: Hints) -> Hints:

@@ -2,13 +2,13 @@
 
 `core.log` defines the layout of a record. Further words of the calls that have any:
 
-- `LOOKUP`: ready blocks `n`, or ``-1 - n`` if a block in flight follows.
-- `PREPARE_LOAD`, `PIN`: the slots, or ``-1 - n``: block `n` was not ready.
-- `PREPARE_STORE`: numbers of stored, missing, dropped and refused blocks and of free slots used, then the
-  slots, then the missing rows as runs. Or -1: no room (``None``). Or -2 or less: the policy named a wrong
-  victim.
-- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. For a part of a plan 2 is added, and
-  the slots follow.
+- `LOOKUP`: number of ready blocks `n`, or ``-1 - n`` if a block in flight follows these blocks.
+- `PREPARE_LOAD`, `PIN`: the slots, or ``-1 - n`` if block `n` was not ready.
+- `PREPARE_STORE`: (1) five numbers: stored blocks, missing blocks, dropped blocks, refused blocks, and used
+  free slots; (2) the slots; (3) the missing rows as runs. -1 alone: no room (``None``). -2 or less: the
+  policy named a wrong victim.
+- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. For a part of a plan the word is
+  larger by 2, and the slots follow.
 - `KEEP`, `DISCARD`: the returned number. `RESET`: ``drop_in_flight``.
 
 Texts are UTF-8, padded with zero bytes. Requests and plans are numbered from 1.
@@ -31,12 +31,12 @@ class Record(NamedTuple):
     """A decoded record.
 
     Attributes:
-        number: number of the call, from 1; records that are no calls have the number of the next call.
+        number: number of the call, from 1. A record of another kind has the number of the next call.
         call: kind of the record.
         flags: sum of `ADMITTED` and `FAILED`, or 0.
         subject: number of the request, or of the plan that ends.
         new_keys: keys that the request's path gains, packed.
-        runs: start and length of each run of the batch's path positions.
+        runs: positions of the batch's blocks in the request's path, as runs: start and length of each run.
         further: further words: arguments and results.
         time_ns: time at which the record's last frame was written, nanoseconds since 1970.
         num_words: length of the record.

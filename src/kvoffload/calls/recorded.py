@@ -1,8 +1,8 @@
 """A manager that records its calls with their results.
 
-The kernels of `OffloadingManager` append most calls to the log. This class adds the calls that have no such
-kernel, hints, damaged rows, and exceptions of policies and rules in Python. Single lookups are left out,
-because they only read.
+The kernels of `OffloadingManager` append most calls to the log. This class appends everything else: hints,
+damaged rows, exceptions of policies and rules in Python, and calls without such a kernel. Single lookups are
+not recorded, because they only read.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RecordedManager(OffloadingManager):
                 self._note(ctx, Call.WITHDRAW)
 
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
-        """Return which blocks are present, see `OffloadingManager.contains`."""
+        """Return a mask of the present blocks, see `OffloadingManager.contains`."""
         present = super().contains(keys, ctx)
         if ctx is not None:
             self._note(ctx, Call.EXTEND)
@@ -134,8 +134,8 @@ class RecordedManager(OffloadingManager):
     def begin_policy_change(self, change: PolicyChange) -> None:
         """Begin to replace the policy, see `OffloadingManager.begin_policy_change`.
 
-        Raises: `ConfigError` for policies in Python and of other packages, which a recording cannot reproduce
-        from here on.
+        Raises: `ConfigError` for a policy in Python or of another package while calls are recorded: a replay
+        could not reproduce the change.
         """
         text = text_of(POLICIES, change.spec)
         if not (change.is_gradual and is_ours(change.new)) and self._log.is_open:
@@ -200,7 +200,7 @@ class RecordedManager(OffloadingManager):
         self._log.put(kind, subject, further)
 
     def _noting_errors(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a method to record its exceptions, except `MisuseError`, which changes nothing."""
+        """Wrap a method so that its exceptions are recorded, except `MisuseError`, which changes nothing."""
 
         @functools.wraps(method)
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -223,14 +223,14 @@ class RecordedManager(OffloadingManager):
     def _note_offer(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> None:
-        """Record a `prepare_store` that failed before its kernel recorded it, unless a key was invalid."""
+        """Record a `prepare_store` that raised before its kernel recorded the call. Skip invalid keys."""
         if wrong_key(keys, self.key_bytes) is None:
             ctx = self._context(ctx)
             ctx.add(keys)
             self._note(ctx, Call.PREPARE_STORE | FAILED | ADMITTED * admitted, len(keys))
 
     def _note_end(self, plan: StorePlan, success: bool = False) -> None:
-        """Record the end of a store that failed before its kernel recorded it, or that a reset voided."""
+        """Record a `complete_store` that raised before its kernel recorded the call, or after a reset."""
         number = Entering.over(plan.memory).number
         of_part = plan.slots if number < 0 else plan.slots[:0]
         result = np.int32(success + IS_PART * (number < 0))

@@ -63,7 +63,8 @@ class CallRecorder:
     def begin(self, log: Log, header: Callable[[], Header]) -> None:
         """Start the recording of a manager.
 
-        Another manager may replace the first until a call of the first was recorded; then `MisuseError`.
+        Another manager may replace the first manager until a call of the first manager is recorded. From then
+        on `begin` raises `MisuseError`.
 
         Args:
             header: describes the manager; called by the thread before the first call is written.
@@ -75,7 +76,10 @@ class CallRecorder:
         self._header, self._log = header, log
 
     def close(self, counters: dict[str, Any]) -> None:
-        """Write the records and the manager's counters, for at most 5 seconds. Idempotent."""
+        """Write the last records and the manager's counters, and close the file. Idempotent.
+
+        Waits at most 5 seconds for the thread.
+        """
         self._counters = self._counters or counters
         self._closing.set()
         self._thread.join(CLOSING_S)
@@ -96,7 +100,10 @@ class CallRecorder:
             self._log.is_open = 0
 
     def _take(self, log: Log, is_last: bool) -> None:
-        """Write the ring's records, if they are many, old or the last; end the recording if any is lost."""
+        """Write the ring's records if there are many, if the last write is long ago, or if `is_last`.
+
+        If the kernels have lost a record, write the records and end the recording.
+        """
         is_lost, head, now = not log.is_open, log.head, time.monotonic()
         is_due = head - log.tail >= _FRAME_WORDS or now - self._last_write_s >= FLUSH_S
         if is_due or is_last or is_lost:

@@ -117,7 +117,7 @@ class CallReplay:
         self._damaged = _NO_ROWS
 
     def run(self, progress: Callable[[float], None] = lambda done: None) -> Outcome:
-        """Replay all calls, up to the first difference. `progress` gets the number of bytes read."""
+        """Replay all calls, up to the first difference. Reports the number of bytes read to `progress`."""
         outcome = Outcome(self._reader.header)
         if outcome.header.kvoffload != __version__:
             outcome.warnings.append(
@@ -197,7 +197,7 @@ class CallReplay:
         try:
             result = _CALLS[record.call](self, record, request, keys)
         except PolicyError:
-            # A kernel has recorded the row of the wrong victim, which a policy in Python does not tell.
+            # A kernel has recorded the row of the wrong victim. A policy in Python does not report the row.
             error = raised if expected and expected[0] <= FIRST_WRONG else PolicyError.__name__
             result = _Result(expected, None)
         except MisuseError as misuse:
@@ -345,7 +345,7 @@ class CallReplay:
 
 
 class _Results(NamedTuple):
-    """The results of a call: exception and words of the recording, exception and result of the replay."""
+    """The results of a call: `raised` and `expected` in the recording, `error` and `result` in the replay."""
 
     raised: str
     expected: list[int]
