@@ -1,8 +1,9 @@
 """Estimates of hit ratios from the misses in a sample, with their errors.
 
-The number of misses is estimated, not the hits: sampled misses times the sampling factor, over *all*
-looked-up blocks. The sampled hits depend on whether a block of the system prompt is in the sample. The
-sampled misses do not, because such blocks are rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
+The miss ratio is estimated, not the hit ratio: sampled misses times the sampling factor, divided by the
+number of *all* looked-up blocks. The number of sampled hits depends on whether a block of the system prompt
+is in the sample. The number of sampled misses does not, because such blocks are rarely missed (SHARDS-adj,
+Waldspurger et al., FAST'15).
 
 An error is half the width of a 95 % interval, and has three independent parts:
 
@@ -10,8 +11,8 @@ An error is half the width of a 95 % interval, and has three independent parts:
   groups of keys (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
 - *capacity*: the sampled part of a cache's blocks varies, while the number of a shadow's slots is fixed. A
   shadow of `n` slots acts like a cache whose capacity is off by the share ``sqrt((1 - 1 / one_in) / n)``.
-  The effect on the hit ratio `h` follows from an assumed curve, ``h = 1 - exp(-capacity)``, whose slope is
-  ``-(1 - h) log(1 - h)`` over the logarithm of the capacity.
+  The effect on the hit ratio `h` follows from an assumed curve, ``h = 1 - exp(-capacity)``. The derivative
+  of `h` by the logarithm of the capacity is ``-(1 - h) log(1 - h)``.
 - *bias*: a smaller cache does not behave exactly like the whole, and a policy learns less from a sample. The
   assumed error is `BIAS` times the misses.
 
@@ -55,7 +56,7 @@ class Estimate:
 
     @property
     def is_better(self) -> bool:
-        """True if the setting is better than the current one by more than the error."""
+        """True if `gain` exceeds `gain_error`."""
         return self.gain > self.gain_error
 
 
@@ -107,7 +108,10 @@ def _ratio(shadow: Counted, per_block: float) -> float:
 
 
 def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
-    """Return the variance of a ratio over possible samples of blocks; `missed` may be a difference."""
+    """Return the variance of a hit ratio due to the choice of the sampled blocks.
+
+    If `missed` is the difference of two shadows' misses, the result is the variance of the gain.
+    """
     groups = len(missed)
     deviations = missed - missed.mean()
     return float((deviations**2).sum()) * groups / (groups - 1) * (1 - 1 / one_in) * per_block**2
@@ -119,7 +123,7 @@ def _slope(ratio: float) -> float:
 
 
 def _off(shadow: Counted, one_in: int) -> float:
-    """Return the standard error of a shadow's effective capacity, as a difference of logarithms."""
+    """Return the standard error of the logarithm of a shadow's effective capacity."""
     return math.sqrt((1 - 1 / one_in) / shadow.num_slots)
 
 

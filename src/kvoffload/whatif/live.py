@@ -37,8 +37,8 @@ class LiveShadows:
         log: receives advice and failures.
         background: runs the shadows; by default a thread of this object.
 
-    Thread: the scheduler's. Cost: independent of the number of shadows and blocks, except that `finished`
-    reads the blocks of its request; `due` takes 0.3 ms every ten seconds.
+    Thread: the scheduler's. Cost: independent of the number of shadows. Only `finished` depends on the number
+    of blocks: it reads the blocks of its request. `due` takes 0.3 ms every ten seconds.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class LiveShadows:
         self._period_from_s, self._reported_s = now_s, now_s
 
     def work(self) -> None:
-        """Start the thread's next task, if it is time and the last task has ended. Call it once a step.
+        """Start the thread's next task, if a task is due and the last task has ended. Call this once a step.
 
         Recorded requests wait until there are enough of them, or until the next report.
         """
@@ -136,9 +136,9 @@ class LiveShadows:
         self._background.close()
 
     def due(self, now_s: float) -> list[Estimate]:
-        """Return new estimates if they are due: every ten seconds, unless the thread works.
+        """Return new estimates, at most every ten seconds and only while the thread is idle.
 
-        Returns an empty list if they are not due, and before any lookup. Estimates include the requests that
+        Returns an empty list at other times, and before any lookup. Estimates include the requests that
         the thread has served.
 
         At the end of a period the log gets advice if a setting is better than the current one by more than
@@ -180,7 +180,7 @@ def _serve(shadows: Shadows, sample: Sample, is_reset: bool) -> None:
 
 
 def advice(estimates: Sequence[Estimate]) -> str:
-    """Describe the setting with the largest gain that is more than its error; empty if there is none."""
+    """Describe the setting whose gain exceeds its error the most. Empty if no gain exceeds its error."""
     better = [estimate for estimate in estimates if estimate.is_better]
     if not better:
         return ""

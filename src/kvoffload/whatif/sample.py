@@ -34,7 +34,7 @@ class Recorded(Struct):
     """The sampled blocks of requests, for kernels.
 
     Attributes:
-        hashes: hashes of the sampled keys of all requests, each in prefix order.
+        hashes: hashes of the sampled keys, request by request; the keys of a request are in prefix order.
         requests: a row for each request with sampled blocks, see `kernels.live_all`.
         num_keys, num_requests: rows in use.
         num_looked_up: number of looked-up blocks of all requests, sampled or not.
@@ -63,7 +63,8 @@ class Sample:
         state: the requests.
         hints: the hints of each request with sampled blocks.
 
-    Thread: one at a time. Memory: at most `MOST_ROOM` hashes, and more only for a single longer request.
+    Thread: one at a time. Memory: at most `MOST_ROOM` hashes. A single request with more hashes is an
+    exception: it is recorded if the sample is empty.
     """
 
     def __init__(self, one_in: int, seed: int) -> None:
@@ -81,8 +82,8 @@ class Sample:
         Args:
             ctx: a finished request.
             labels: assigns numbers to the hints.
-            num_skipped: number of leading blocks that were not looked up; -1: the blocks before the request's
-                first `lookup`, or all blocks without a lookup.
+            num_skipped: number of leading blocks that were not looked up. -1: the blocks before the request's
+                first `lookup`, or all blocks if there was no lookup.
             asked_end: position after the last looked-up block; -1: the end of the path.
 
         Cost: a nanosecond for each block of the path.
@@ -115,7 +116,7 @@ class Sample:
         return True
 
     def keys(self) -> Keys:
-        """Return a key for each recorded hash, as shadows use it."""
+        """Return the keys of the recorded hashes, for calls of the shadows."""
         return Keys(words_with_hash(self.state.hashes[: self.state.num_keys]), KEY_BYTES)
 
     def clear(self) -> None:

@@ -27,7 +27,10 @@ from kvoffload.whatif.setting import WhatIf
 
 
 def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admission] | None:
-    """Return the class of a rule, with its tracker (if any) reduced to one key in `one_in`; None for None."""
+    """Return the class of an admission rule for a sample; None for no rule.
+
+    The class remembers `one_in` times fewer keys, if the rule has a limit (`max_tracker_size`).
+    """
     if admission is None:
         return None
     rule = ADMISSIONS.find(admission)
@@ -48,7 +51,7 @@ class Shadow:
 
     Attributes:
         manager: the shadow's manager.
-        missed: sampled blocks that were looked up and not ready, by group of keys.
+        missed: number of sampled blocks that were looked up but not ready, by group of keys.
 
     Thread: one at a time.
     """

@@ -30,8 +30,8 @@ class Shadows:
 
     Args:
         settings: the settings to try.
-        capacity_blocks, policy, admission: of the serving manager, as for `OffloadingManager`;
-            the rule by its name or class, because each manager has its own rule.
+        capacity_blocks, policy, admission: of the serving manager, as for `OffloadingManager`.
+            `admission` must be a name or a class, because each manager has its own rule.
         one_in: one block in this many is sampled.
         most_blocks: number of different blocks, if known; no shadow has more slots than it can use.
         refuses_unasked: as for `OffloadingManager`; False if the serving manager has tiers behind RAM.
@@ -100,7 +100,7 @@ class Shadows:
 
     @property
     def is_due(self) -> bool:
-        """True if enough is recorded for an efficient `work`, whose calls start with cold CPU caches."""
+        """True if enough is recorded for a call of `work`. Each call starts with cold CPU caches."""
         recorded = self._recording.state
         return recorded.num_requests >= ENOUGH_REQUESTS or recorded.num_keys >= ENOUGH_BLOCKS
 
