@@ -44,7 +44,7 @@ class Extents(NamedTuple):
     """Memory for a batch of equally large objects.
 
     Attributes:
-        addresses: ``(n, extents)``, int64: address of each extent of each object, in the object's order.
+        addresses: ``(objects, extents)`` int64. A row has the addresses of an object's extents, in order.
         sizes: bytes of each extent, equal for all objects.
     """
 
@@ -186,7 +186,7 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count an access to a path: its objects become the most recent; the first object is evicted last."""
+        """Count an access to a path. Its objects become the most recent; the first object is evicted last."""
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
@@ -195,7 +195,7 @@ class ObjectStore:
     # ---- objects
 
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
-        """Return a mask of the objects whose blocks are all in some tier.
+        """Return a mask of the present objects: some tier has each block of the object.
 
         Waits for probes of shared tiers, for at most the longest `probe_timeout_s`.
         """
@@ -220,9 +220,9 @@ class ObjectStore:
         return _whole(is_present, parts)
 
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
-        """Read objects into `memory`; returns a mask of the objects that were found complete and sound.
+        """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
 
-        The memory of other objects is unchanged, but undefined after reads without staging (`zero_copy`).
+        The memory of the other objects is unchanged. Without staging (`zero_copy`) it is undefined.
 
         Args:
             prefix: stop after the first batch with a missing object.
@@ -247,10 +247,10 @@ class ObjectStore:
         return ok
 
     def store(self, keys: Sequence[bytes], memory: Extents, path: ObjectPath | None = None) -> Mask:
-        """Write objects from `memory` to all tiers; returns a mask of the objects that need no retry.
+        """Write objects from `memory` to all tiers. Returns a mask of the objects that need no retry.
 
-        True: for each block, some tier has the block or refused it by admission rule or policy. False: the
-        tiers were busy, full or failed, or the deadline passed.
+        True: each block of the object is in some tier, or was refused by an admission rule or a policy.
+        False: the tiers were busy, full or failed, or the deadline passed.
         """
         ok = np.zeros(len(keys), np.bool_)
         until = self._clock() + STORE_DEADLINES * self.deadline_s
@@ -280,7 +280,7 @@ class ObjectStore:
                 tier.delete(blocks)
 
     def clear(self, timeout_s: float = 10.0) -> bool:
-        """Forget all objects, on all machines for a shared tier; False if a tier did not confirm it."""
+        """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm."""
         with self._lock:
             for tier in self.tiers:
                 tier.clear()
@@ -315,7 +315,7 @@ class ObjectStore:
         return self._zero_copy and set(memory.sizes) == {self.block_bytes}
 
     def _batches(self, keys: Sequence[bytes], memory: Extents) -> Iterator[_Batch]:
-        """Divide a call into batches that fit into one buffer; `_give_buffer` assigns the buffers later."""
+        """Divide a call into batches, each small enough for one buffer. `_give_buffer` assigns the buffer."""
         parts = self.parts_of(memory.object_bytes)
         if self._closed or not self.tiers or parts > MOST_PARTS or not len(keys):
             return
@@ -349,7 +349,7 @@ class ObjectStore:
         end: Callable[[_Batch, Extents, float, Mask], None],
         ok: Mask,
     ) -> bool:
-        """Assign a buffer to a batch, if necessary after the end of an earlier batch; False on time-out."""
+        """Assign a buffer to a batch; end earlier batches if no buffer is free. Returns False on time-out."""
         if self._is_direct(memory):
             addresses = memory.addresses[batch.objects].reshape(-1)
             pool, batch.rows = _view(addresses, self.block_bytes)
@@ -383,7 +383,7 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield a view of the staging buffer, the caller's memory, and rows of this memory, by extent."""
+        """Yield three arrays for each extent: view of the staging buffer, the caller's memory, its rows."""
         assert batch.buffer.memory is not None
         flat = batch.buffer.memory.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes
@@ -402,7 +402,7 @@ class ObjectStore:
         return job
 
     def _begin_reads(self, batch: _Batch) -> None:
-        """Begin to read each missing block, from the first tier that has the block and was not tried."""
+        """Start to read each missing block from the first untried tier that has the block."""
         with self._lock:
             missing = ~batch.ok
             for job in batch.jobs:
@@ -436,7 +436,7 @@ class ObjectStore:
         ok[batch.objects] = whole
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float) -> None:
-        """Begin to write to each tier the blocks that the tier lacks."""
+        """Start to write the missing blocks of each tier. Waits for room in the queues, up to `until`."""
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]
             with self._lock:
@@ -463,7 +463,7 @@ class ObjectStore:
             batch.jobs.append(self._begin(lane, number, at[accepted]))
         after = tier.stats()
         if (after.dropped, after.failed, after.errors) == (before.dropped, before.failed, before.errors):
-            # Refused by the tier's rule or policy, or being written by another call.
+            # The tier's rule or policy has refused the blocks, or another call is writing them.
             batch.ok[at[~accepted]] = True
 
     def _end_store(self, batch: _Batch, until: float, ok: Mask) -> None:
@@ -474,7 +474,7 @@ class ObjectStore:
         self._give_back(batch)
 
     def _collect(self, batch: _Batch) -> None:
-        """Mark the blocks of ended jobs as finished, and remove these jobs."""
+        """Mark the blocks that ended jobs have transferred as finished, and remove these jobs."""
         with self._lock:
             for job in [job for job in batch.jobs if job.result is not None]:
                 assert job.result is not None
@@ -508,7 +508,7 @@ class ObjectStore:
                 self._staging.ended((lane, result.job))
 
     def _wait(self, condition: Callable[[], bool], until: float) -> bool:
-        """Poll the tiers until a condition is True; False at the deadline or after `close`."""
+        """Poll the tiers until a condition is True. Returns False at the deadline, and after `close`."""
         pause_s = _FIRST_PAUSE_S
         while True:
             with self._lock:
@@ -535,7 +535,7 @@ class _Staging:
         self._late: list[tuple[Blocks, set[tuple[int, int]]]] = []
 
     def objects_in_a_buffer(self, parts: int) -> int:
-        """Return the number of objects of `parts` blocks for one buffer; 0 if one object is too large."""
+        """Return the number of objects of `parts` blocks that fit into a buffer; 0 above the limit."""
         if parts * self._block_bytes > self.limit_bytes:
             return 0
         return max(1, self._rows // parts)
@@ -558,7 +558,7 @@ class _Staging:
         self._free.append(buffer)
 
     def keep(self, buffer: Blocks, jobs: Sequence[tuple[int, int]]) -> None:
-        """Release a buffer when these jobs have ended."""
+        """Keep a buffer in use until these jobs have ended; `ended` then releases the buffer."""
         self._late.append((buffer, {*jobs}))
 
     def ended(self, job: tuple[int, int]) -> None:

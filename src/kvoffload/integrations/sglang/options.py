@@ -52,7 +52,10 @@ def parse_options(extra_config: Mapping[str, Any] | None) -> StorageOptions:
 
 
 def divided(tier: TierOptions, num_ranks: int) -> TierOptions:
-    """Return the options of one rank's part of a tier with a capacity."""
+    """Return the options of a tier for one rank: an equal share of the capacity and of the daily writes.
+
+    The options of a tier without a capacity are returned unchanged.
+    """
     if num_ranks == 1 or not isinstance(tier, SizedTierOptions):
         return tier
     changes: dict[str, Any] = {"capacity": str(parse_size("capacity", tier.capacity) // num_ranks)}

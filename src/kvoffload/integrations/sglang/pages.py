@@ -100,7 +100,7 @@ class HostPages:
         return _of_tensors(pages), pages
 
     def loaded(self, indices: Any) -> tuple[Extents, Callable[[Mask], None]]:
-        """Return memory for pages to load, and a function that puts loaded pages into the pool."""
+        """Return memory for pages to load, and a function that moves loaded pages into the pool."""
         if self._has_addresses:
             return self._addresses(indices), lambda mask: None
         pages = [self._pool.get_dummy_flat_data_page() for _ in self._heads(indices)]
@@ -147,9 +147,9 @@ def _plain(value: Any) -> Any:
 def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
     """Return the block size for objects of these sizes, in bytes.
 
-    Objects of one size: the size of an extent, if the extents are equal, large and few, so that pages move
-    without a copy; otherwise the object's size. Objects of several sizes: the multiple of 4 KiB with the
-    lowest cost of padding and blocks.
+    For objects of one size the block is an extent if the extents are equal, large and few, so that pages move
+    without a copy. Otherwise the block is the object. For objects of several sizes the block is the multiple
+    of 4 KiB with the lowest cost of padding and number of blocks.
 
     Args:
         sizes: bytes of an object of each pool. extents: bytes of the extents of an object of the first pool.

@@ -56,7 +56,10 @@ def directory_of(config: HiCacheStorageConfig) -> str:
 
 
 def shard_of(config: HiCacheStorageConfig, name: str) -> str:
-    """Return a text for this rank's part of the pages of pool `name`; equal for ranks with equal pages."""
+    """Return a text that identifies this rank's part of a page in pool `name`.
+
+    Ranks with equal pages get equal texts.
+    """
     shard = f"pp{config.pp_rank}/{config.pp_size} cp{config.attn_cp_rank}/{config.attn_cp_size}"
     if config.dcp_size > 1:
         shard += f" dcp{config.dcp_rank}/{config.dcp_size}"
@@ -66,19 +69,19 @@ def shard_of(config: HiCacheStorageConfig, name: str) -> str:
 
 
 def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
-    """Return this data-parallel rank and the number of such ranks: replicas times attention groups."""
+    """Return the data-parallel rank, and the number of data-parallel ranks: replicas times groups."""
     replica, replicas = _replica()
     groups = max(_of_context("attn_dp_size") or 1, config.dp_rank + 1)
     return (replica or 0) * groups + config.dp_rank, replicas * groups
 
 
 def _replica() -> tuple[int | None, int]:
-    """Return this replica's number, None if unknown, and the number of replicas (``--dp-size``)."""
+    """Return two numbers: this replica's (None if unknown), and that of all replicas (``--dp-size``)."""
     return _of_context("dp_rank"), _of_context("dp_size") or 1
 
 
 def _of_context(name: str) -> int | None:
-    """Return a value of SGLang's runtime context; None if it is not known in this process."""
+    """Return a value of SGLang's runtime context; None if the value is unknown in this process."""
     try:
         from sglang.srt.runtime_context import get_parallel
 

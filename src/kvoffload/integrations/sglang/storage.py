@@ -162,7 +162,7 @@ class KVOffloadStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return how many leading pages all pools can restore, by each pool's hit policy."""
+        """Return the number of leading pages that all pools can restore, by the hit policy of each pool."""
         kv_pages = len(keys)
         if PoolName.KV.value in self._pages:
             kv_pages = _leading(self._find(PoolName.KV.value, keys))
@@ -189,7 +189,7 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Read pages of several pools into their host pools."""
+        """Read pages of several pools into their host pools. Returns the results of each pool by name."""
         return {
             transfer.name: self._get(
                 _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
@@ -201,7 +201,7 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools from their host pools."""
+        """Write pages of several pools from their host pools. Returns the results of each pool by name."""
         return {
             transfer.name: self._set(
                 _name(transfer.name), transfer.keys or [], transfer.host_indices, _prefix(extra_info)
@@ -231,14 +231,14 @@ class KVOffloadStorage(HiCacheStorage):
         return [target if is_there else None for target, is_there in zip(targets, ok.tolist(), strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Write a page from a flat tensor."""
+        """Write a page from a flat tensor. Returns True if a tier has the page or refused it by rule."""
         return self.batch_set([key], [value])
 
     @contained(lambda keys, values=None, target_locations=None, target_sizes=None: False)
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Write pages from flat tensors of a page's size."""
+        """Write pages from flat tensors of a page's size. Returns True if no page needs a retry."""
         tensors = [value.contiguous() for value in values or []]
         page_bytes = self._pages[PoolName.KV.value].page_bytes
         if len(tensors) != len(keys) or any(t.numel() * t.element_size() != page_bytes for t in tensors):
@@ -299,10 +299,10 @@ class KVOffloadStorage(HiCacheStorage):
         return ok
 
     def _path(self, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None) -> ObjectPath:
-        """Return the path that ends with `keys`.
+        """Return the path that consists of `prefix` and `keys`.
 
-        If `prefix` is the whole path of the last batch, that path is extended: the policies then count each
-        page of an operation once.
+        If `prefix` equals the path of the last batch, `keys` are appended to this path. So the policies count
+        each page of an operation once.
         """
         assert self.store is not None
         before, page_bytes = prefix or [], self._pages[name].page_bytes
@@ -332,7 +332,7 @@ class KVOffloadStorage(HiCacheStorage):
         ]
 
     def _pages_of_groups(self, transfer: PoolTransfer) -> int:
-        """Return the pages that the leading complete groups of a `BLOCK_GROUPS` pool cover."""
+        """Return the number of pages that the leading complete groups of a `BLOCK_GROUPS` pool cover."""
         if not transfer.group_pages or not transfer.keys:
             return 0
         return (

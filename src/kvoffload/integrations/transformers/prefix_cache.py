@@ -83,7 +83,7 @@ class PrefixCache:
 
         If the answer cannot be stored, a warning is logged and the answer is returned.
 
-        Raises: `ConfigError` for arguments that change KV besides the tokens (images, embeddings,
+        Raises: `ConfigError` for arguments other than tokens that change KV (images, embeddings,
         positions), and for static, quantized and paged caches. All checks precede the model's work.
         """
         ids = options.pop("input_ids", None) if inputs is None else inputs
@@ -120,7 +120,7 @@ class PrefixCache:
         return given | options
 
     def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
-        """Return a batch. If the model takes positions, ``model.generate`` does not count padding."""
+        """Return a batch. A model that does not take ``position_ids`` counts padding as positions."""
         counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
@@ -156,7 +156,7 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting of ``model.generate`` from `options`, else `config`, else the model; or None."""
+        """Return a setting from the first of `options`, `config` and the model that has it; else None."""
         for value in (
             options.get(name),
             getattr(config, name, None),

@@ -120,7 +120,7 @@ class _Call(NamedTuple):
         return type(value) is int and value in self.lengths
 
     def in_sequence(self, length: int) -> Outcome:
-        """Compare the results for the leading tokens, as called and in a sequence of `length` tokens."""
+        """Repeat the call for a sequence of `length` tokens, and compare the results of leading tokens."""
 
         def longer(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.numel() > 1:
@@ -164,7 +164,7 @@ def _on_cpu(value: Any) -> Any:
 
 @contextmanager
 def _recorded_calls(model: Any, lengths: Set[int]) -> Iterator[list[_Call]]:
-    """Record the first call of each rotary module."""
+    """Record the first call of each rotary module. The yielded list is filled at the end of the context."""
     calls: dict[int, _Call] = {}
 
     def record(module: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:

@@ -203,14 +203,14 @@ class VLLMPolicy(CachePolicy):
         return request
 
     def _context(self, key: bytes) -> RequestContext | None:
-        """Return the context of vLLM's last request; None if it has finished or does not store `key`."""
+        """Return the context of vLLM's last request; None if the request has finished or lacks `key`."""
         if self._current is None or key not in self._current.missed or self._current.ctx.finished:
             return None
         return self._current.ctx
 
     def _reserve(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
-        """Reserve slots for blocks that vLLM will insert one by one; returns the evicted keys."""
-        # Admitted: vLLM accepts no refusal.
+        """Reserve slots for blocks that vLLM will insert one by one. Returns the keys of evicted blocks."""
+        # With `admitted`, because vLLM's interface has no refusal of single blocks.
         plan = self._manager_for(entering[0]).prepare_store(entering, ctx, admitted=True)
         assert plan is not None, f"no room for {entering[0].hex()}"
         evicted = list(plan.evicted)

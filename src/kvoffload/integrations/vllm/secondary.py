@@ -73,7 +73,7 @@ class KVOffloadTier(SecondaryTierManager):
     requests of peers. vLLM's lock serializes the calls, and no method depends on the calling thread.
 
     Attributes:
-        tolerates_off_thread_polling: False: vLLM 0.33 polls for finished jobs in its steps only, because no
+        tolerates_off_thread_polling: False, so that vLLM 0.33 polls for finished jobs only in its steps. No
             peer waits for this tier between steps.
         broken: True if the tier is not used: it could not be opened, or an internal error has occurred.
     """
@@ -274,7 +274,8 @@ class KVOffloadTier(SecondaryTierManager):
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
         number = self._begin(job, keys, rows, is_store)
         if number == NO_JOB:
-            # An empty store is a success, an empty load a failure. 0, or vLLM would count the job's bytes.
+            # A store without blocks is a success, a load without blocks is a failure. `transfer_bytes` is 0;
+            # otherwise vLLM would count the bytes of the job.
             self._finished.append(JobResult(job_id=job.job_id, success=is_store, transfer_bytes=0))
         else:
             self._jobs[number] = job

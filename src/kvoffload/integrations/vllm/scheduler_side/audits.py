@@ -32,7 +32,7 @@ _MOST_DUE = 65536
 
 
 class Difference(NamedTuple):
-    """A stored block that differs from the computed block: largest difference, with KV group and tensor."""
+    """A stored block that differs from the computed block, and the place of the largest difference."""
 
     key: bytes
     difference: float
@@ -90,7 +90,7 @@ class Audits:
         return request.is_audited
 
     def pin(self, offered: Sequence[bytes]) -> Audited | None:
-        """Pin the offered blocks that are due for a comparison and ready in RAM; None without such blocks."""
+        """Pin the offered blocks that are due for a comparison and ready in RAM; None if there are none."""
         rows = [row for row, key in enumerate(offered) if key in self._due and key not in self._comparing]
         if not rows:
             return None
@@ -112,7 +112,7 @@ class Audits:
             self._due.pop(key, None)
 
     def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
-        """End the comparisons of a finished store; return the blocks that differ, none for a failed store."""
+        """End the comparisons of a finished store; return the differences, none for a failed store."""
         differences = []
         for plan in self._pinned.take(request_id, keys):
             findings = self._pool.take_findings(plan.slots)
@@ -131,7 +131,7 @@ class Audits:
         return differences
 
     def reset(self) -> list[LoadPlan]:
-        """Forget all comparisons, due and running, before a reset; return the plans of pinned blocks."""
+        """Forget all due and running comparisons, before a reset. Returns the plans of the pinned blocks."""
         self._due.clear()
         self._comparing.clear()
         return self._pinned.drain()

@@ -105,9 +105,9 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    If a stop string or a stop token other than the usual end-of-text token ended the request, the reason is
-    ``stop`` and this string or token. Some models end tool calls with a special token, so the reason shows
-    tool calls.
+    If a stop string, or a stop token other than the usual end-of-text token, ended the request, the reason is
+    ``stop``, a space, and this string or token. Some models end tool calls with a special token, so policies
+    can distinguish tool calls.
     """
     reason = request.get_finished_reason()
     if reason is None:

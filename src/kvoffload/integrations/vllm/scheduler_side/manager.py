@@ -1,7 +1,7 @@
 """Our manager behind vLLM's manager interface.
 
-Translates single lookups to batches, sets of completed keys to plans, and blocks listed by KV group to prefix
-order. Decides nothing. Internal errors never reach the engine.
+Translates (1) single lookups to batches, (2) completed keys to plans, and (3) the order of KV groups to
+prefix order. Decides nothing. Internal errors never reach the engine.
 """
 
 from __future__ import annotations
@@ -383,7 +383,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.MISS
 
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
+        """Return two values: the number of ready leading blocks; True if the next may soon be ready."""
         if self.broken or self._is_kept_out(req_context):
             if keys:
                 self._asked_in_vain(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))
@@ -472,7 +472,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose the offered blocks to store. None: store nothing now; vLLM may offer the blocks again."""
+        """Choose which offered blocks to store. None: store nothing now; vLLM may offer the blocks again."""
         if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated or self._is_kept_out(req_context):
             return _NOTHING
         request = self._request(req_context, keys)
@@ -501,7 +501,7 @@ class KVOffloadManager(OffloadingManager):
     ) -> PrepareStoreOutput | None:
         """Translate a plan for ``offered[order]`` to vLLM's form; the result has the order of `offered`.
 
-        `SlotsSpec.audited` marks the blocks to compare in the result. None: as for `prepare_store`.
+        In the result `SlotsSpec.audited` marks the blocks to compare. None: as for `prepare_store`.
         """
         if plan is None and audited is not None:
             assert self.audits is not None
@@ -581,7 +581,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def store_dropped(self, keys: list[bytes]) -> PrepareStoreOutput | None:
-        """Choose which of `keys` to store. None: as for `prepare_store`.
+        """Choose which blocks to store before the device drops them. None: as for `prepare_store`.
 
         `keys`: the blocks that the device drops next, the warmest first.
         """
@@ -601,9 +601,9 @@ class KVOffloadManager(OffloadingManager):
     # ---- steps, resets, reports
 
     def on_schedule_end(self, context: Any) -> None:
-        """End a step: begin its promotions, and unpin blocks that were verified for requests that now run.
+        """End a step: poll the tiers, and unpin the blocks that were verified for requests that now run.
 
-        Requests that the step has preempted may load in the next step.
+        Polling starts the step's promotions. Requests that the step has preempted may load in the next step.
         """
         self._count_misses((*context.new_req_ids, *context.preempted_req_ids))
         self._end_step(context)
@@ -646,9 +646,9 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Running requests store nothing more. The reset also covers the blocks that they have computed, and
-        vLLM would otherwise offer these blocks again, including blocks that have left the sliding window and
-        whose memory on the GPU now holds other data.
+        Running requests store nothing more, because vLLM would offer blocks that they computed before the
+        reset. Some of these blocks have left the sliding window, and their memory on the GPU now holds other
+        data.
         """
         self.broken = False
         log_unreached_tiers(self._missing_tiers)

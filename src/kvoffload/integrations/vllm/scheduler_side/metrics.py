@@ -110,7 +110,7 @@ class TierMetrics:
         self._has_begun = False
 
     def add(self, taken: OffloadingConnectorStats, tiers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add the changes of each tier's counters and gauges. `tiers`: by name, counts since the opening."""
+        """Add the changes of each tier's counters and gauges. `tiers`: counts since the opening, by name."""
         is_first, self._has_begun = not self._has_begun, True
         for tier, counts in tiers.items():
             for name in TIER_COUNTERS:
@@ -202,7 +202,7 @@ class Metrics:
             self._show(taken, POLICY, value, (policy.name, name))
 
     def add_misses(self, num_lookups: int, misses: Counter[str]) -> None:
-        """Add the number of looked-up blocks, and of missed blocks by reason."""
+        """Add the number of looked-up blocks, and the numbers of missed blocks by reason."""
         self.counts["lookup_blocks"] += num_lookups
         self.misses += misses
 

@@ -1,4 +1,4 @@
-"""Counts, by reason, of blocks that requests look up but do not load.
+"""Counts the blocks that requests look up but do not load, by the reason of the miss.
 
 A request is counted when it begins, with the blocks of its last lookup. So every looked-up block is either
 loaded or counted under one reason. Owns the lookups of each request; the manager knows why a block is absent.
@@ -30,8 +30,8 @@ class Asked:
         prefixes: looked-up prefixes by KV group, with the number of blocks that were ready.
         singles: blocks that were looked up one by one, with True for a hit.
         loaded: blocks whose load has begun.
-        reason: the reason of the blocks that were ready but not loaded; of all blocks if `request` is None.
-            Empty: `Misses` chooses the reason.
+        reason: the reason of blocks that were ready but not loaded. If `request` is None, the reason of all
+            blocks. Empty: `Misses` chooses the reason.
     """
 
     step: int
@@ -97,7 +97,7 @@ class Misses:
         self._asked.pop(request_id, None)
 
     def take(self, manager: AnyManager | None) -> tuple[int, Counter[str]]:
-        """Return the number of looked-up blocks, and of missed blocks by reason, since the last call."""
+        """Return two counts since the last call: looked-up blocks, and missed blocks by reason."""
         num_lookups, self.num_lookups = self.num_lookups, 0
         counts, self.counts = self.counts, Counter()
         if manager is not None:
@@ -144,7 +144,7 @@ class Reach:
         self._interval_s = 1.0
 
     def seconds(self, record: MissRecord, now_s: float) -> float:
-        """Return for how many seconds the record remembers an event on average; at most since the start."""
+        """Return the mean time, in seconds, for which the record remembers an event; at most its age."""
         samples, entered = self._samples, record.num_entered
         if now_s - samples[-1][1] >= self._interval_s:
             samples.append((entered, now_s))
@@ -157,10 +157,10 @@ class Reach:
 
 
 def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
-    """Return the position in the path of the first looked-up block, and the number of looked-up blocks.
+    """Return the path position of the first looked-up block, and the number of looked-up blocks.
 
-    Without a looked-up prefix the number includes all later blocks of the path. None if the path is unknown,
-    or has several KV groups.
+    If blocks were looked up one by one, the number includes all later blocks of the path. None if the path is
+    unknown, or has several KV groups.
     """
     positions = positions_of(asked.context)
     if not positions or len(asked.prefixes) > 1 or (asked.prefixes and asked.singles):
@@ -178,7 +178,7 @@ def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
 
 
 def _count_rest(asked: Asked, manager: AnyManager, start: int, count: int) -> int:
-    """Count the misses among `count` blocks of the path from position `start`, except loaded blocks."""
+    """Count the misses among `count` blocks of the path from position `start`; skip the loaded blocks."""
     assert asked.request is not None
     ctx, skipped = asked.request.ctx, start + len(asked.loaded)
     if ctx.length == start + count:
@@ -195,6 +195,6 @@ def _num_asked(asked: Asked) -> int:
 
 
 def _missing(asked: Asked) -> list[list[bytes]]:
-    """Return the looked-up blocks that were not ready: a list for each prefix, and one for single blocks."""
+    """Return the looked-up blocks that were not ready: a list for each prefix, then the single blocks."""
     singles = [key for key, is_hit in asked.singles.items() if not is_hit]
     return [keys[num_ready:] for keys, num_ready in asked.prefixes.values()] + [singles]

@@ -45,7 +45,7 @@ class FinishedRequest:
 
 
 class RecordedLine(Line, kw_only=True, omit_defaults=True):
-    """A line of a trace and the time `finished`, in milliseconds since 1970. Readers of traces ignore it."""
+    """A line of a trace with a further field, which readers ignore. `finished`: milliseconds since 1970."""
 
     finished: int
 

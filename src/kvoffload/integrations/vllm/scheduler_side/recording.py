@@ -1,4 +1,4 @@
-"""Collects facts about the requests of vLLM's connector for a `Recorder`: sources of the prompt, and the end.
+"""Collects facts about vLLM's requests for a `Recorder`: the sources of a prompt, and the request's end.
 
 Owns the access to the fields of vLLM's requests. No error reaches the engine: a request that cannot be
 recorded is counted.

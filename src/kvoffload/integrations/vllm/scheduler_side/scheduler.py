@@ -4,7 +4,7 @@ A whole prefix is looked up in one call. The manager is notified when a request 
 the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
 computed.
 
-Owns which blocks are offered and when. Our manager decides which offered blocks are stored; vLLM owns the
+Decides which blocks are offered, and when. Our manager decides which offered blocks are stored. vLLM owns the
 transfers and their fences. vLLM has no hook for these changes, so the classes override private methods
 (`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces has the signatures in every version.
 """
@@ -58,7 +58,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self.manager.expect(status.req_context)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """End the protection of a request's blocks, because the request begins and loads them."""
+        """End the protection of a queued request's blocks: the request begins, and loads the blocks."""
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
@@ -81,10 +81,10 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return super().build_connector_meta(scheduler_output)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        """Return the number of tokens of a hit by source.
+        """Return the number of a hit's tokens from each source.
 
         If no block was promoted, all tokens come from RAM, and no block is looked up. vLLM's own method looks
-        up the source of each block; this takes a fifth of the CPU time of a step with long hits.
+        up the source of each block, in a fifth of the CPU time of a step with long hits.
         """
         context = self._req_status[request.request_id].req_context
         covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)
@@ -128,7 +128,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     then the whole window is scanned again.
 
     Attributes:
-        window: how many blocks at the head of the free list are offered; adapts to the drops of a step.
+        window: number of blocks at the head of the free list that are offered; adapts to the drops per step.
 
     Cost: O(blocks that the step took or freed), and O(window) in a step in which a request begins.
     """
@@ -234,7 +234,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def _add_cached(
         self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE
     ) -> list[tuple[Any, Any]]:
-        """Add the cached blocks among `blocks` to the offered blocks; returns the blocks not in `known`."""
+        """Add the cached blocks among `blocks` to the offered blocks. Returns those that are not `known`."""
         fresh, offered = [], self._offered
         for block in blocks:
             key = block.block_hash

@@ -37,7 +37,10 @@ class Checks:
 
 
 class Verifier:
-    """Returns RETRY until a thread has verified a block, then HIT; a damaged block is MISS and is forgotten.
+    """Verifies blocks on a thread.
+
+    `lookup` returns RETRY until a block is verified, then HIT. For a damaged block `lookup` returns MISS, and
+    the manager forgets the block.
 
     The engines of a pool together pin at most half of the usable slots for checks; further blocks are MISS.
     Without this limit requests could wait forever for each other's blocks, or for more blocks than the pool

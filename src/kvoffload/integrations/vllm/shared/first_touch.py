@@ -55,7 +55,7 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
         address: address of the file's first byte in this process. threads: number of threads.
 
     Raises: `OSError` if there is not enough memory; some pages may have been allocated.
-    Cost: 0.6 s a GiB in pages of 4 KiB, a tenth of that in huge pages (`bench/pool_start.py`).
+    Cost: 0.6 s a GiB in pages of 4 KiB, 0.06 s a GiB in huge pages (`bench/pool_start.py`).
     """
 
     def take_batch(batch: list[Span]) -> None:

@@ -47,7 +47,7 @@ EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""The result of an audit of a block, and the largest difference with its KV group and tensor."""
+"""Record of a block's audit: the result; value, KV group and tensor of the largest difference."""
 
 
 class SharedPool:
@@ -365,7 +365,7 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` for more memory than is free: otherwise the kernel would kill a process later."""
+    """Raise `ConfigError` if `num_bytes` exceed the free memory: the kernel would kill a process later."""
     free, promised = os.statvfs(directory), _promised_bytes(directory)
     shm_bytes, ram_bytes = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > shm_bytes:

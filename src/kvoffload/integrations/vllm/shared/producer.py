@@ -64,7 +64,7 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
 
 def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
-    """Return the settings that, besides key and weights, determine the bytes of a KV block.
+    """Return the settings that determine the bytes of a KV block, without its key and the weights.
 
     Names are dotted, ``model.hf_config.rope_theta``. Values are JSON and equal on all machines, without paths
     of weights, addresses and secrets.

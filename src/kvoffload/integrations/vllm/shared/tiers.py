@@ -42,7 +42,7 @@ class Producer:
         identity: `EngineFacts.identity`.
         configuration: `kv_configuration`.
         weights: name or path, and hub commit, of each model with KV; the main model comes first.
-        not_kept: takes `are_named`, and returns the reason as `why_not_kept`.
+        not_kept: function of `are_named`; returns the same reason as `why_not_kept`.
     """
 
     identity: Mapping[str, Any]
@@ -109,7 +109,10 @@ def is_named(tier: TierOptions) -> bool:
 
 
 def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list[str]) -> list[TierOptions]:
-    """Return the tiers whose blocks a later process can identify; log others and add them to `missing`."""
+    """Return the tiers whose blocks a later process can identify.
+
+    Logs an error for each other tier, and adds its place to `missing`.
+    """
     usable = []
     for tier in tiers:
         if why := producer.not_kept(is_named(tier)):
@@ -152,9 +155,9 @@ def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: An
 def fingerprint(producer: Producer) -> str:
     """Return the identity of a producer on this machine: equal texts mean equal bytes for equal keys.
 
-    The text has the configuration, the layout of KV pages on a CPU, and for each model its name and hub
-    commit, or names, sizes and times of its local files. If weights change without a change of these facts,
-    users set the option `salt`.
+    The text has (1) the configuration, (2) the layout of KV pages on a CPU, and (3) for each model the name
+    and hub commit, or the names, sizes and times of its local files. If weights change without a change of
+    these facts, users set the option `salt`.
     """
     parts = {
         "kvoffload": __version__.rsplit(".", 1)[0],

@@ -54,7 +54,7 @@ class EngineFacts:
         replicated: all workers hold the same bytes of a block (MLA under tensor parallelism): a single copy
             is enough.
         enable_events: the user wants KV events.
-        identity: settings that determine the bytes of a block besides its key.
+        identity: the settings that determine the bytes of a block, without the block's key.
         replica: name of this engine among data-parallel engines; empty if there is only one.
     """
 
@@ -186,11 +186,11 @@ RAM = "CPU"
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
-    """Return vLLM's event for blocks that were added to, or removed from, RAM or a shared tier.
+    """Return vLLM's event for blocks that were added to a medium or removed from it, as a list.
 
-    `base` is ``vllm.v1.kv_offload.base``; `medium` is `RAM` or the tier's name. vLLM's media are names in
-    0.25 and 0.26, and enum members since. If events have no owner field, the result for a shared tier is
-    empty, because vLLM would read a removal from the tier as a removal from RAM.
+    `base` is ``vllm.v1.kv_offload.base``; `medium` is `RAM` or a shared tier's name. vLLM's media are names
+    in 0.25 and 0.26, and enum members in later versions. If events have no owner field, the list for a shared
+    tier is empty, because vLLM would read a removal from the tier as a removal from RAM.
     """
     media = getattr(base, "Medium", None)
     if medium == RAM:

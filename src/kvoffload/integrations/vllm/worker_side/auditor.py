@@ -45,10 +45,10 @@ class Auditor:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-audit")
 
     def submit(self, engine: Any, slots: SlotArray) -> Future[None]:
-        """Begin to compare the engine's blocks with these slots, after the engine's work submitted so far.
+        """Start to compare the engine's blocks with these slots.
 
-        Until the future is done, the engine must not overwrite the blocks, and the scheduler must keep the
-        slots pinned.
+        The comparison waits for the work that the engine has submitted so far. Until the future is done, the
+        engine must not overwrite the blocks, and the scheduler must not unpin the slots.
         """
         return self._thread.submit(self._compare, submitted_work(self._device), engine, slots)
 

@@ -31,8 +31,8 @@ PIN_AT_ONCE_BYTES = 64 * 2**30
 class DeviceCopies:
     """Copies of tensors on a CUDA device, or another device that vLLM's kernels support.
 
-    Transfers of one direction run in order. A transfer begins when the previous transfer has ended and the
-    engine's work submitted so far is done.
+    Transfers of one direction run in order. A transfer begins when the previous transfer has ended, and the
+    device has done the work that the engine had submitted before.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:

@@ -24,10 +24,10 @@ class SlotsSpec(CPULoadStoreSpec):
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
         digests: digests of the keys, in a store with checksums; otherwise None.
-        num_slots: number of slots of each KV group with slots, in order; None in a load, and if a slot has
-            one engine block.
-        audited: in a store, a mask of the slots to compare with the engine's blocks, not to write; None: all
-            slots are written.
+        num_slots: in a store, number of slots of each KV group that has slots, in order. None for a load, and
+            for slots of one engine block.
+        audited: mask of the slots that a store compares with the engine's blocks and does not write. None:
+            all slots are written.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ def slots_per_group(keys: Keys) -> list[int]:
 def without_torn_groups(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[Any, SlotsSpec, SlotArray]:
-    """Remove KV groups with incomplete chunks from a store; returns the store and the removed slots.
+    """Remove KV groups with incomplete chunks from a store. Returns blocks, slots, and removed slots.
 
     Before the store, the first blocks of a chunk may have left the sliding window. vLLM then stores only the
     other blocks of the chunk, so the slot would keep old bytes, and a later load would return them. If blocks
@@ -77,7 +77,7 @@ def without_torn_groups(
 def audited_apart(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[tuple[Any, SlotsSpec], tuple[Any, SlotsSpec] | None]:
-    """Divide a store of complete chunks into blocks to write and blocks to compare; None: none to compare."""
+    """Divide a store of complete chunks: blocks to write, and blocks to compare (None if there are none)."""
     if slots.audited is None:
         return (engine, slots), None
     per_group = [size // blocks_per_chunk for size in engine.group_sizes]
