@@ -1,4 +1,4 @@
-"""The contract of an admission rule: counts keys and admits blocks. Knows no slots."""
+"""The contract of an admission rule. A rule counts keys and admits blocks; it does not know slots."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Admission(ABC):
 
     @classmethod
     def for_cache(cls, key_bytes: int, capacity_blocks: int) -> Admission | None:
-        """Create the rule for one cache, with the parameters of the class; None if every block is admitted.
+        """Create the rule for one cache, with the parameters of the class.
+
+        Returns None if the rule would admit every block.
 
         Args:
             key_bytes: key length of the cache.
@@ -40,13 +42,13 @@ class Admission(ABC):
 
     @abstractmethod
     def count(self, keys: Keys) -> None:
-        """Count a reference of one request to each of these blocks, resident or not.
+        """Count one reference to each of these blocks, which one request makes. The blocks may be absent.
 
-        `keys` are in prefix order. Each block is counted once a request.
+        `keys` are in prefix order. A request counts each block only once.
         """
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (most rules count all uses alike)
-        """Record that a request needs these blocks and that the tiers in front lack these blocks.
+        """Record that a request needs these blocks, and that no tier in front has these blocks.
 
         Called only for rules of tiers behind RAM, before `count`, possibly more than once.
         """
@@ -64,7 +66,7 @@ class Admission(ABC):
     def leading(self, keys: Keys) -> int:
         """Return the length of the leading run of `keys` that may enter.
 
-        For blocks of one prefix, in which no block is reachable after a refused block.
+        For the blocks of one prefix: after a refused block no further block is reachable.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
@@ -77,8 +79,9 @@ class Admission(ABC):
         Args:
             offered: the offered blocks that were absent.
             num_written: number of blocks of this offer that are written.
-            num_earned: blocks that the budget allows for the time since the last call, at the mean rate.
-            budget_blocks: blocks that the budget allows for a day, or for the whole recording in a replay.
+            num_earned: number of blocks that the budget's mean rate allows in the time since the last call.
+            budget_blocks: number of blocks that the budget allows in a day, or in a replay for the whole
+                recording.
         """
 
     @abstractmethod
@@ -97,9 +100,10 @@ DEFAULT_ADMISSION = "all"
 def create_admission(
     rule: str | type[Admission] | Admission | None, key_bytes: int, capacity_blocks: int
 ) -> Admission | None:
-    """Create the rule for one cache from a name with parameters or a class; return an instance unchanged.
+    """Create the rule for one cache from a name with parameters, or from a class.
 
-    Returns None if every block is admitted. Raises `ConfigError`.
+    Returns an instance unchanged. Returns None if the rule would admit every block. Raises `ConfigError` for
+    an unknown name.
     """
     if rule is None or isinstance(rule, Admission):
         return rule

@@ -24,7 +24,7 @@ def is_duplicate(cache: Cache, slot: int) -> bool:
 def mark_duplicates(cache: Cache, used: Used) -> None:
     """Add the used blocks to the duplicates, except blocks in flight.
 
-    Reduces `used` to the new duplicates.
+    Afterwards `used` has only the blocks that were not duplicates before.
     """
     lists, slots, ref_cnt = cache.duplicates, used.slots, cache.slots.ref_cnt
     first = used.count
@@ -60,7 +60,7 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
-    """Move a duplicate to `kept`, the blocks that reenter the policy's order, when the device drops it."""
+    """Move a duplicate that the device drops to `kept`, the blocks that reenter the policy's order."""
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)
     kept.slots[kept.count] = slot

@@ -1,7 +1,7 @@
 """Expected keys: the blocks that requests in the engine's queue will look up. Other blocks are evicted first.
 
 Owns the number of waiting requests that expect each key. The queue shows the near future, which a policy can
-only estimate. Decides nothing: a store does not evict expected blocks if there is room without their slots
+only estimate. Decides nothing: a store evicts no expected block while other slots suffice
 (`state.evictable`).
 """
 
@@ -24,7 +24,10 @@ MOST_KEYS = 1 << 16
 
 
 def most_expected(capacity_blocks: int) -> int:
-    """Return the limit of expected keys: 7/8 of the slots, so other blocks have room; at most `MOST_KEYS`."""
+    """Return the maximum number of expected keys: 7/8 of the slots, but at most `MOST_KEYS`.
+
+    The other slots remain for blocks that no waiting request expects.
+    """
     return min(capacity_blocks * 7 // 8, MOST_KEYS)
 
 
@@ -32,13 +35,14 @@ class Expected(Struct):
     """Expected keys, resident or not, each with the number of waiting requests that expect it.
 
     Args:
-        num_keys: capacity. If a request does not fit, only the head of its path is expected.
+        num_keys: maximum number of keys. If the keys of a request do not fit, only the head of its path is
+            expected.
 
     Attributes:
         keys: one list of keys.
         counts: number of waiting requests that expect the key at each position of `keys`.
 
-    Memory: 32 bytes a key, and the key.
+    Memory: for each key 32 bytes and the key's length.
     """
 
     keys: KeyLists
@@ -56,7 +60,7 @@ def num_expected(expected: Expected) -> int:
 
 @kernel
 def _expect(expected: Expected, path: Path, most: int) -> int:
-    """Expect the leading keys of a waiting request, at most `most`, while there is room.
+    """Expect the leading keys of a waiting request, up to `most` keys or until `expected` is full.
 
     Returns the number of the request's expected keys, including keys of earlier calls.
 
@@ -97,7 +101,7 @@ class Queue:
         make: creates the `Expected` of the cache, when the first request waits.
         on_expected: called with a request when more of its keys may have become expected.
         share: returns the largest number of keys that all requests of this process may expect together; None
-            for no limit but the room.
+            if only the room in `Expected` limits this number.
     """
 
     def __init__(
@@ -112,13 +116,13 @@ class Queue:
         self._is_full = False
 
     def join(self, ctx: RequestContext) -> None:
-        """Add a waiting request. A second call also expects the keys added to the request's path since."""
+        """Add a waiting request and expect its keys. A later call also expects new keys of its path."""
         self._expected = self._expected or self._make()
         self._waiting[ctx] = None
         self._is_full = self._is_full or not self._expect_all(ctx)
 
     def leave(self, ctx: RequestContext) -> None:
-        """Remove a request, if it is waiting. Other waiting requests get its room."""
+        """Remove a request, if it is waiting. The room of its keys goes to other waiting requests."""
         if ctx in self._waiting:
             del self._waiting[ctx]
             assert self._expected is not None

@@ -23,7 +23,7 @@ from kvoffload.structures.lists import LIST, Lists
 def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int:
     """Remember the key of the victim in `slot` as a ghost; return the ghost's position.
 
-    Without a spare position, the coldest ghost of the list is forgotten first.
+    If no position is free, the coldest ghost of the list is forgotten first.
     """
     links, keys = ghosts.lists.links, cache.index.keys
     if links[links.shape[0] - 1, LIST] == 0:
@@ -46,7 +46,8 @@ def prefetch_exchange(
 ) -> None:
     """Prefetch the cache lines of a store: the coldest blocks of a list, and the coldest ghosts.
 
-    These blocks are likely to become ghosts, and these ghosts to be forgotten. A wrong guess only costs time.
+    The store will probably turn these blocks into ghosts and forget these ghosts. A wrong guess only costs
+    time.
     """
     table, index_keys, ghost_keys = ghosts.index.table, cache.index.keys, ghosts.index.keys
     num_leaving = new.count - new.num_given

@@ -47,7 +47,7 @@ class Hints:
         return self if self is NO_HINTS else Hints(self.finish_reason, self.session_over)
 
     def updated(self, later: Hints) -> Hints:
-        """Return a copy of these hints, in which the fields that `later` sets are replaced."""
+        """Return these hints, updated with every field that `later` sets."""
         values = {name: getattr(later, name) for name in Hints.__slots__}
         changes = {name: value for name, value in values.items() if value != getattr(NO_HINTS, name)}
         return replace(self, **changes) if changes else self
@@ -61,12 +61,12 @@ class Labels:
 
     Numbers are assigned in order of appearance. There are at most `NUM_LABELS`, because a policy learns each
     number separately. A number below `NUM_COARSE` stands for a finish reason and the end of the session. A
-    higher number also stands for priority, time to live and tenant. When the higher numbers run out, requests
-    get the number below `NUM_COARSE`.
+    higher number also stands for priority, time to live and tenant. When all higher numbers are assigned,
+    further requests get only the number for finish reason and end of the session.
 
     Args:
-        digests: ``(NUM_LABELS,)`` uint64: the digest of each number's label, or 0. Processes that share a
-            cache share this array, and so the numbers.
+        digests: ``(NUM_LABELS,)`` uint64: the digest of the label with each number; 0 if the number is free.
+            Processes that share a cache share this array, so that their numbers are the same.
     """
 
     def __init__(self, digests: U64Array | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Kernels of the manager's methods: each works on one batch of keys of a request.
+"""Kernels of the manager's methods. Each kernel processes one batch of a request's keys.
 
 A kernel takes a cache, a request's path and a batch, and returns a number. Kernels decide nothing: the
 policy's functions, called by address, choose the victims.
@@ -97,7 +97,8 @@ NO_ROOM = -1
 END_ROW, ON_DEVICE, ASKED_END, LABEL, END_LABEL, NUM_COLUMNS = 0, 1, 2, 3, 4, 5
 """Columns of `requests` in `live_all`. `END_ROW`: end of the request's rows in the batch. `ON_DEVICE`: number
 of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; later blocks are
-only stored. `LABEL`, `END_LABEL`: numbers of the request's hints before its end and at its end."""
+only stored. `LABEL`: number of the hints while the request runs. `END_LABEL`: number of the hints at its
+end."""
 FIRST_WRONG = -2
 """Result of `prepare_store`: ``FIRST_WRONG - row`` if the policy named an invalid victim for this row."""
 ALL, OFFER, CHOSEN, KEEP, SHRINK, SHRINK_CHOSEN = 0, 1, 2, 3, 4, 5
@@ -119,7 +120,10 @@ looks up every `_STRIDE`-th block."""
 
 @inline
 def _hinted(version: U32Array, records: U64Matrix, position: int) -> int:
-    """Return the slot recorded for the key at `position`; ABSENT without a record, or if the block left."""
+    """Return the recorded slot of the key at `position`.
+
+    Returns ABSENT if no slot is recorded, or if the block has left the recorded slot.
+    """
     hint = records[position, HINT]
     if hint != 0:
         slot = position_in(hint)
@@ -194,14 +198,17 @@ def state_of_key(cache: Cache, key: OneKey) -> int:
 
 @kernel
 def resolve(cache: Cache, path: Path, positions: ReadI32Array, slots: I32Array) -> None:
-    """Write to `slots` the slot of each block at these path positions, ready or in flight, or ABSENT."""
+    """Write the slot of the block at each of these path positions to `slots`; ABSENT for an absent block.
+
+    A block in flight has a slot, too.
+    """
     for row in range(positions.shape[0]):
         slots[row] = _slot_of(cache, path, positions[row])
 
 
 @inline
 def _code_of(cache: Cache, path: Path, position: int, has_gap: bool) -> int:
-    """Return a block's code of `miss_record`. `has_gap`: an earlier block of the path is missing."""
+    """Return a block's code of `miss_record`. `has_gap`: True if an earlier block of the path is missing."""
     slot = _slot_of(cache, path, position)
     if slot == ABSENT:
         return reason_of(cache.misses, path.records[position, HASH])
@@ -222,7 +229,7 @@ def _prefetch_misses(cache: Cache, path: Path, row: int, stride: int, count: int
 
 @kernel
 def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Array) -> int:
-    """Add the reasons of blocks that cannot be loaded to `counts`; return the number of these blocks.
+    """Count the blocks that cannot be loaded, by reason, in `counts`; return the number of these blocks.
 
     Writes the code of each block to ``path.found``: a code of `miss_record`, or `READY` for leading blocks
     that can be loaded. Blocks in the cache behind a missing block are `BEHIND_A_GAP`. After
@@ -308,7 +315,10 @@ def _count_evictable(cache: Cache, slot: int, change: int) -> None:
 
 @inline
 def _log_load(log: Log, path: Path, kind: int, count: int, load: Pinned, result: int) -> None:
-    """Append a load to the log, with its slots or a negative `result`. Numbers a successful load."""
+    """Append a load to the log: its slots, or `result` if `result` is negative.
+
+    A successful load gets the next number of a plan.
+    """
     place = put_call(log, path, kind, count, count + 1)
     if place < 0:
         return
@@ -332,7 +342,11 @@ def _adopt_orphans(cache: Cache, path: Path, load: Pinned) -> None:
 
 @kernel
 def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) -> int:
-    """Pin a batch; return the number of blocks, or ``~row`` of the first block that is not ready."""
+    """Pin the blocks of a batch; return their number.
+
+    If a block is not ready, pins nothing and returns ``~row`` of the first such block. Returns `FULL` or
+    `WRONG` for a batch that cannot be added to the path.
+    """
     result = count = add_batch(path, batch)
     ref_cnt, slots = cache.slots.ref_cnt, load.slots
     for row in range(count):
@@ -384,8 +398,8 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
     """Mark a block as accessed by the request; if the block is resident, add it to ``path.used``.
 
-    The entry in ``used.reused`` is True for the request's first access of the block. Later accesses are added
-    only if `whole_path`.
+    ``used.reused`` is True for the request's first access of the block. A later access is added only if
+    `whole_path`, with ``used.reused`` False.
     """
     records, used = path.records, path.used
     first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
@@ -420,9 +434,11 @@ def _observe(cache: Cache, path: Path) -> None:
 
 @inline
 def _report_uses(cache: Cache, path: Path) -> int:
-    """Report ``path.used`` to a compiled policy: as accesses, or in a victim tier as removals of duplicates.
+    """Report the blocks of ``path.used`` to a compiled policy.
 
-    Returns the number of blocks that the caller must report to a policy in Python, else 0.
+    Outside a victim tier the blocks are reported as accesses. In a victim tier the blocks become duplicates,
+    and the policy removes them from its order. Returns the number of blocks that the caller must report to a
+    policy in Python; 0 for a compiled policy.
     """
     function = cache.access
     if cache.follows_device:
@@ -438,7 +454,7 @@ def _report_uses(cache: Cache, path: Path) -> int:
 
 @kernel
 def expect(cache: Cache, path: Path) -> int:
-    """Report newly expected blocks to a compiled policy; return the path position of the first block."""
+    """Report newly expected blocks to a compiled policy; return the path position of the first one."""
     start = path.foreseen
     if start < path.num_expected:
         if cache.expect != 0:
@@ -455,7 +471,11 @@ def observe(cache: Cache, path: Path) -> None:
 
 @kernel
 def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
-    """Record that a request uses these blocks; return as `_report_uses`, or `FULL` or `WRONG`."""
+    """Record that a request uses these blocks.
+
+    Returns the number of blocks that the caller must report to a policy in Python; `FULL` or `WRONG` for a
+    batch that cannot be added to the path.
+    """
     path.used.count = 0
     count = add_batch(path, batch)
     if count < 0:
@@ -472,8 +492,8 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
     """End a request: `touch` its whole path, unless `is_touched`, then report the end to a compiled policy.
 
-    Returns the result of `_report_uses`. If the result is not 0, the caller reports the uses in Python, then
-    calls `finish` again to report the end.
+    Returns the number of uses that the caller must report to a policy in Python. If the number is not 0, the
+    caller reports these uses, then calls `finish` again to report the end.
     """
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, FINISH, 0, 0)
@@ -499,9 +519,9 @@ def _finish(cache: Cache, path: Path, is_touched: bool) -> int:
 
 @kernel
 def loaded(cache: Cache, path: Path, load: Pinned) -> int:
-    """Record, for a victim tier, that the device holds the blocks of a load.
+    """Record that the device holds the blocks of a load. For a victim tier.
 
-    Returns the result of `_report_uses`.
+    Returns the number of blocks that the caller must remove from a policy in Python.
     """
     path.used.count = load.count
     for row in range(load.count):
@@ -546,7 +566,10 @@ def _count_on_path(cache: Cache, path: Path) -> None:
 
 @inline
 def _room_of_tenant(cache: Cache, path: Path, wanted: int) -> int:
-    """Return the result of `_room` under quotas; set the tenants that may lose blocks (``givers``)."""
+    """Return how many of `wanted` new blocks have room under the quotas.
+
+    Also writes the tenants that may lose blocks to ``tenants.givers``.
+    """
     tenants, num_free = cache.tenants, cache.slots.num_free
     for owner in range(tenants.num_tenants):
         tenants.on_path[owner] = 0
@@ -574,10 +597,9 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return whether the store must spare expected blocks, because `wanted` blocks fit without their slots.
+    """Return True if the store must spare expected blocks: `wanted` blocks fit without their slots.
 
-    False if no block is expected, because there is none to spare. Cost: O(1) if there is ample room,
-    otherwise O(expected keys).
+    Returns False if no block is expected. Cost: O(1) if there is ample room, otherwise O(expected keys).
     """
     keys = cache.expected.keys
     if num_expected(cache.expected) == 0:
@@ -603,9 +625,9 @@ def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
 
 @inline
 def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
-    """Collect a batch's missing blocks in `new`; return how many have room and are to be stored, or an error.
+    """Collect a batch's missing blocks in `new`; return the number of blocks to store, or an error.
 
-    With `no_store` no block is to be stored.
+    A block without room is not stored. With `no_store` no block is stored.
     """
     count = add_batch(path, batch)
     return count if count < 0 else _offer_rows(cache, path, count, new, no_store)
@@ -783,8 +805,8 @@ def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) 
     """Move the offered blocks that are duplicates of the victim tier to `kept`.
 
     Collects in ``path.used`` the kept and stored blocks, in the order of the offer, with their reuse flags.
-    Collects no block if none was reused and the offer was all kept or all stored: the policy then needs no
-    report.
+    If no block was reused, and the blocks were all kept or all stored, ``path.used`` stays empty: the policy
+    then needs no report.
     """
     used, records, positions, entered = path.used, path.records, path.positions, 0
     has_reuse = False
@@ -860,9 +882,9 @@ def _note_left_out(
 
 @inline
 def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> None:
-    """Append a store to the log, with its counts, slots and missing rows, or with a negative result.
+    """Append a store to the log: its counts, slots and missing rows, or `stored` if `stored` is negative.
 
-    Numbers a successful store.
+    A successful store gets the next number of a plan.
     """
     if kind == LOG_KEEP:
         put_number(log, path, kind, new.num_offered, new.num_missing)
@@ -887,10 +909,10 @@ def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> N
 
 @inline
 def _offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
-    """Prepare the eviction of a block for each key of the batch; return how many blocks may leave.
+    """Prepare to evict one block for each key of the batch; return how many blocks may leave, or an error.
 
-    No slot may be free. The policy receives the keys as new blocks and forgets them at once. It observes no
-    request with these keys. Quotas protect the minimum of each tenant.
+    No slot may be free. The policy receives the keys as new blocks and forgets these blocks at once. Its
+    `observe` is not called. Quotas protect the minimum of each tenant.
     """
     count = add_batch(path, batch)
     if count < 0:
@@ -1053,7 +1075,8 @@ def live_all(
             policy may refuse no block.
         batch: the keys of all requests.
         requests: a row for each request, see `END_ROW` and the columns after it.
-        missed: counts by `group_of`, to which the looked-up blocks from the first missing block on are added.
+        missed: number of missed blocks of each group (`group_of`). The call adds each request's looked-up
+            blocks from its first missing block on.
 
     Returns:
         0, or an error of `prepare_store`, which ends the loop.
@@ -1073,7 +1096,7 @@ def live_all(
 
 @inline
 def _begin_path(path: Path, batch: ReadU64Matrix, start: int, end: int) -> None:
-    """Replace the keys of a path by the rows `start` to ``end - 1`` of a batch, which are all different."""
+    """Replace the keys of a path by the rows `start` to ``end - 1`` of a batch. The keys must all differ."""
     index, records = path.index, path.records
     table, size = index.table, index.table.shape[0]
     for position in range(path.length):
@@ -1154,10 +1177,10 @@ def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> No
 
 @kernel
 def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
-    """Remove the ready blocks of a batch from the index; write their slots and return their number.
+    """Remove the ready blocks of a batch from the index; write their slots; return their number.
 
-    If ``slots[row]`` is not negative, only a block in that slot is removed. A block that was stored again, in
-    another slot, stays.
+    If the caller has set ``slots[row]`` to a slot, the block is removed only from this slot. A block that was
+    stored again, in another slot, stays.
     """
     num_removed = 0
     for row in range(batch.shape[0]):

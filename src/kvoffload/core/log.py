@@ -63,8 +63,8 @@ PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
 
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
-"""Flags in the word of the kind. `ADMITTED`: the argument of `prepare_store`. `FAILED`: the call has only
-this record, because it raised an exception before it changed anything but the path."""
+"""Flags in the word of the kind. `ADMITTED`: `prepare_store` was called with ``admitted=True``. `FAILED`: the
+call has only this record, because it raised an exception before it changed anything but the path."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
 """Words of a record's header. `KIND`: kind and flags. `SUBJECT`: number of the request (0 for none) or of
@@ -72,11 +72,12 @@ the plan that ends. `NUM_NEW`, `NUM_RUNS`, `NUM_MORE`: number of new keys of the
 words. The keys, runs (start and length) and further words follow the header, which has `HEADER` words."""
 
 STORE_NUMBERS = 5
-"""Words before the slots of a store: numbers of blocks stored, missing, dropped, refused, in free slots."""
+"""Number of words before the slots of a store. The words count the blocks that were stored, missing, dropped,
+refused, and stored in free slots."""
 IS_PART = 2
-"""Added to the success, 0 or 1, when a part of a split plan ends. A part may have no slots."""
+"""Added to the word for the success (0 or 1) when a part of a split plan ends. A part may have no slots."""
 NO_REQUEST, ENDED = -1, -1
-"""``path.number`` of a call without a request; ``path.recorded`` after `FINISH`."""
+"""`NO_REQUEST`: ``path.number`` of a call without a request. `ENDED`: ``path.recorded`` after `FINISH`."""
 _LOST = -1
 _LOW = 0xFFFFFFFF
 
@@ -157,7 +158,7 @@ def put_runs(log: Log, rows: I32Array, count: int, at: int) -> int:
 
 @inline
 def has_room(log: Log, most: int) -> bool:
-    """Return whether a record of `most` words has room; otherwise close the log."""
+    """Return True if a record of `most` words has room. Otherwise close the log and return False."""
     if log.head + most - log.tail > log.words.shape[0]:
         log.is_open = 0
     return log.is_open != 0
@@ -167,8 +168,8 @@ def has_room(log: Log, most: int) -> bool:
 def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int:
     """Write header, new keys and runs of a call whose batch of `count` keys is ``path.positions``.
 
-    Returns the place of the further words, or `_LOST` without room for `most_more` further words. Unless
-    `_LOST`, the caller writes these words and calls `end_call`.
+    Returns the place of the further words. The caller writes these words, at most `most_more`, and calls
+    `end_call`. Returns `_LOST` if the record has no room.
     """
     num_new = path.length - path.recorded
     most = HEADER + 2 * max(1, log.key_words) * num_new + 2 * count + most_more
@@ -213,7 +214,10 @@ def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
 
 @inline
 def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, success: int) -> None:
-    """Append the end of a plan. A negative `number` marks a part of a split plan, written with its slots."""
+    """Append the end of a plan, or of a part of a split plan.
+
+    A negative `number` marks a part. The record of a part also has its slots.
+    """
     is_part = number < 0
     num_slots = count if is_part else 0
     if not has_room(log, HEADER + 1 + num_slots):

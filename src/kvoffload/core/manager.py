@@ -188,7 +188,7 @@ class OffloadingManager:
         return Queue(self._state.make_queue, self.store_mode.expect, share)
 
     def withdraw(self, ctx: RequestContext) -> None:
-        """Unregister a request that no longer waits; other waiting requests get its room.
+        """Unregister a request that no longer waits. Other waiting requests may then expect more keys.
 
         Cost: an index probe for each key that the queue stops or begins to expect.
         """
@@ -234,7 +234,8 @@ class OffloadingManager:
     # ---- lookup
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
-        """Return the length of the leading run of ready blocks, and the state of the next block.
+        """Return the number of leading ready blocks, and the state of the next block.
+        Does not affect the eviction order.
 
         Changes no order. Cost: one index probe for each key up to the first block that is not ready.
         """

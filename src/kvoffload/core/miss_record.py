@@ -54,8 +54,8 @@ class MissRecord(Struct):
     An entry consists of 28 bits of the key's hash and the event. The newest entry of a set comes first. In a
     full set a new entry replaces the oldest entry. On average this happens after `num_entries` new entries.
 
-    A block without an entry gets the event of another block if the 28 bits are equal, in one of 33 million
-    lookups.
+    If a block has no entry, but another block in the set has the same 28 bits, the block gets the event of
+    that block. This happens in one of 33 million lookups.
 
     Memory: 8 bytes a slot, in whole sets.
 
@@ -81,7 +81,7 @@ class MissRecord(Struct):
 
 
 def by_reason(counts: CountArray) -> dict[str, int]:
-    """Return the counts of codes by reason, without zeros."""
+    """Convert counts by code to counts by reason. Reasons with a count of 0 are left out."""
     return {REASON_OF[code]: count for code, count in enumerate(counts.tolist()) if count}
 
 

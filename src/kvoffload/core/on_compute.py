@@ -68,7 +68,7 @@ class OnCompute:
     # ---- requests
 
     def expect(self, ctx: RequestContext) -> None:
-        """Report the expected blocks of a waiting request to the policy, each block once a request."""
+        """Report a waiting request's expected blocks to the policy. Each block is reported once a request."""
         if not (self._has_expect or self.cache.expect):
             return
         start = kernels.expect(self.cache.memory, ctx.memory)
@@ -77,7 +77,7 @@ class OnCompute:
             self.policy.expect(ctx.keys()[:stop], start)
 
     def observe(self, ctx: RequestContext) -> None:
-        """Report the request's blocks to policy and admission rule, each block once a request."""
+        """Report a request's blocks to policy and admission rule. Each block is reported once a request."""
         kernels.observe(self.cache.memory, ctx.memory)
         start, stop = ctx.observed, ctx.length
         if start == stop or not (self._has_observe or self.admission is not None):
@@ -110,11 +110,12 @@ class OnCompute:
     # ---- stores
 
     def store(self, ctx: RequestContext, new: Entering, kept: Entering, enters: int, admitted: bool) -> int:
-        """Store the missing blocks of an offer; return the result of `kernels.prepare_store`.
+        """Store the missing blocks of an offer; return the number of stored blocks, or a negative error.
 
         Args:
             ctx, new, kept: as for `kernels.prepare_store`.
-            enters: not 0 if the policy may refuse no block; as `admitted` of `kernels.prepare_store`.
+            enters: the argument `admitted` of `kernels.prepare_store`; not 0 if the policy may refuse no
+                block.
             admitted: True if the admission rule may refuse no block.
 
         Raises: `PolicyError` when the policy breaks its contract.
@@ -140,13 +141,14 @@ class OnCompute:
         return stored
 
     def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
-        """Return the number of new blocks that the rule admits, after moving these rows to the front."""
+        """Move the rows of the blocks that the rule admits to the front; return their number."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Call `replace` of a policy in Python, which writes victims to ``new.slots`` from ``num_given`` on.
+        """Call `replace` of a policy in Python, to write victims to ``new.slots`` from ``num_given`` on.
 
-        The kernel checks the victims later. Raises: `PolicyError` for forbidden refusals or changed slots.
+        The kernel checks the victims later. Raises: `PolicyError` if the policy has refused blocks that it
+        must accept, or has changed free slots.
         """
         policy, slots = self.policy, new.slots[: new.count]
         given = slots[: new.num_given].copy()

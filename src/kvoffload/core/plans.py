@@ -17,7 +17,7 @@ from kvoffload.core.tenants import TenantStats
 from kvoffload.structures.keys import Keys
 
 Parts: TypeAlias = "Iterable[npt.NDArray[np.integer]] | None"
-"""A partition of a plan's rows; None: each row is a part."""
+"""Parts of a plan: the rows of each part. None if each row is a part."""
 
 StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
@@ -64,7 +64,7 @@ class _Plan:
 
     @property
     def request_id(self) -> str:
-        """Id of the plan's request; empty without a request."""
+        """Id of the plan's request; empty if the plan belongs to no request."""
         return self.request.request_id
 
     @property

@@ -185,7 +185,7 @@ class EvictionPolicy(ABC):
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
         """Return the lists that define `order` and their numbers, coldest list first; None without lists.
 
-        With lists or a heap, a change to another policy needs no call that takes O(blocks).
+        A policy with lists or a heap can be replaced without any call that takes O(blocks).
         """
         return None
 

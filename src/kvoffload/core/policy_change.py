@@ -120,7 +120,9 @@ class Handover(CompiledPolicy):
 
 @inline
 def _forget(own: State, slot: int) -> None:
-    """Record that a block left the old policy's order; if the new policy has it, collect it in `removed`."""
+    """Record that a block left the old policy's order; if the new policy has the block, add the block to
+    `removed`.
+    """
     taken = own.taken
     if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
@@ -209,7 +211,7 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks that one call used or stored, at most ``len(slots)``.
+    """Remove the coldest recent blocks: at most ``len(slots)`` blocks, which one call used or stored.
 
     Writes the blocks to the end of `slots`, the coldest block last. Returns their number.
     """
@@ -297,7 +299,7 @@ class PolicyChange:
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
 
     def advance(self, cache: Cache, num_blocks: int) -> bool:
-        """Add about `num_blocks` blocks to the new policy, coldest first; return True if it has all."""
+        """Add about `num_blocks` blocks to the new policy, coldest first; return True at the end."""
         assert isinstance(self.policy, Handover)
         num_blocks = self._advance_readers(self.policy.state.taken, cache, num_blocks)
         recent = self.policy.state.taken.recent
@@ -310,9 +312,9 @@ class PolicyChange:
         return not self._readers and not recent.size(0)
 
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
-        """Add blocks that were not used since the change began to the new policy.
+        """Add blocks to the new policy that no request has used since the change began.
 
-        Returns `num_blocks` less the cost of this call, in blocks.
+        Returns `num_blocks` minus the cost of this call, which is measured in blocks.
         """
         taken.allow(num_blocks)
         while num_blocks > 0 and taken.visits_left > 0 and self._readers:

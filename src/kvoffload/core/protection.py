@@ -15,9 +15,10 @@ from kvoffload.structures.jit import kernel
 
 
 class Protected:
-    """The slots that must not be evicted: free, in flight, pinned, of the storing request, or spared.
+    """The slots that must not be evicted.
 
-    Spared slots hold expected blocks, or blocks that quotas protect. Policies in Python test ``slot in
+    These are free slots, slots in flight, pinned slots, slots of the storing request, and spared slots. A
+    spared slot holds an expected block, or a block that a quota protects. Policies in Python test ``slot in
     protected``; compiled policies call `state.evictable`. Valid during one call of `EvictionPolicy.replace`.
 
     Attributes:
@@ -26,7 +27,7 @@ class Protected:
         one_prefix: True if the new blocks follow one another in one request, so that each block needs the
             blocks before it.
         admitted: True if the policy may refuse none of the new blocks.
-        cache, path: manager and request, for kernels.
+        cache, path: the state of the manager and of the storing request, for kernels.
     """
 
     __slots__ = ("admitted", "cache", "entering", "one_prefix", "path")
@@ -43,7 +44,8 @@ class Protected:
     def is_quiet(self) -> bool:
         """True if the policy should not learn from this store.
 
-        Only with quotas: a tenant replaces its own blocks, more of them than its part of the cache justifies.
+        Only possible with quotas: the storing tenant replaces only its own blocks, and stores more blocks
+        than its part of the cache justifies.
         """
         return bool(_is_quiet(self.cache))
 

@@ -27,13 +27,13 @@ SCRATCH = 2
 SMALLEST_ROOM = 16
 
 AGAIN = -(1 << 60)
-"""Results below AGAIN are `FULL`, the path is too small for the batch, or `WRONG`, a key is invalid. Nothing
-has changed; the caller calls `make_room` and tries again."""
+"""Results below AGAIN are errors. `FULL`: the path is too small for the batch. `WRONG`: a key is invalid.
+Nothing has changed; the caller calls `make_room` and tries again."""
 FULL, WRONG = AGAIN - 1, AGAIN - 2
 
 
 class Used(Struct):
-    """The resident blocks that a request uses, for a policy's `access`: `count` rows of both arrays."""
+    """The resident blocks that a request uses, for a policy's `access`. The first `count` rows are valid."""
 
     slots: I32Array
     reused: BoolArray
@@ -48,11 +48,12 @@ class Path(Struct):
         records: shape ``(room, 3)``, uint64: hash, slot hint and flags of each key.
         positions: int32: path positions of the current batch.
         used: the blocks that the current batch uses.
-        found: int32: slots of the blocks that a policy's `observe` or `finished` reads, or ABSENT; codes of
-            the blocks that `kernels.count_misses` has counted.
+        found: int32. For a policy's `observe` and `finished`: the slot of each block, or ABSENT. After
+            `kernels.count_misses`: the code of each counted block.
         length: number of keys on the path.
         observed: number of leading keys that a compiled policy has observed.
-        on_device: number of leading blocks that the device holds: path position of the first looked-up block.
+        on_device: number of leading blocks that the device holds, so the path position of the first looked-up
+            block.
         was_asked: 1 after the first lookup.
         label: number of the request's hints (`hints.Labels`).
         num_expected: number of leading keys that are expected while the request waits in the engine's queue.
@@ -113,8 +114,8 @@ class RequestContext:
         memory: a `Path`, for the manager's kernels.
         room: number of keys that fit before the path grows.
         unpacked_keys: single keys that were looked up and are not yet on the path.
-        observed: number of leading keys that policy and admission rule in Python have observed.
-        num_observations: number of calls that reported these keys to policy and admission rule.
+        observed: number of leading keys that were reported to a policy in Python and to the admission rule.
+        num_observations: number of calls that reported these keys.
         hints: labels from the engine.
         owner: the manager. Slot hints are valid only in this manager.
     """

@@ -25,10 +25,10 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Visits that a reader may spend for each block to return. Passing a block of a list costs 1 visit. Taking a
-block from a heap, or ending a pass over a list, costs `_VISITS` visits."""
+"""Budget of a reader for each block that the caller requests, in visits. Passing a block of a list costs 1
+visit. Taking a block from a heap, or ending a pass over a list, costs `_VISITS` visits."""
 _COPY_VISITS = _VISITS // 2
-"""Visits to copy a rank of a heap."""
+"""Visits that the copy of one rank of a heap costs."""
 _NO_CURSOR = -1
 
 
@@ -42,7 +42,8 @@ class Taken(Struct):
         cursor: the last block that the reader has passed, or `_NO_CURSOR`.
         cursor_stamp: the stamp of the block at the cursor; -1 if that block was not recent.
         at_end: 1 if a list has no further block.
-        visits_left: number of visits that the readers may still spend. A reader can exceed it by `_VISITS`.
+        visits_left: number of visits that the readers may still spend. A reader can exceed this number by
+            `_VISITS`.
     """
 
     where: I32Array
@@ -116,7 +117,7 @@ class ListsReader:
 
 
 class HeapReader:
-    """Reads the heap of a policy: first copies all ranks, then returns the blocks of least rank first.
+    """Reads the heap of a policy: copies all ranks, then returns the blocks in ascending order of rank.
 
     The ranks can be copied in steps, because a block's rank changes only when the block is used.
     """

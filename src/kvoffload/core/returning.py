@@ -18,7 +18,7 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the two lists, each with room for one key per slot of the tier; no room unless `is_needed`.
+    """Create the two lists. Each has room for one key per slot of the tier, or no room unless `is_needed`.
 
     The room suffices for a device with as many blocks as the tier. With a larger device the least recently
     used keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
@@ -28,7 +28,7 @@ def known_keys(index: Index, is_needed: bool) -> KeyLists:
 
 @inline
 def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: bool) -> None:
-    """Record a use of the block with key ``batch[row]``; `again` marks the block as reused at its first use.
+    """Record a use of the block with key ``batch[row]``. If `again`, even a first use counts as a reuse.
 
     Cost: one index probe, and another if a key must be forgotten for a new key.
     """

@@ -101,9 +101,10 @@ class Slots(Struct):
         _free(self.memory, slots[idle])
 
     def withhold(self, count: int) -> SlotArray:
-        """Condemn `count` free slots, the last in the order of use, until `release`; return these slots.
+        """Condemn `count` free slots until `release`; return these slots.
 
-        The slots stay condemned after a `reset`, unless `drop_in_flight`.
+        Chooses the free slots that would be used last. The slots stay condemned after a `reset`, unless
+        `drop_in_flight`.
         """
         taken = self.stack[:count].copy()
         self.stack[: self.num_free - count] = self.stack[count : self.num_free].copy()

@@ -137,12 +137,12 @@ class Pinned(Struct):
 
 
 def blank_store(num_blocks: int, key_bytes: int) -> Any:
-    """Return memory for an `Entering` of at least `num_blocks` blocks."""
+    """Allocate the memory of an `Entering` with room for `num_blocks` blocks or more."""
     return bytearray(_blank_store((num_blocks - 1).bit_length(), key_bytes))
 
 
 def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
-    """Create an `Entering` of these keys and slots, of which the first `num_given` slots are assigned."""
+    """Create an `Entering` with these keys and slots. Only the first `num_given` slots are assigned."""
     count = len(slots)
     new = Entering.over(blank_store(count, keys.key_bytes))
     new.keys[:count], new.slots[:count] = keys.words, slots
@@ -151,7 +151,7 @@ def entering(keys: Keys, slots: SlotArray, num_given: int) -> Entering:
 
 
 def blank_load(num_blocks: int) -> Any:
-    """Return memory for a `Pinned` of at least `num_blocks` blocks."""
+    """Allocate the memory of a `Pinned` with room for `num_blocks` blocks or more."""
     return bytearray(_blank_load((num_blocks - 1).bit_length()))
 
 
@@ -220,7 +220,7 @@ def note_move(cache: Cache, slot: int) -> None:
 
 @inline
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
-    """Return the coldest evictable block from `slot` towards the head of a list, or the sentinel.
+    """Search a list from `slot` towards the head; return the first evictable block, or the sentinel.
 
     With quotas, a search from the tail resumes after blocks that an earlier search has skipped. So a compiled
     policy must call `note_move` when `replace` moves a block to the head of its list.
@@ -230,7 +230,7 @@ def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sen
 
 @inline
 def coldest_of(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int, key: int) -> int:
-    """Return as `coldest_evictable`; `key` identifies the list among all lists of the policy."""
+    """Search as `coldest_evictable`. `key` identifies the list among all lists of the policy."""
     if cache.spares & SPARES_TENANTS != 0:
         return _coldest_of_givers(cache, path, links, slot, sentinel, key)
     while slot != sentinel and not evictable(cache, path, slot):

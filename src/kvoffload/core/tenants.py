@@ -26,8 +26,9 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limit of learning from a tenant beyond its minimum, as a part of all offered blocks: `LEARNT_PART` times
-the tenant's part of the cache, plus `LEARNT_ALWAYS` for tenants without blocks."""
+"""Limit of learning from a tenant that exceeds its minimum. The policy learns at most from a part of all
+offered blocks: `LEARNT_PART` times the tenant's part of the cache, plus `LEARNT_ALWAYS`. So a policy also
+learns from a tenant without blocks."""
 UNSURE = -1
 """Result of `room_of_store`: the room is unknown until `on_path` is counted."""
 
@@ -266,7 +267,10 @@ def largest_part(tenants: Tenants, owner: int, most: int) -> int:
 
 @inline
 def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> int:
-    """Return the room of a store of a tenant at its maximum; set `givers` and `usable_free`."""
+    """Compute the room for a store of tenant `owner` that may evict only this tenant's blocks.
+
+    Returns the number of blocks, at most `wanted`. Also sets `givers` and `usable_free` of `tenants`.
+    """
     tenants.usable_free = min(num_free, max(np.int64(0), tenants.max[owner] - tenants.held[owner]))
     tenants.givers = np.int64(1) << np.int64(owner)
     own = tenants.evictable[owner] - tenants.on_path[owner]
@@ -275,12 +279,14 @@ def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> in
 
 @inline
 def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
-    """Return how many of `wanted` new blocks of a tenant have room; set `givers` and `usable_free`.
+    """Return how many of `wanted` new blocks of tenant `owner` have room.
 
-    The victims come from the first source with enough blocks: tenants that no longer exist; other tenants, if
-    the store leaves its tenant below the minimum; the tenant itself and all tenants with a surplus. A tenant
-    that would exceed its maximum evicts its own blocks, or stores up to the maximum if this stores more. If
-    there is no room for all blocks, the largest part is stored.
+    Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first of three
+    sources that has enough blocks: (1) tenants that no longer exist; (2) other tenants with a surplus, if
+    after the store `owner` is still within its minimum; (3) `owner` and all other tenants with a surplus. A
+    tenant that would exceed its maximum evicts only its own blocks. If a store that ends at the maximum
+    stores more blocks, the tenant stores up to its maximum instead. If there is no room for all blocks, the
+    largest part is stored.
 
     Args:
         margin: upper bound of the evictable blocks on the path, until `on_path` is counted; then 0. With a
@@ -327,7 +333,7 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 
 @inline
 def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
-    """Make a tenant the owner of a pinned block whose owner no longer exists; return False for other blocks.
+    """Make a tenant the owner of a pinned block whose owner no longer exists; return True if that was so.
 
     The caller then calls `forget_places`, because a search may have passed the block.
     """
@@ -386,8 +392,8 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 def forget_places(tenants: Tenants, owner: int) -> None:
     """Forget the search places that may be wrong after a tenant has adopted blocks of orphans.
 
-    These are places with the tenant as a giver but not all orphans as givers. A search with all orphans as
-    givers has passed no block of an orphan, so its places stay valid.
+    A place may be wrong if the givers of its search include the tenant but not all orphans. A search whose
+    givers include all orphans has passed no block of an orphan, so its places stay valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]

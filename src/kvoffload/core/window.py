@@ -7,7 +7,7 @@ _DECAY = 0.99
 
 
 class Window:
-    """The window's size: the largest number of blocks that the device dropped in a recent step, with decay.
+    """The window's size: the largest number of blocks that the device dropped in one step. Decays over steps.
 
     Args:
         smallest: lower limit of the size: the blocks that one step may allocate.
