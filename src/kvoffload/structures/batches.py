@@ -25,7 +25,10 @@ _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 
 class KeyBatchType(nb.Type):
-    """numba's type of a batch: its address, its length (keys of a list, else bytes), and a flag for lists."""
+    """numba's type of a batch: its address, its size, and a flag for lists.
+
+    The size is the number of keys of a list, or the number of bytes of packed keys.
+    """
 
     def __init__(self) -> None:
         super().__init__(name="KeyBatch")
@@ -106,7 +109,7 @@ def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
 
 
 def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> Any:
-    """Return the address of a list item's bytes; `WRONG_KEY` unless it is ``bytes`` of length `key_bytes`."""
+    """Return the address of a list item's bytes; `WRONG_KEY` unless the item is ``bytes`` of this length."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _BYTE.as_pointer()

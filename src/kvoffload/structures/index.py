@@ -93,9 +93,9 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 
 def words_with_hash(hashes: U64Array, num_words: int = 1) -> U64Array:
-    """Return for each hash a packed key with this hash: shape ``(len(hashes), num_words)``.
+    """Return one packed key for each of these hashes: shape ``(len(hashes), num_words)``.
 
-    All words but the first are 0. Among keys of one word, no other key has this hash.
+    All words but the first are 0. Among keys of one word, only the returned key has the hash.
     """
     words = np.zeros((len(hashes), num_words), np.uint64)
     with np.errstate(over="ignore"):
@@ -135,7 +135,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`, or, for an absent key, its empty bucket."""
+    """Return the bucket of the key `batch[row]` with hash `h`, or the empty bucket for an absent key."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)

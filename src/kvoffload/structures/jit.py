@@ -1,8 +1,9 @@
 """Compilation of kernels, loops over flat arrays, with numba. Only this module configures numba.
 
 The annotations of a kernel are its one signature. A kernel is compiled before it is needed, never inside a
-request: in about a second the first time, in milliseconds from the wheel (`shipped`) or from numba's on-disk
-cache (`kernel_cache`). A call with other types fails instead of compiling silently.
+request. Compilation takes about a second. Later starts load the kernel in milliseconds, from the wheel
+(`shipped`) or from numba's on-disk cache (`kernel_cache`). A call with other types fails instead of compiling
+silently.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ _HAS_FILES = kernel_cache.prepare(is_needed=not _SHIPPED.is_usable)
 class Kernel:
     """A function that is compiled on first use, together with all other registered kernels.
 
-    Constructors of managers and pools call `compile_all`, so that nothing is compiled inside a request, and a
+    Constructors of managers and pools call `compile_all`, so that nothing is compiled inside a request. A
     command that needs no kernel compiles none. After compilation the machine code replaces this object in its
     module.
     """

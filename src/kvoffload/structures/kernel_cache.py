@@ -107,7 +107,7 @@ def _copy(kernel: Path, kept: Path) -> None:
 
 
 def _places() -> Iterator[tuple[Path, Path]]:
-    """Yield every directory of the package with numba's cache directory for its files."""
+    """Yield pairs: a directory of the package, and numba's cache directory for the kernels in it."""
     for directory in sorted({source.parent for source in _PACKAGE.rglob("*.py")}):
         if _config.CACHE_DIR:
             # numba's naming scheme. If it changes, the kernels are compiled and cached again.
@@ -169,8 +169,8 @@ def _can_write(directory: Path) -> bool:
 def digest_of_sources() -> str:
     """Hash all files with kernels, or with helpers that are compiled into kernels.
 
-    numba checks only the file of the kernel itself. After an edit of `lists.py`, or an upgrade, a policy
-    would keep running old code.
+    numba checks only the file of the kernel itself. Without this hash, a policy would run old code after an
+    edit of `lists.py` or an upgrade.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):

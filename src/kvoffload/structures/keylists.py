@@ -17,7 +17,7 @@ from kvoffload.structures.structs import Struct
 class KeyLists(Struct):
     """At most `capacity` keys in `num_lists` lists, most recent first.
 
-    One further list holds the spare positions. Memory: 28 bytes a key, and the key.
+    One further list holds the spare positions. Memory: for each key 28 bytes and the key's length.
     """
 
     index: Index

@@ -55,7 +55,7 @@ class Keys(Sequence[bytes]):
 
     @property
     def digests(self) -> KeyDigests:
-        """Shape ``(len(keys),)``, uint64: `digests_of` the keys. Computed once for a batch and its parts."""
+        """The digest of each key (`digests_of`): shape ``(len(keys),)``, uint64. Computed on first access."""
         if self._digests is None:
             from kvoffload.structures.digests import digests_of  # here, because it imports numba
 

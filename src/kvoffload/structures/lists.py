@@ -120,10 +120,10 @@ def push_all(links: I32Matrix, sentinel: int, positions: I32Array, count: int) -
 
 @inline
 def push_marked(links: I32Matrix, sentinel: int, marked: int, positions: I32Array, count: int) -> None:
-    """Put positions at the heads of two lists, as `push_all`.
+    """Add each of the first `count` unlisted `positions` to one of two lists, in the order of `push_all`.
 
-    A marked position, written as ``~position``, joins the list with the sentinel `marked`; the mark is
-    removed.
+    A marked position, written as ``~position``, joins the list with the sentinel `marked`, and its mark is
+    removed. Any other position joins the list with the sentinel `sentinel`.
     """
     for i in range(count - 1, -1, -1):
         if positions[i] < 0:

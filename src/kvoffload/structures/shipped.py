@@ -49,7 +49,8 @@ class _Entry(NamedTuple):
 
 
 class Shipped:
-    """The kernels of one file, or no kernels and the reason.
+    """The kernels of one file. If the file cannot be used, there are no kernels, and `why_not` has the
+    reason.
 
     Attributes:
         path: the file.
@@ -67,7 +68,7 @@ class Shipped:
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
         """Return the compiled function from the file, as numba's compilation result; None if not available.
 
-        A damaged file is never fatal: this logs a warning, and numba compiles the kernel. Cost: 5 ms.
+        A damaged file is never fatal: this method logs a warning, and numba compiles the kernel. Cost: 5 ms.
         """
         entry = self._entries.get(name_of(function, signature)) if self._entries else None
         if entry is None:
@@ -91,7 +92,7 @@ class Shipped:
 
 
 class KernelCache(caching.NullCache):
-    """numba's cache of one kernel: shipped kernels, then numba's files, then the compiler.
+    """numba's cache of one kernel. Looks first in the shipped kernels, then in numba's files.
 
     Args:
         function: the kernel.
@@ -204,7 +205,7 @@ def _identity(sources: str) -> dict[str, Any]:
 
 
 def host_suffices() -> bool:
-    """Return whether this processor has the baseline's features, and no setting asks for another one."""
+    """Return whether this processor has the baseline's features, and no setting selects another one."""
     if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
         return False
     try:

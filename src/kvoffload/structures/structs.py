@@ -125,7 +125,7 @@ class Struct:
 
         Args:
             memory: 8 bytes for each word of the struct.
-            parts: by field name, the arrays in the new memory and the nested structs, already moved.
+            parts: the arrays and nested structs of this struct, by field name, already in the new memory.
             copy: True to write this struct's numbers to the memory; False to use the numbers in the memory.
         """
         old_words = self._words
@@ -161,7 +161,7 @@ class Struct:
         Pass ``bytearray(blank)`` to kernels; read it through `over`.
 
         Args:
-            shapes: the shape of each array; for a struct, a dictionary of its shapes.
+            shapes: the shape of each array; for a nested struct, a dictionary of the shapes of its arrays.
         """
         pieces = [bytearray(8 * cls.num_words)]
         words = memoryview(pieces[0]).cast("q")
@@ -205,7 +205,7 @@ class Struct:
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """Return an array of a struct in memory from `blank`, or its first `count` rows."""
+        """Return an array of a struct in memory from `blank`: its first `count` rows, or all rows if -1."""
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
         at += start // 8
