@@ -23,8 +23,8 @@ class TinyLFUAdmission(Admission):
     The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
     that holds all its traffic rejects no block, and a large cache fills at once.
 
-    Differs from the paper, where a block enters if it is more frequent than its victim, because a rule for
-    every policy does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
+    Differs from the paper, where a block enters if it is more frequent than its victim. This rule works with
+    every policy, so it does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
     A hash collision can only admit a block too early. While counts are being halved, the rule may admit a
     block and reject its parent; `leading` ends the run at the parent, so no block enters without its parent.

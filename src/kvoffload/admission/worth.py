@@ -20,8 +20,9 @@ MOST_COUNTED = 16
 _PRICED_EVERY = 2_000
 """References between two calculations of the price."""
 _MEMORY, _PACE_MEMORY = 0.998, 0.98
-"""Decay factors of older references, at each calculation of the price. `_MEMORY`: for the expected uses, to
-1/e within a million references. `_PACE_MEMORY`: for offers and earnings, to 1/e within a hundred thousand."""
+"""Each calculation of the price multiplies the counts of older references by these factors. `_MEMORY`, for
+the expected uses, decays a count to 1/e within a million references. `_PACE_MEMORY`, for offers and earnings,
+decays a count to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
@@ -35,9 +36,9 @@ class WorthAdmission(Admission):
 
     The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. Uses that the
     cache in front serves are not counted, because the tier does not serve them. A block enters if its
-    expected uses reach a threshold, the *price*. The price is the highest at which writing all recently
-    offered blocks at or above the price would have spent the recent earnings of the budget. Blocks above the
-    price enter; blocks at the price enter only while more than a reserve of the budget is left. The budget is
+    expected uses reach a threshold, the *price*. The recent earnings of the budget would have paid for all
+    recently offered blocks above the price, but not also for the blocks at the price. Blocks above the price
+    enter; blocks at the price enter only while more than a reserve of the budget is left. The budget is
     therefore spent evenly on the best blocks, and users configure no threshold.
 
     More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
@@ -133,7 +134,8 @@ class WorthAdmission(Admission):
         self._references = self._price_at = 0
         self._has_budget = False
         self._least = self._full_price = 1
-        """Requests that a block needs: while more than the reserve is left, and otherwise."""
+        """Number of requests that a block needs: `_least` while more than the reserve is left, `_full_price`
+        otherwise."""
 
     def _set_price(self) -> None:
         """Update the expected uses and the price, then decay the counts of old references."""
@@ -164,7 +166,9 @@ class WorthAdmission(Admission):
         self._earned *= _PACE_MEMORY
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
-        """Return for each block the number of requests, and whether the caches in front lacked the block."""
+        """Return two arrays: the number of requests for each block, and True where the caches in front lacked
+        it.
+        """
         counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
         _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)
         return counts, missed
