@@ -137,7 +137,7 @@ def _a1in_provides(own: State) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path) -> int:
-    """Evict a block, with a ghost if the block was in A1in.
+    """Evict a block, and leave a ghost if the block was in A1in.
 
     Returns the slot, or ABSENT if no block is evictable.
     """

@@ -137,7 +137,7 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _learn(own: State, ghost: int) -> bool:
-    """Process a miss: adapt the target for a ghost, else enforce the bounds (cases II to IV).
+    """Process a miss. With a ghost, adapt the target; without a ghost, enforce the bounds (cases II to IV).
 
     Returns False if the victim must come from T1 without a ghost.
     """
@@ -164,7 +164,7 @@ def _learn(own: State, ghost: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
-    """Evict `victim`; with `keeps_ghost`, add its key to B1 or B2, after dropping a ghost if `c` are held."""
+    """Evict `victim`. With `keeps_ghost`, add its key to B1 or B2; if `c` ghosts exist, drop one first."""
     c, sizes = own.lists.num_positions, own.ghosts.lists.links
     if keeps_ghost:
         if sizes[sizes.shape[0] - 1, LIST] == 0:

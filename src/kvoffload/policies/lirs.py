@@ -43,7 +43,7 @@ class State(Struct):
         gone: ghosts, the keys of evicted blocks.
         used_at: time of the last use of each block.
         gone_used_at: time of the last use of each ghost.
-        clock: the current time, a number of uses and stores of blocks.
+        clock: the current time: the number of uses and stores of blocks so far.
         max_lir: largest number of LIR blocks.
         new_lir: number of blocks of the current batch that become LIR. Their slots are marked
             (`push_marked`) until they enter the lists, after the batch's last victim was chosen.
@@ -133,9 +133,9 @@ class LIRS(CompiledPolicy):
 
 @inline
 def _bottom(own: State) -> int:
-    """Return the last use of the coldest LIR block, or NO_BOTTOM without LIR blocks; never decreases.
+    """Return the time of the last use of the coldest LIR block; NO_BOTTOM if there is no LIR block.
 
-    Keys used later are in S.
+    This time never decreases. Keys that were used later are in S.
     """
     lir = own.lists.num_positions + LIR
     coldest = own.lists.links[lir, PREV]

@@ -155,7 +155,7 @@ def _provider(own: State) -> int:
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Return True, and reduce the block's use count, if its uses spare the block from eviction."""
+    """Check whether a block's uses spare it from eviction. If so, reduce its use count and return True."""
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False
@@ -166,7 +166,7 @@ def _is_spared(own: State, slot: int, queue: int) -> bool:
 
 @inline
 def _evict(own: State, cache: Cache, path: Path, queue: int) -> int:
-    """Evict a block, with a ghost if the block was in S; spared blocks move to the head of M.
+    """Evict a block, and leave a ghost if the block was in S. Spared blocks move to the head of M.
 
     Returns the slot, or ABSENT if no block is evictable.
     """

@@ -195,7 +195,10 @@ def _main_has_room(own: State) -> bool:
 
 @inline
 def _defender(own: State, cache: Cache, path: Path) -> int:
-    """Return the coldest evictable block of the main cache, on probation if possible, or ABSENT."""
+    """Return the coldest evictable block on probation, else the coldest evictable protected block.
+
+    Returns ABSENT if the main cache has no evictable block.
+    """
     slot = next_victim(cache, path, own.lists, PROBATION)
     return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
 
@@ -209,7 +212,7 @@ def _wins(own: State, candidate: int, defender: int) -> bool:
 
 @inline
 def _victim(own: State, cache: Cache, path: Path) -> int:
-    """Choose the next victim, and move winners of duels to the main cache; ABSENT: no block is evictable."""
+    """Move winners of duels to the main cache; return the next victim, or ABSENT if no block is evictable."""
     may_grow = True
     while True:
         candidate = next_victim(cache, path, own.lists, WINDOW)

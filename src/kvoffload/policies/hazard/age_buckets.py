@@ -1,4 +1,4 @@
-"""Age buckets, the index of tables over the time since a block's last use.
+"""Age buckets: ranges of the time since a block's last use. They number the columns of tables.
 
 The unit of time is one block reference that a policy has observed. Owns no clock.
 """

@@ -44,12 +44,12 @@ class History(Struct):
         counts: use count of each position.
         gaps: typical gap of each position, in octaves; negative if unknown.
         last: time of the last use of each position.
-        labels: label of the last request of each position.
+        labels: label of the last request that used the key at each position.
         label: label of the current request.
         shadow: the keys that LRU would hold.
         inherited: the gap for new blocks of the current request.
-        places: previous positions of the current path's blocks from row `start` to row `end`, or ABSENT.
-            Blocks from row `end` on exceed the capacity and are not recorded.
+        places: for the rows `start` to ``end - 1`` of the current path, the position of each key before this
+            request, or ABSENT. Rows from `end` on exceed the capacity and are not recorded.
 
     Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
     """
@@ -147,7 +147,9 @@ def begin_path(history: History, path: U64Matrix, start: int, label: int, now: i
 
 @inline
 def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
-    """Record a use of the block ``path[row]`` with hash `h`; return its position, or ABSENT from `end` on."""
+    """Record a use of the block ``path[row]`` with hash `h`; return its position, ABSENT for rows from `end`
+    on.
+    """
     if row >= history.end:
         return np.int64(ABSENT)
     keys, links = history.keys, history.keys.lists.links
@@ -186,7 +188,7 @@ def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
 
 @inline
 def class_at(history: History, place: int) -> int:
-    """Return the class of the key at a position, or for ABSENT the class of a new block of this request."""
+    """Return the class of the key at a position. For ABSENT: of a new block of this request."""
     if place == ABSENT:
         return np.int64(_class_of(1, history.inherited, history.label))
     return np.int64(_class_of(history.counts[place], history.gaps[place], history.labels[place]))
@@ -194,7 +196,7 @@ def class_at(history: History, place: int) -> int:
 
 @inline
 def classify(history: History, keys: U64Matrix, row: int, now: int) -> tuple[int, int]:
-    """Return class and last use of the key ``keys[row]``; an unknown key counts as new and used now."""
+    """Return the class and last use of the key ``keys[row]``. An unknown key counts as new and used now."""
     place = find(history.keys.index, keys, row, hash_row(keys, row))
     if place == ABSENT:
         return np.int64(0), np.int64(now)

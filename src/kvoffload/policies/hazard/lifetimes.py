@@ -20,20 +20,23 @@ from kvoffload.structures.structs import Struct
 PRIOR_WEIGHT = 50.0
 """Number of observed keys that weigh as much as the estimate of the parent group."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""Prior weight for classes that differ only in their label. Larger, because labels may be wrong."""
+"""Prior weight for classes that differ only in their label; larger than `PRIOR_WEIGHT`, as labels may be
+wrong."""
 ENTERING = 0.05
-"""Cost of an insertion as slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
+"""Cost of an insertion: a slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
 high worth for a very short time would evict each other."""
 _ALL, _GROUP, _PARENT = 0, 2, 4
 """First row of each pair of rows in `Lifetimes.sums`."""
 
 
 class Lives(Struct):
-    """The sampled keys with an open life: the interval from a use, or a request's end, to the next use.
+    """The sampled keys with an open life.
+
+    A life of a key is the interval from a use of the key, or from the end of a request, to the next use.
 
     Attributes:
-        keys: a list for each age bucket, ordered by start time, and a last list of the stopped lives, whose
-            keys a waiting request expects.
+        keys: one list of lives for each age bucket, ordered by start time. A last list has the stopped lives:
+            a waiting request expects their keys.
         class_of: class of each life.
         began: start time of each life.
         stopped: age bucket in which each stopped life was stopped.
@@ -80,7 +83,8 @@ class Lifetimes(Struct):
             consecutive classes among them differ only in their label.
         capacity_blocks: capacity of the cache; determines the sampling rate.
         sample_capacity: keys in the sample.
-        half_life: references after which evidence counts half; raised to four times the capacity.
+        half_life: number of references after which evidence counts half; at least four times the capacity is
+            used.
 
     Attributes:
         begun: lives since the last use.
@@ -89,8 +93,9 @@ class Lifetimes(Struct):
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
         hazard, worth: same shape: the estimates as of time `evaluated`.
         next_evaluation: time of the next `evaluate`.
-        sums: scratch of `evaluate`, three pairs of rows with reuses and exposures: for all classes, for the
-            classes with one use count, and for the classes that differ only in their label.
+        sums: scratch memory of `evaluate`: three pairs of rows. Each pair has the reuses and the exposures
+            (1) of all classes, (2) of the classes with one use count, (3) of the classes that differ only in
+            their label.
 
     Cost: for one in `sampled_one_in` keys, an index probe and a few writes; every 16,384 references O(classes
     * ages^2), 0.2 ms. Memory: 3 MB and 60,000 keys.
@@ -231,7 +236,7 @@ def live_on(
 ) -> None:
     """Record a use of the block ``path[row]`` with hash `h`, and begin a life in its new class.
 
-    If `asked` is False, because the device served the block, the previous life does not count as reused.
+    `asked` is False if the device served the block. Then the previous life does not count as reused.
     """
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
@@ -252,7 +257,7 @@ def live_on(
 def live_after(
     lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
 ) -> None:
-    """Begin a life at the end of the request that used ``path[row]``; the class includes the label."""
+    """Begin a life at the end of the request that used ``path[row]``. `block_class` includes its label."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     ended = lifetimes.ended
@@ -271,7 +276,7 @@ def stop(lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, now: int
 
 @inline
 def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None:
-    """Add the evidence of the classes `start` to `stop` to two rows of `sums`."""
+    """Add the evidence of the classes `start` to ``stop - 1`` to the rows `row` and ``row + 1`` of `sums`."""
     reused, exposed, sums = lifetimes.reused, lifetimes.exposed, lifetimes.sums
     for block_class in range(start, stop):
         for age in range(NUM_AGES):
@@ -281,7 +286,9 @@ def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None
 
 @inline
 def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
-    """Start the sums at `row` with `PRIOR_WEIGHT` exposures, at the estimate of the group at row `prior`."""
+    """Initialize the sums at `row` with a prior: `PRIOR_WEIGHT` exposures with the estimate of the group at
+    `prior`.
+    """
     sums = lifetimes.sums
     for age in range(NUM_AGES):
         sums[row, age] = PRIOR_WEIGHT * (sums[prior, age] / sums[prior + 1, age])
@@ -356,7 +363,7 @@ def _has_equal_hazard(lifetimes: Lifetimes, one: int, other: int) -> bool:
 
 @inline
 def _set_worth(lifetimes: Lifetimes) -> None:
-    """Compute the worth of all classes, once for neighbouring classes with equal estimates.
+    """Compute the worth of all classes. Neighbouring classes with equal estimates share one computation.
 
     A class with a label but no evidence gets the worth of its class without a label.
     """

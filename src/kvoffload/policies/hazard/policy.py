@@ -419,7 +419,10 @@ def _worth(own: State, block_class: int, last: int) -> float:
 
 @inline
 def _propose(own: State, block_class: int, slot: int) -> None:
-    """Set the candidate of a class to `slot`; the list's sentinel means no candidate, of infinite worth."""
+    """Set the candidate of a class to `slot`.
+
+    If `slot` is the list's sentinel, the class has no candidate, and its score is infinite.
+    """
     is_block = slot < own.lists.num_positions
     own.cursors[block_class] = slot
     own.scores[block_class] = _worth(own, block_class, own.last[slot]) if is_block else np.inf
@@ -447,7 +450,10 @@ def _find_candidates(own: State, cache: Cache, path: Path) -> None:
 
 @inline
 def _lowest(own: State) -> int:
-    """Return the class of the candidate with the lowest worth, then the earliest last use; ABSENT if none."""
+    """Return the class of the candidate with the lowest worth; ABSENT if there is no candidate.
+
+    Among equal worths, the candidate with the earliest last use is chosen.
+    """
     scores, cursors, last, lowest, score, time = (
         own.scores,
         own.cursors,
@@ -476,7 +482,7 @@ def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
 
 @inline
 def _take_victim(own: State, cache: Cache, path: Path, lowest: int) -> int:
-    """Evict the deepest block of the candidate's run, or the candidate if the deepest is protected."""
+    """Evict the deepest block of the candidate's run; if that block is protected, evict the candidate."""
     links, victim = own.lists.links, own.cursors[lowest]
     deepest = deepest_of_run(own.runs, victim)
     if evictable(cache, path, deepest):

@@ -13,8 +13,9 @@ from kvoffload.structures.structs import Struct
 class ShadowLRU(Struct):
     """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
 
-    Counts the blocks served to each request: the leading run of held blocks behind the device's blocks. For
-    each request call `compare` for each block, from last to first, then `end_path`.
+    Counts the blocks that are served to each request. These are the held blocks from the end of the device's
+    blocks to the first missing block. For each request call `compare` for each block, from last to first,
+    then `end_path`.
 
     Args:
         num_keys: positions of the history.
@@ -72,10 +73,11 @@ def shrink_to_capacity(shadow: ShadowLRU) -> None:
 
 @inline
 def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_victim_tier: int) -> None:
-    """Record a use of the key at `position`, whose block the policy holds (`is_held`) or not.
+    """Record a use of the key at `position`.
 
-    `asked` is False if the device served the block. LRU stores the blocks that it misses. In a victim tier a
-    used block leaves for the device, and returns when the device drops it.
+    `is_held`: True if the policy holds the block. `asked`: False if the device served the block, which then
+    does not count. LRU stores the blocks that it misses. In a victim tier a used block leaves for the device,
+    and returns when the device drops it.
     """
     if asked:
         is_in_lru = shadow.blocks.links[position, LIST] != UNLISTED
