@@ -26,7 +26,7 @@ STREAM_FROM_BYTES = 16 * 1024
 
 
 STREAM_PARTS_FROM_BYTES = 2 * 1024
-"""Smallest part of a block that bypasses the caches: one call copies many parts."""
+"""Smallest part of a block that bypasses the caches. The limit is lower because a call copies many parts."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -107,9 +107,10 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 
 
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Split a copy into runs of rows that are consecutive on both sides; returns ``starts``, ``(runs + 1,)``.
+    """Split a copy into runs of rows that are consecutive on both sides.
 
-    Run `r` consists of the positions from ``starts[r]`` to before ``starts[r + 1]``; the last start is `n`.
+    Returns ``starts``, shape ``(runs + 1,)``. Run `r` has the positions ``starts[r]`` to ``starts[r + 1] -
+    1``. The last entry of ``starts`` is the number of rows.
     """
     breaks = (src_rows[1:] - src_rows[:-1] != 1) | (dst_rows[1:] - dst_rows[:-1] != 1)
     inner = np.flatnonzero(breaks) + 1

@@ -39,7 +39,9 @@ RowsArray = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """The copy plan of a batch: `starts` of its runs (see `coalesce`); `gathered`, True to gather blocks."""
+    """The copy plan of a batch. `starts`: see `coalesce`. `gathered`: True to gather the blocks on the
+    device.
+    """
 
     starts: RowsArray
     gathered: bool
@@ -64,8 +66,8 @@ class CudaEngine:
     transfer: call `wait`, or check `done`, before launching work that reads the rows of a load or overwrites
     the rows of a store.
 
-    A gathered store ends with a copy on the host, at memory speed. It runs in the first call of `wait`, or of
-    `done` after the bytes have arrived. So call one of them for every transfer.
+    A gathered store ends with a copy on the host, at memory speed. This copy runs in the first call of
+    `wait`, or of `done` after the bytes have arrived. So call `wait` or `done` for every transfer.
 
     A pool is pinned (`cudaHostRegister`, which also populates it) from its first use until `close`, and must
     exist that long: close the engine before the tier. If pinning fails (no memory to pin, read-only memory,
@@ -142,7 +144,9 @@ class CudaEngine:
     def _checked(
         self, device_rows: Rows, pool: Blocks, slots: Rows
     ) -> tuple[RowsArray, RowsArray, Tensor | None]:
-        """Check rows and slots; return rows, slots, and the pool as a pinned tensor, None if not pinned."""
+        """Check rows and slots; return rows, slots and pool. The pool is a pinned tensor, or None if pinning
+        failed.
+        """
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)
@@ -207,7 +211,7 @@ def _indices(rows: RowsArray, device: Tensor) -> Tensor:
 
 
 class _CudaTransfer:
-    """A transfer that is done when the stream has passed this point and `finish`, if any, has run."""
+    """A transfer that is done when the work submitted to the stream is done and `finish`, if any, has run."""
 
     def __init__(self, stream: Stream, finish: Callable[[], None] | None = None) -> None:
         self._passed = torch.cuda.Event(blocking=True)  # a waiting thread sleeps

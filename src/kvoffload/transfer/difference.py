@@ -19,7 +19,8 @@ _TF32_LIMIT = 0.1
 """Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""
 
 RUN_VALUES = 64
-"""Values of a run, for which one difference is computed: about one head of one token, in every layout."""
+"""Number of values in a run. Each run gets one difference. A run is about one head of one token, in every
+layout."""
 _LEAST_SHARE = 0.01
 """Smallest divisor of a run's difference, as a share of the root mean square of the block."""
 

@@ -19,7 +19,8 @@ torch: Any = untyped_torch
 
 
 def submitted_work(device: Any) -> Callable[[], None]:
-    """Return a function that waits for the work submitted to `device` so far, on CUDA to the current stream.
+    """Return a function that waits for the work submitted so far: on CUDA to the current stream, else to the
+    device.
 
     Any thread may call the function. It raises `OSError` if the wait fails.
     """
