@@ -89,8 +89,8 @@ class MisuseError(KVOffloadError, RuntimeError):
 
 
 class GoneError(MisuseError):
-    """A block that was ready but left before the pin, because another process evicted it. Look the block up
-    again. Raised only by managers that processes share.
+    """A block that was ready at its lookup, but that another process evicted before the pin. Look the block
+    up again. Raised only by managers that processes share.
     """
 
 
@@ -114,7 +114,8 @@ class CanaryError(KVOffloadError, RuntimeError):
     """A server that cannot be checked: unreachable, or without a feature that the check needs.
 
     Attributes:
-        status: HTTP status of the reply; None if there was no reply, or not an HTTP error.
+        status: HTTP status of an error reply; None if the server sent no reply, or if the problem is not an
+            HTTP error.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:
