@@ -1,4 +1,4 @@
-"""Formatted bytes, shares and durations: one form for every table, page and message."""
+"""Formats of bytes, shares and durations, the same in all tables, pages and messages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def size(num_bytes: float, base: int = 1024) -> str:
 
 
 def exact_size(num_bytes: int) -> str:
-    """Format bytes: whole megabytes in decimal units, ``64 GB``; other sizes in binary units, ``160 MiB``."""
+    """Format a number of bytes: ``64 GB`` or ``160 MiB``.
+
+    A multiple of 1 MB gets decimal units. Any other size gets binary units.
+    """
     return size(num_bytes, 1000 if num_bytes >= 10**6 and num_bytes % 10**6 == 0 else 1024)
 
 
@@ -35,7 +38,10 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def outside_blocks(share: float | None) -> list[str]:
-    """Return a list of one sentence about the share of prompt tokens in no whole block; [] for None."""
+    """Return one sentence about the prompt tokens that are in no whole block, as a list.
+
+    `share`: the share of these tokens. If `share` is None, the list is empty.
+    """
     if share is None:
         return []
     return [
