@@ -1,6 +1,6 @@
-"""Times to first token with a purchase and without, simulated on the machine of one engine.
+"""Times to first token with and without a purchase, simulated on the machine of one engine.
 
-Owns the choice of the engines, and the machine with purchased drives or servers. The simulation is in
+Chooses the engines to time, and adds purchased drives or servers to the machine. The simulation is in
 `simulate`.
 """
 
@@ -32,23 +32,25 @@ from kvoffload.traces.trace import Trace
 _FORMAT = 2
 """Format of a timed replay in the journal."""
 _SERVER_LATENCY_S = 0.001
-"""Assumed time of a read or write in addition to its transfer: a round trip and the server's work."""
+"""Assumed latency of a read or write, without the transfer of its bytes: a round trip and the server's
+work."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
     """Timed replays of the busiest engine, or of all engines if they share servers or RAM.
 
     Attributes:
-        machine: the engine's machine, whose disk is the purchased SSDs or the connection to the servers; each
-            number has its source.
+        machine: the engine's machine with the source of each number. The machine's disk stands for the
+            purchased SSDs, or for the connection to the servers.
         engines: number of engines that get requests.
         all_engines: True if all engines were timed together.
         requests: requests of the timed engines.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
-        with_offload, without: runs with the recommended purchase and with the GPUs alone. Equal without a
-            purchase.
-        ram_break_even_tokens, ssd_break_even_tokens, server_break_even_tokens: shortest prompt for which
-            loading is faster than computing on an idle machine; null if there is none, or no SSD or server.
+        with_offload, without: the run with the recommended purchase, and the run with the GPUs alone. Both
+            are equal if nothing is purchased.
+        ram_break_even_tokens, ssd_break_even_tokens, server_break_even_tokens: shortest prompt that an idle
+            machine loads faster than it computes. Null if there is no such prompt, or if the purchase has no
+            SSD or server.
     """
 
     machine: Machine
@@ -73,9 +75,9 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
 class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
-    The engine with the most block references is timed. For a row with servers or shared RAM all engines are
-    timed together; shared RAM is timed only on a single host. A fleet's `scale` multiplies the arrival rate
-    of sessions and leaves the caches at full size, because queues depend on the arrival rate.
+    The engine with the most block references is timed. For a row with servers or shared RAM, all engines are
+    timed together. Shared RAM is timed only if there is a single host. Queues depend on the arrival rate. So
+    a fleet's `scale` multiplies the arrival rate of sessions here; the caches have their full size.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
@@ -108,15 +110,15 @@ class Clock:
             raise ConfigError("kv-per-gpu", fleet.kv_bytes_per_gpu, f"{blocks}; {error.allowed}") from None
 
     def can_time(self, row: PlanRow) -> bool:
-        """True unless the engines of several hosts share RAM."""
+        """Return False if the row has shared RAM and the engines are on several hosts, else True."""
         return not (row.shared_ram and self._fleet.hosts > 1)
 
     def outcome(self, row: PlanRow, later: int = 0, *, of_all: bool = False) -> TimedOutcome:
-        """Return the timed replay of a row; without a purchase, the GPUs run alone.
+        """Return the timed replay of a row. A row without a purchase is replayed on the GPUs alone.
 
         Args:
-            later: number of timed replays expected to follow, for the progress.
-            of_all: time all engines, even if the row shares nothing.
+            later: number of timed replays that the caller expects to follow. Used for the progress.
+            of_all: True to time all engines, even if they share neither servers nor RAM.
         """
         of_all |= _shares(row)
         outcome = self.known(row, of_all=of_all)
@@ -143,7 +145,7 @@ class Clock:
         return outcome
 
     def known(self, row: PlanRow, *, of_all: bool = False) -> TimedOutcome | None:
-        """Return the timed replay of a row if it is cached in memory or in the journal, else None."""
+        """Return the cached timed replay of a row, from memory or the journal; None if it is not cached."""
         of_all |= _shares(row)
         cell = Cell(row.purchase, row.setup), of_all
         if cell not in self._known and self._journal is not None:
@@ -153,14 +155,14 @@ class Clock:
         return self._known.get(cell)
 
     def with_wait(self, measured: Measured) -> Measured:
-        """Add the time to first token to a row, if it is known."""
+        """Add the time to first token to a row whose timed replay is cached; return other rows unchanged."""
         outcome = self.known(measured.row)
         if outcome is None:
             return measured
         return replace(measured, row=msgspec.structs.replace(measured.row, ttft_p90_s=outcome.ttft_s.p90))
 
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
-        """Compare the timed replay of `row` with that of `nothing`, the row without a purchase."""
+        """Compare the timed replays of `row` and of `nothing`, which is the row without a purchase."""
         timing, bytes_per_token = self._timing(row), self._fleet.block_bytes / self._trace.block_tokens
         of_all = _shares(row)
         from_ram = timing.machine.break_even_tokens(bytes_per_token)
@@ -259,7 +261,7 @@ def _shares(row: PlanRow) -> bool:
 def clock_of(
     fleet: Fleet, evidence: Evidence, journal: SweepJournal | None, on_progress: OnProgress
 ) -> Clock | None:
-    """Create a clock; None without a machine, or without times in the recording."""
+    """Create a clock. Returns None if the fleet has no machine, or if the recording has no times."""
     if fleet.machine is None or not evidence.duration_s:
         return None
     return Clock(fleet.machine, fleet, evidence, journal, on_progress)

@@ -1,6 +1,6 @@
-"""Endurance of SSDs: the savings that are lost with a write budget at the drives' rating.
+"""Endurance of SSDs: the savings that are lost if a write budget limits writes to the drives' rating.
 
-Knows rows, their measurement and their bound; the search is in `plan.search`.
+Measures rows and computes upper bounds of their savings. The search is in `plan.search`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from kvoffload.tiers.write_budget import DAY_S
 
 
 class Endurance(msgspec.Struct, frozen=True, kw_only=True):
-    """Cost of the drives' rating for one purchase with SSDs.
+    """Savings that one purchase with SSDs loses because writes are limited to the drives' rating.
 
     Attributes:
         row: the row with a write budget at the rating.
         budget_bytes_a_day: bytes per day that the budgets of all engines allow.
         unlimited: share of the prefill that the purchase would save if SSDs did not wear out.
-        unlimited_writes_a_day: drive writes per day at these savings.
+        unlimited_writes_a_day: drive writes per day that the savings `unlimited` would need.
         cost: `unlimited` minus the savings of `row`.
-        bound: upper bound of the savings of any policies and rules with this RAM and write budget, even if
-            they knew the future (`replay.write_bound`).
-        of_bound: gain of `row` over the GPUs alone, as a share of the gain of `bound`.
+        bound: upper bound of the savings with this RAM and write budget. No policy or rule exceeds the bound,
+            even if it knows the future (`replay.write_bound`).
+        of_bound: gain of `row` over the GPUs alone, divided by the gain of `bound` over the GPUs alone.
         ram_alone: savings of the same RAM without SSDs.
-        oracle: savings if an oracle chose the blocks to write, and RAM had the hits that it has without SSDs.
-        of_oracle: gain of `row` over `ram_alone`, as a share of the gain of `oracle`.
+        oracle: savings if an oracle chose the blocks to write to SSDs. RAM is assumed to have the same hits
+            as without SSDs.
+        of_oracle: gain of `row` over `ram_alone`, divided by the gain of `oracle` over `ram_alone`.
     """
 
     row: PlanRow
@@ -51,10 +52,10 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Return the row with a write budget to report; None if no feasible row has a write budget.
+    """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
-    Returns the chosen row if it has a write budget. Otherwise returns the best row of the purchase that would
-    save most if SSDs did not wear out or, if no SSDs wear out, the row that saves most.
+    Returns the chosen row if it has a write budget. Otherwise finds the purchase that would save most if SSDs
+    did not wear out, and returns its best row. If no SSDs wear out, returns the row that saves most.
     """
     if chosen.row.ssd_write_budget:
         return chosen
@@ -111,10 +112,10 @@ def endurance_of(
     evidence: Evidence,
     measure: Callable[[Cell], Measured],
 ) -> tuple[Endurance | None, list[Measured]]:
-    """Compute the cost of the rating, and return it with the rows that this computation measured.
+    """Compute the savings lost through the rating. Also returns the rows measured for this computation.
 
-    Returns None and no rows if no feasible row has a write budget. Cost: at most one measurement; for each
-    replica a replay without SSDs and a bound.
+    Returns None and no rows if no feasible row has a write budget. Cost: at most one measurement; also, for
+    each replica, one replay without SSDs and one bound.
     """
     limited = budgeted_row(rows, chosen)
     if limited is None:

@@ -1,6 +1,6 @@
-"""Facts of a recording before any purchase: rates, the ceiling, and hits of the GPUs.
+"""Facts about a recording, before any purchase: rates, the ceiling of savings, and hits of the GPUs.
 
-Owns the sums over replicas. Replays nothing.
+Adds up the hits of all replicas. Replays nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvoffload.sweep.task import Share, TraceSource, load
 from kvoffload.traces.trace import Trace
 
 _BUSY_MS = 60_000
-"""Length of the busiest period that a tier must keep up with: RAM buffers shorter peaks of writes."""
+"""Period, in ms, over which peak traffic is averaged. A tier must keep up with the busiest such period; RAM
+buffers shorter peaks of writes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Evidence:
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
         warnings: faults of the recording that change the answer.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
-        busy: references per second in the busiest minute, divided by the mean.
+        busy: references per second in the busiest minute, divided by the mean over the recording.
         footprint_blocks: unique blocks of the replica with the largest number.
         ceiling_hits: block references that unlimited caches would serve.
         apart_hits: block references that unlimited caches would serve if replicas shared nothing.
@@ -92,7 +93,7 @@ class Evidence:
         return blocks * fleet.block_bytes * fleet.scale / self.duration_s if self.duration_s else None
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
-        """Convert a share of the prefill to a number of GPUs; None without times or speeds."""
+        """Return the number of GPUs that compute this share of the prefill; None without times or speeds."""
         if not (self.duration_s and fleet.tokens_per_s):
             return None
         return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s
@@ -115,7 +116,7 @@ def gather(
 
     Args:
         one_in: use one session in this many.
-        is_shared: the replicas may share servers or RAM.
+        is_shared: True if the replicas may share servers or RAM.
 
     Raises: errors of `load`, and `ConfigError` for a recording without a full block.
     """
@@ -186,7 +187,7 @@ def _outside_blocks(shares: Sequence[Trace]) -> float | None:
 
 
 def _pace(shares: Sequence[Trace]) -> tuple[float, float]:
-    """Compute the duration in seconds, and the traffic of the busiest minute over the mean.
+    """Return the duration in seconds, and the ratio of the busiest minute's traffic to the mean traffic.
 
     Returns 0 and 1 without times.
     """

@@ -1,4 +1,4 @@
-"""Findings of a plan, from which its answer, sentences and assumptions are made."""
+"""Findings of a plan. The answer, its sentences and its assumptions are made from them."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ SERVER_BYTES_PER_BYTE = 1.03
 
 
 class Purchase(NamedTuple):
-    """RAM modules and SSD drives per host, equal for all hosts, and servers for the whole fleet.
+    """A purchase: RAM modules and SSD drives for each host, and servers for the whole fleet.
 
-    A purchase has drives or servers, not both.
+    All hosts get the same modules and drives. A purchase cannot have both drives and servers.
     """
 
     modules: int
@@ -41,9 +41,9 @@ class Fleet:
         block_bytes: bytes of a trace block, summed over an engine's layers and ranks.
         replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
         routing: rule that assigns requests to engines (`replay.routing`).
-        load: concurrent sessions, as a multiple of the recording's (`traces.load`).
-        scale: requests of the fleet, as a multiple of the recording's. The recording is a sample of the
-            fleet's sessions, so replays divide cache sizes by the scale.
+        load: concurrent sessions, as a multiple of the concurrent sessions in the recording (`traces.load`).
+        scale: requests of the fleet, as a multiple of the requests in the recording. The recording is a
+            sample of the fleet's sessions, so replays divide cache sizes by the scale.
         prefill_tokens_per_s: prefill speed of a GPU; 0: not given.
         prices: prices and hardware.
         machine: speeds of one engine (all its GPUs) and of one drive; None: no timed replays.
@@ -86,7 +86,7 @@ class Fleet:
 
     @property
     def may_share(self) -> bool:
-        """True if several replicas can share servers, and servers are for sale."""
+        """True if there are several replicas and servers for sale, so that replicas may share servers."""
         return self.replicas > 1 and self.prices.server.slots > 0
 
     @property
@@ -100,7 +100,10 @@ class Fleet:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prefill tokens per second of a GPU: as given, else the machine's without attention; 0: unknown."""
+        """Prefill tokens per second of a GPU; 0 if unknown.
+
+        The speed is the given speed, or else the machine's speed without attention.
+        """
         if self.prefill_tokens_per_s or self.machine is None:
             return self.prefill_tokens_per_s
         of_engine_s = self.machine.value("prefill_s_per_token")
@@ -147,11 +150,11 @@ class Fleet:
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
-        """List module counts and drive counts per host to try, in doubling steps; drive counts start with 0.
+        """List the module counts and the drive counts per host to try, each in doubling steps.
 
-        The smallest other count holds at least one block per replica. The largest fills the host's slots, but
-        RAM beyond the footprint is left out, because a recording cannot show its benefit. Drives beyond the
-        footprint are tried, because more drives wear out later.
+        Drive counts start with 0. Every other count holds at least one block per replica. The largest count
+        fills the host's slots. RAM beyond the footprint is left out, because a recording cannot show its
+        benefit. Drives beyond the footprint are tried, because more drives wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]

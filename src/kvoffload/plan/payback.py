@@ -9,7 +9,7 @@ from kvoffload.plan.findings import Findings
 from kvoffload.plan.rows import PlanRow
 
 LIFE_DAYS = 5 * 365
-"""Life of hardware. A purchase with a longer payback time does not pay."""
+"""Assumed life of hardware, in days. A purchase with a longer payback time does not pay."""
 NO_MORE = 0.0005
 """Share below which a difference is printed as 0.0%."""
 LEAST_GPUS = 0.005
@@ -22,8 +22,8 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         gpus: number of GPUs whose work the purchase does (`gpus_saved`).
         saved_a_year: price of the hours of these GPUs in a year.
-        days: days until the price of these hours reaches the purchase's; null for fewer GPUs than
-            `LEAST_GPUS`.
+        days: days until the price of these hours equals the price of the purchase. Null if `gpus` is less
+            than `LEAST_GPUS`.
     """
 
     gpus: float
@@ -32,7 +32,7 @@ class Payback(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
-    """Return True if all engines were timed, and the row saves less in time than in the untimed replay."""
+    """Return True if a timed replay of all engines saves less than the untimed replay of the row."""
     if timed is None or timed.is_one_of_several:
         return False
     return row.saved - timed.with_offload.hit_ratio >= NO_MORE
@@ -53,7 +53,11 @@ def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:
 
 
 def payback_of(findings: Findings) -> Payback | None:
-    """Compute the payback of the choice; None without a purchase, a speed of the GPUs, times or a price."""
+    """Compute the payback of the recommended purchase.
+
+    Returns None if nothing is purchased, or if the speed of the GPUs, the times or the price of an hour is
+    unknown.
+    """
     row, gpu_hour = findings.row, findings.fleet.prices.gpu_hour
     gpus = gpus_saved(row, findings.in_time)
     if gpus is None or not row.price or not gpu_hour:

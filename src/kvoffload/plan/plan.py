@@ -42,11 +42,11 @@ STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
 _CONFIRMED = 8
 """Approximate number of rows measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
-"""Purchases up to this multiple of the budget are measured, to show the benefit of more money."""
+"""Purchases that cost up to this multiple of the budget are measured, to show the benefit of more money."""
 
 
 class Assumption(msgspec.Struct, frozen=True):
-    """An assumption of the answer that does not follow from the recording, and the assumption's source."""
+    """An assumption with its source. The assumption does not follow from the recording."""
 
     name: str
     value: str
@@ -54,10 +54,11 @@ class Assumption(msgspec.Struct, frozen=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Savings in one window (`bootstrap.window_sums`), by the recommended row and by the GPUs alone.
+    """Savings in one window of the recording: by the recommended row, and by the GPUs alone.
 
     Attributes:
-        until_s: last arrival of the window, in seconds after the first arrival; null without times.
+        until_s: last arrival in the window (`bootstrap.window_sums`), in seconds after the first arrival of
+            the recording; null without times.
     """
 
     chosen: float
@@ -145,7 +146,7 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Setups:
-    """Setups to try: axes as in a sweep. Raises `ConfigError`."""
+    """Setups to try: all combinations of the axes, as in a sweep. Raises `ConfigError`."""
 
     stores: tuple[str, ...] = STORES
     policies: tuple[str, ...] = ("lru", "hazard")
@@ -177,10 +178,10 @@ class Setups:
                 if incompatible(policy, rule) is None]  # fmt: skip
 
     def within_rating(self, setup: Setup, rated: float) -> list[Setup]:
-        """List the setups with a write budget to try in place of a setup that wears SSDs out.
+        """List the setups with a write budget that replace `setup`, a setup that wears SSDs out.
 
         Args:
-            rated: drive writes per day of the rating.
+            rated: drive writes per day for which the SSDs are rated.
         """
         return [replace(setup, ssd_admission=rule, ssd_write_budget=rated)
                 for rule in self.ssd_budget_admissions
@@ -196,8 +197,8 @@ class Setups:
 class Plan:
     """A plan. Use once: construct, then `run`. Invalid options raise `ConfigError` before any replay.
 
-    With an output, rows are written to this file, and finished replays are kept in ``OUTPUT.journal``. Unlike
-    a sweep, a plan does not remove its journal: a run with another target, budget or price reuses the
+    If there is an output, rows are written to this file, and finished replays to ``OUTPUT.journal``. Unlike a
+    sweep, a plan does not remove its journal. A later run with another target, budget or price reuses the
     replays.
 
     Args:
@@ -206,8 +207,8 @@ class Plan:
         target: the target.
         setups: setups to try.
         output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
-        one_in: search on one session in this many, and measure the answer on all sessions; 1: search on all.
-            None: chosen by the length of the recording (`plan.sample`).
+        one_in: the search uses one session in this many; the answer is measured on all sessions. 1: the
+            search uses all sessions. None: the length of the recording decides (`plan.sample`).
 
     Attributes:
         fleet, target: arguments.
@@ -289,7 +290,7 @@ class Plan:
         return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:
-        """Return the fleet scaled down to a sample of sessions, and the evidence of the sample."""
+        """Take a sample of sessions; return the fleet, scaled down, and the evidence of the sample."""
         options: dict[str, Any] = {"seed": self._work.seed, "one_in": one_in, "is_shared": self._may_share}
         fleet = scaled(self.fleet, evidence, gather(self._source, self.fleet, **options))
         # The sample's GPUs are scaled, too. `busy` comes from the whole recording, because fewer sessions
@@ -327,7 +328,10 @@ class Plan:
 
 
 def _in_pools(setups: Sequence[Setup]) -> list[Setup]:
-    """Return the on-compute setups with shared RAM. A victim tier follows one device and cannot be shared."""
+    """Return the on-compute setups, changed to shared RAM.
+
+    A victim tier belongs to one device, so it cannot be shared.
+    """
     return [replace(setup, shared_ram=True) for setup in setups if setup.store == ON_COMPUTE]
 
 
@@ -398,7 +402,7 @@ class _Stages:
         self._rows = self._refs = 0
 
     def report(self, now: Progress, rows: int, later: Progress) -> None:
-        """Report the progress `now` of a stage with `rows` rows; `later` is the expected work after it."""
+        """Report the progress `now` of a stage with `rows` rows; `later` is the work after this stage."""
         self._plan.progress = Progress(
             self._rows + now.rows_done,
             self._rows + rows + later.rows + self.later.rows,
@@ -444,7 +448,7 @@ class _Search:
         return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
 
     def endurance(self, rows: Sequence[Measured], choice: Choice) -> tuple[Endurance | None, list[Measured]]:
-        """Compute the cost of the rating of SSDs; also returns the row that was measured for it, if any."""
+        """Compute the savings lost through the rating of SSDs. Also returns the rows measured for this."""
         return endurance_of(
             rows, choice.chosen, self._fleet, self._evidence, lambda cell: self._measure([cell], 0)[0]
         )

@@ -1,4 +1,4 @@
-"""Prices and limits of RAM, SSDs and cache servers: assumed defaults, and a file that replaces them.
+"""Prices and limits of RAM, SSDs and cache servers. A file can replace the assumed defaults.
 
 Every hardware number of a plan is here. Knows no traces.
 """
@@ -41,8 +41,8 @@ class Ram(_Part, frozen=True, kw_only=True):
 class Ssd(_Part, frozen=True, kw_only=True):
     """SSD drives. `slots`: drives per host; 0: no SSDs.
 
-    A drive is rated for `writes_per_day` (multiples of its capacity) during `life_years`, and must last for
-    these years.
+    A drive is rated for `writes_per_day`, a multiple of its capacity, during `life_years`. A purchase must
+    not wear a drive out earlier.
     """
 
     drive: str = "3.84TB"

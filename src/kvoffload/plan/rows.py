@@ -1,6 +1,6 @@
-"""Rows of a plan: purchase, setup, savings, price, and exceeded limits.
+"""Rows of a plan. A row has a purchase, its setup, savings and price, and the limits that it exceeds.
 
-Owns the columns and the hardware limits. The measurements are replays of a sweep.
+Defines the columns and the hardware limits. Measurements are replays, as in a sweep.
 """
 
 from __future__ import annotations
@@ -71,21 +71,23 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
         store, policy, admission: setup of RAM; empty for the row without a purchase.
         ssd_policy, ssd_admission, server_admission: setup of SSDs and servers; empty without them.
         ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
-        shared_ram: True if the engines of a host share one RAM pool, of `ram_blocks` for each engine.
+        shared_ram: True if the engines of a host share one RAM pool. The pool has `ram_blocks` for each
+            engine.
         device_blocks, ram_blocks, ssd_blocks: blocks of each replica, as replayed.
         server_blocks: blocks on all servers.
         saved: share of the prefill that is saved (prefix-hit ratio).
         saved_low, saved_high, correlation: interval of `saved` (`bootstrap.Interval`); null for too few
             requests.
         by_gpus, by_ram, by_ssds, by_servers: savings by place; they add up to `saved`.
-        of_ceiling: `saved` over the savings of unlimited caches; null if these save nothing.
+        of_ceiling: `saved` divided by the savings of unlimited caches; null if unlimited caches save nothing.
         optimum: upper bound of `saved` for any policy; with servers, the savings of unlimited caches.
         gpus_worth: GPUs that would compute the savings of the purchase; null without speeds or times.
         gpu_hours_a_day: `gpus_worth` in GPU-hours per day.
         ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
             server_write_bytes_per_s, server_read_bytes_per_s: mean rates; null without times.
-        busy: traffic of the busiest minute over the mean.
-        drive_writes_a_day: writes to a drive per day, as a multiple of its capacity; null without SSDs.
+        busy: traffic of the busiest minute, divided by the mean traffic.
+        drive_writes_a_day: bytes written to a drive per day, as a multiple of the drive's capacity; null
+            without SSDs.
         ssd_life_years: years until a drive is worn out; null without SSDs.
         feasible: True if the row exceeds no limit.
         why_not: exceeded limits, in words.
@@ -156,13 +158,13 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_worn(self) -> bool:
-        """True if SSDs would be written more often than they are rated for."""
+        """True if the writes to SSDs would exceed the drives' rating."""
         return WEAR in self.exceeds.split(", ")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row with its hits in each window, for comparisons."""
+    """A row, and the hits in each window, from which intervals of differences are computed."""
 
     row: PlanRow
     hits: Sums
@@ -176,7 +178,7 @@ class Cell:
     setup: Setup
 
     def points(self, fleet: Fleet, evidence: Evidence) -> list[Point]:
-        """Create the replays: one for all replicas if these share servers or RAM, else one for each replica.
+        """Create the replays: a single replay if replicas share servers or RAM, else one for each replica.
 
         Replicas without requests are left out.
         """
@@ -231,7 +233,7 @@ class Cell:
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
-        """Return the hits in each window, summed over the replicas, from the measurements of `points`."""
+        """Add up the replicas' hits in each window. `measurements` are the results of `points`, in order."""
         if self.purchase.servers or self.setup.shared_ram:
             return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
         return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])

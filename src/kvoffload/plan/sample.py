@@ -19,13 +19,13 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
-"""Fewest sessions in a representative sample, with short and with long sessions."""
+"""Fewest sessions in a representative sample: of short sessions, and of long sessions."""
 LONG_SESSION = 20
-"""Mean number of requests from which sessions count as long. Agents: in a sample of half of 454 sessions, hit
-ratios were up to 1.7 points too low."""
+"""Mean number of requests above which sessions count as long, as the sessions of agents do. In a sample of
+half of 454 such sessions, hit ratios were up to 1.7 points too low."""
 ENOUGH_ON_DEVICE = 2
-"""Number of requests of mean length that an engine's scaled GPUs must hold: a sample does not shorten
-requests."""
+"""Number of requests of mean length that the GPUs of an engine must hold after scaling, because a sample has
+fewer but not shorter requests."""
 _MOST = 10_000
 
 
@@ -34,7 +34,7 @@ def check_sample(one_in: int | None) -> int | None:
 
 
 def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
-    """Choose `one_in`: the search uses one session in this many; 1 for short recordings."""
+    """Return `one_in`: the search uses one session in this many. Returns 1 for short recordings."""
     mean_blocks = evidence.block_refs / evidence.requests
     most = min(
         evidence.requests // ENOUGH_REQUESTS, int(fleet.device_blocks / (ENOUGH_ON_DEVICE * mean_blocks))

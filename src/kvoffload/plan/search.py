@@ -19,7 +19,8 @@ from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside, other_ram
 
 KEPT = 2
-"""Number of setups measured at all coarse purchases, for RAM alone and for each kind of tier behind RAM."""
+"""Number of setups that are measured at all coarse purchases. Applies to RAM alone, and to each kind of tier
+behind RAM."""
 _ROUNDS = 4
 """Rounds of bisection around the answer; twice as many after a search on a sample."""
 
@@ -37,7 +38,8 @@ class TierAxis:
         axis: field of a purchase.
         counts: numbers to try, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
         setups: setups of this kind of tier with RAM.
-        within_rating: returns the setups with a write budget to try in place of a setup that wears SSDs out.
+        within_rating: takes a setup that wears SSDs out, and returns setups with a write budget to try
+            instead.
     """
 
     axis: Literal["drives", "servers"]
@@ -87,10 +89,11 @@ class Space:
 
     @property
     def sample(self) -> list[Purchase]:
-        """A few purchases that differ much.
+        """A few very different purchases.
 
-        The least, a medium and the most RAM alone; the least RAM with a medium and the largest tier; medium
-        RAM with the smallest tier.
+        - RAM alone: the least, a medium amount, the most.
+        - The least RAM with a medium tier, and with the largest tier.
+        - Medium RAM with the smallest tier.
         """
         ram = _ends_and_middle(self.modules)
         purchases = [Purchase(modules, 0) for modules in ram]
@@ -110,10 +113,10 @@ def search(
 ) -> tuple[list[Measured], Choice]:
     """Search a space; returns all measured rows and the choice among them.
 
-    1. Measure all setups of RAM at a few purchases, which show any large difference.
-    2. Measure tiers behind RAM at a few purchases, with few setups of RAM, because these replays take several
-       times as long. With SSDs, measure the best setups of RAM and the setup that writes least. With servers,
-       measure the best setup of RAM and the setup that writes most, because other engines use the blocks.
+    1. Measure all setups of RAM at a few purchases. These measurements show any large difference.
+    2. Measure tiers behind RAM at a few purchases. These replays take several times as long, so use few
+       setups of RAM. For SSDs: the best setups, and the setup that writes least. For servers: the best setup,
+       and the setup that writes most, because other engines use the blocks.
     3. If SSDs would wear out, measure the purchase with a write budget at the rating.
     4. Measure the best setups at all coarse purchases; if step 3 measured rows, include the best setup with a
        write budget.
@@ -160,13 +163,12 @@ def confirm(
     rows: Sequence[Measured],
     guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
-    """Measure the result of a search on a sample on all sessions; returns these rows and the choice.
+    """Measure on all sessions what a search on a sample has chosen; returns the rows and the choice.
 
-    1. Measure the recommended purchase with its two best setups, the purchase that saves most, and the best
-       infeasible purchase. Also measure the rivals with or without servers (`beside`) and with or without
-       shared RAM (`other_ram`).
+    1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
+       the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).
     2. Correct all rows of the sample by the error that step 1 shows, and choose again. Measure this choice
-       and its neighbours with the best setup of step 1, so that the rows differ only in the purchase.
+       and its neighbours with the best setup of step 1; the rows then differ only in the purchase.
     3. Bisect between the answer and its neighbours.
 
     Args:
@@ -233,7 +235,7 @@ class _Table:
         self.rows.update(zip(new, self._measure(new, later), strict=True))
 
     def measure_within_rating(self, axis: TierAxis, setups: Sequence[Setup], later: int) -> list[Setup]:
-        """Measure the setups with a write budget for all rows that wear SSDs out; returns these setups."""
+        """Replace setups that wear SSDs out by setups with a write budget; measure and return these."""
         cells = [
             Cell(cell.purchase, setup)
             for cell, measured in self.rows.items()
@@ -252,10 +254,11 @@ def _bisected(
     begin: Measured,
     most_rounds: int = _ROUNDS,
 ) -> tuple[list[Measured], Choice]:
-    """Bisect between the answer and its neighbours, with the setups `kept`; None: with the answer's setup.
+    """Bisect between the answer and its neighbours; return all rows and the choice.
 
-    If the answer has a tier behind RAM and `kept` is given, also bisect between purchases of RAM alone,
-    because RAM between two coarse sizes may be cheaper.
+    The new purchases are measured with the setups `kept`; None: with the answer's setup. If the answer has a
+    tier behind RAM and `kept` is given, also bisect between purchases of RAM alone: an amount of RAM between
+    two coarse sizes may be cheaper.
     """
 
     def without_tier(rows: Sequence[Measured]) -> Choice:
@@ -299,10 +302,10 @@ def _ends_and_middle(values: Sequence[int]) -> list[int]:
 def _kept(rows: dict[Cell, Measured], setups: Sequence[Setup], difference: Difference) -> list[Setup]:
     """Select up to `KEPT` setups that are best most often.
 
-    Setups are ranked by the number of purchases at which a setup is best, then by the number at which it does
-    not differ significantly from the best. Infeasible rows count only if all rows of a purchase are
-    infeasible. If setups have equal results everywhere, as with an admission rule that rejects nothing, only
-    the first is selected.
+    Setups are ranked by the number of purchases at which the setup is best. Ties are ranked by the number of
+    purchases at which the setup does not differ significantly from the best. Infeasible rows count only if
+    all rows of a purchase are infeasible. If several setups have equal results everywhere, for example
+    because a rule rejects nothing, only the first is selected.
     """
     wins: dict[Setup, tuple[int, int, float]] = dict.fromkeys(setups, (0, 0, 0.0))
     by_purchase: dict[Purchase, list[Measured]] = {}
@@ -340,9 +343,9 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 
 
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
-    """Find the setup that writes least (`min`) or most (`max`) to RAM, and so to lower tiers, in a list.
+    """Return a list with the setup that writes least (`min`) or most (`max`) to RAM.
 
-    The list is empty without rows.
+    Such a setup also writes least or most to lower tiers. The list is empty without rows.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

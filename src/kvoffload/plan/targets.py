@@ -15,9 +15,9 @@ from kvoffload.sweep.bootstrap import Interval
 from kvoffload.sweep.table import YARDSTICK
 
 ENOUGH = 0.95
-"""Share of the largest possible gain over the GPUs alone that is enough if no target was given."""
+"""Without a target, a purchase is enough if it has this share of the largest gain over the GPUs alone."""
 ABOUT = 1.1
-"""A purchase up to this multiple of another purchase's price costs about the same."""
+"""Two prices are about the same if the higher price is at most this multiple of the lower price."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
 """Paired interval of a row's savings minus the baseline's."""
@@ -25,7 +25,7 @@ Difference = Callable[[Measured, Measured], "Interval | None"]
 
 @dataclass(frozen=True)
 class Target:
-    """Target of a plan: a budget, a target in one of the other fields, both, or neither.
+    """Target of a plan: a budget, at most one other field, or both. All fields may be unset.
 
     Attributes:
         budget: limit for the price.
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def is_given(self) -> bool:
-        """True if there is a target besides a budget."""
+        """True if a target other than the budget is set."""
         return (self.saved, self.of_ceiling, self.gpu_hours_a_day, self.ttft_p90_s) != (None,) * 4
 
     def needed(self, evidence: Evidence, fleet: Fleet) -> float | None:
@@ -107,8 +107,8 @@ class Choice:
     Attributes:
         chosen: the recommended row; if no row reaches the target, the row nearest to the target.
         most: the feasible row that saves most within the budget.
-        smaller: the next cheaper purchase; None if there is none.
-        larger: the next larger feasible purchase that saves more; None if there is none.
+        smaller: the next cheaper purchase; None if no purchase is cheaper.
+        larger: the next larger feasible purchase that saves more; None if no purchase saves more.
         needed: share of the prefill to save; None without this target.
     """
 
@@ -133,7 +133,8 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
     """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: for a purchase without feasible rows, list the best infeasible row.
+        feasible_first: True to list the best infeasible row of a purchase that has no feasible row. False to
+            leave such a purchase out.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:
@@ -163,8 +164,9 @@ def frontier(rows: Sequence[Measured]) -> list[Measured]:
 def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Find the rival of a row with servers among the purchases without servers, and vice versa.
 
-    The rival is the best feasible row at up to `ABOUT` times the price, or else the cheapest feasible row.
-    None if `chosen` buys nothing, or without a feasible rival, for example if servers were not searched.
+    The rival is the best feasible row that costs at most `ABOUT` times the price of `chosen`. If there is no
+    such row, the rival is the cheapest feasible row. Returns None if `chosen` buys nothing, or if there is no
+    feasible rival, for example because servers were not searched.
     """
     rivals = [measured for measured in best_of_each(rows) if measured.row.purchase != NOTHING
               and bool(measured.row.servers) != bool(chosen.row.servers)]  # fmt: skip
@@ -175,7 +177,8 @@ def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the best feasible row of the same purchase with separate RAM instead of pools, or vice versa."""
+    """Find the best feasible row of the same purchase that has separate RAM instead of pools, or vice versa.
+    """
     rivals = [
         measured
         for measured in rows
@@ -189,8 +192,9 @@ def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 def choose(rows: Sequence[Measured], needed: float | None, difference: Difference) -> Choice:
     """Choose the cheapest purchase that saves the share `needed`.
 
-    Without `needed`, choose the cheapest purchase that reaches `ENOUGH` of the largest gain over the GPUs
-    alone, or whose savings do not differ significantly from the largest savings.
+    If `needed` is None, choose the cheapest purchase that meets one of two conditions. Its gain over the GPUs
+    alone is at least `ENOUGH` of the largest gain, or its savings do not differ significantly from the
+    largest savings.
 
     Args:
         rows: measured rows, including the row without a purchase.

@@ -1,7 +1,7 @@
 """Choice of the cheapest purchase within a limit for the time to first token.
 
-Owns the selection of purchases to time, because a timed replay takes as long as several untimed replays.
-Knows rows and a clock.
+A timed replay takes as long as several untimed replays, so this module selects the purchases to time. Knows
+rows and a clock.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvoffload.plan.targets import Choice, Outcome, best_of_each, frontier
 def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Choice:
     """Choose the cheapest purchase whose 90th percentile of the time to first token is at most `most_s`.
 
-    Purchases with the same number of drives form a ladder by RAM. A ladder also has purchases that add no
-    savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and known times
-    are reused. The purchase that the bisection finds is within the limit, and the next cheaper purchase in
-    the ladder was timed and exceeds the limit. Still cheaper purchases are assumed to exceed the limit too,
-    although waits need not decrease monotonically with RAM.
+    Purchases with the same number of drives, ordered by RAM, form a ladder. A ladder includes purchases that
+    add no savings, because RAM in front of the same SSDs shortens waits. Each ladder is bisected, and cached
+    times are reused. The bisection finds a purchase within the limit; the next cheaper purchase of the ladder
+    was timed and exceeds the limit. Still cheaper purchases are assumed to exceed the limit, too, although
+    more RAM need not always shorten waits.
 
-    If no known time of a ladder is within the limit, its purchases are first timed from the largest to
-    smaller ones, until a purchase is within the limit or the wait no longer decreases.
+    If no cached time of a ladder is within the limit, its purchases are first timed in descending order of
+    RAM. This stops when a purchase is within the limit, or when the wait no longer decreases.
 
     Only the best row of each purchase is timed. If no timed row is within the limit, the timed row with the
     shortest wait is chosen.

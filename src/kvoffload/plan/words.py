@@ -1,4 +1,4 @@
-"""Sentences of a plan: the recommended purchase, its savings, their certainty, and the alternatives.
+"""Sentences of a plan: the recommended purchase, its savings and their certainty, and the alternatives.
 
 Owns the sentences. Knows findings; measures nothing.
 """
@@ -37,7 +37,7 @@ _CERTAINTIES = {
     "(likely: the traffic changes slowly)": "(likely: the 95% interval of the difference is above 0, but too "
     "narrow, because the traffic changes slowly)",
 }
-"""Explanations of certainties, for their first use."""
+"""Explanation of each certainty, added where the certainty occurs first."""
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ def answer(findings: Findings) -> list[Section]:
 
 
 def _explained(groups: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Explain each certainty where it occurs first."""
+    """Yield the groups of sentences, with an explanation at the first occurrence of each certainty."""
     unexplained = dict(_CERTAINTIES)
     for sentences in groups:
         shown = list[str]()
@@ -297,7 +297,10 @@ def _cost_of_endurance(endurance: Endurance) -> str:
 
 
 def _within_rating(findings: Findings) -> list[str]:
-    """Describe a purchase with a write budget, unless it is recommended or the budget costs nothing."""
+    """Describe the purchase with a write budget.
+
+    The list is empty if this purchase is recommended, or if its budget costs no savings.
+    """
     endurance = findings.endurance
     if endurance is None or endurance.row == findings.row or endurance.cost < NO_MORE:
         return []
@@ -365,7 +368,7 @@ def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
 
 
 def shares(run: TimedOutcome) -> tuple[str, str]:
-    """Split the mean time to first token: shares of waiting in the queue and of loading."""
+    """Return two shares of the mean time to first token, as text: waiting in the queue, and loading."""
     mean = run.ttft_s.mean or 1.0
     return percent(run.waiting_s.mean / mean, 0), percent(run.loading_s.mean / mean, 0)
 
@@ -423,7 +426,7 @@ def _pooling(findings: Findings) -> list[str]:
 
 
 def _larger(findings: Findings, rival: Measured | None) -> list[str]:
-    """Describe the benefit of more money, unless the sentence about `rival` describes it."""
+    """Describe the benefit of the next larger purchase, unless the sentence about `rival` does so."""
     choice, currency = findings.choice, findings.currency
     larger, chosen = choice.larger, choice.chosen
     if larger is None:
@@ -443,7 +446,7 @@ def _larger(findings: Findings, rival: Measured | None) -> list[str]:
 
 
 def _lru(findings: Findings) -> list[str]:
-    """Compare the setup of the choice with ``lru``, vLLM's own policy, in the same purchase."""
+    """Compare the recommended setup with ``lru``, vLLM's own policy, for the same purchase."""
     chosen = findings.choice.chosen
     if not chosen.row.ram_modules or (chosen.row.policy, chosen.row.admission) == (YARDSTICK, "all"):
         return []
@@ -469,7 +472,7 @@ def _points(chosen: Measured, other: Measured) -> str:
 
 
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
-    """Report if more SSDs behind the same RAM would save nothing."""
+    """Report that more SSDs behind the same RAM would save nothing; empty if they would save more."""
     saved = [measured.row.saved for measured in rows
              if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
              and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip

@@ -1,10 +1,10 @@
-"""Block contents computed from keys, which a replay writes and compares with the bytes that it reads back.
+"""Block contents computed from keys. A replay writes them, and compares them with the bytes that it reads.
 
 Word `j` of a block (64 bits, little-endian) is ``mix(digest + j * ODD)``, where `digest` is the key's digest
 (`Keys.digests`) and `mix` is splitmix64's finisher. Both steps are bijections of 64-bit numbers. Hence:
 
 - every wrong byte is detected: the comparison is exact;
-- no two words of a block are equal: a shift within the block changes all of them;
+- no two words of a block are equal, so a shift within the block changes every word;
 - blocks of two keys differ in every word, unless the keys have equal digests (probability 2^-64).
 
 Knows keys and arrays; no tiers, devices or traces.

@@ -1,7 +1,7 @@
 """Data plane of a replay: moves real bytes between a device and the RAM tier, and verifies every byte.
 
 Owns the device memory, the RAM tier and the injection of damage. Contents are computed from keys
-(`replay.content`), so every wrong byte is detected independently of the tier's checksums.
+(`replay.content`). So every wrong byte is detected, even if the tier's checksums fail.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DataPlane:
         ram: the RAM tier.
         cpu_s: CPU time spent in transfers and checks.
         blocks_verified: blocks whose checksum was compared after a read.
-        mismatches_served: blocks with wrong bytes that the tier returned as sound.
+        mismatches_served: blocks that the tier returned as sound although their bytes are wrong.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, injection: Injection | None = None) -> None:
@@ -47,7 +47,10 @@ class DataPlane:
         return self._injection.injected if self._injection else 0
 
     def load(self, plan: LoadPlan) -> npt.NDArray[np.bool_]:
-        """Copy a plan's blocks to the device and verify them; returns a mask of the sound blocks."""
+        """Copy a plan's blocks to the device and check their bytes; return a mask of the sound blocks.
+
+        A block is sound if its checksum in the tier was correct.
+        """
         start = time.thread_time()
         sound = np.empty(len(plan.slots), np.bool_)
         for piece, rows in self._pieces(len(plan.slots)):

@@ -1,6 +1,6 @@
-"""Decision log of a replay: the manager's decisions, in order, as text for `diff` and `sha256sum`.
+"""Decision log of a replay: the manager's decisions as lines of text, to compare with `diff` or `sha256sum`.
 
-One line for each kind of decision of each request, in the order of the decisions::
+Each request has one line for each kind of decision, in the order of the decisions::
 
     17 hit 3 12          request 17: 3 blocks from the device, 12 more from the tier
     17 evict 12 13       evicted from RAM, to make room for a promotion

@@ -1,8 +1,8 @@
-"""LRU device caches in front of a replay: the blocks that they serve and drop.
+"""LRU device caches in front of the replayed tiers: the blocks that the devices serve and drop.
 
-After every request the device of its engine holds the request's blocks, whether loaded or computed. So hits
-and drops depend only on the trace, and are computed before the replay of the tiers. The result equals a run
-of an `OffloadingManager` with ``lru``, in a fraction of the time.
+After every request, the engine's device holds the request's blocks; it does not matter if they were loaded or
+computed. So hits and drops depend only on the trace, and are computed before the tiers are replayed. The
+result equals a run of an `OffloadingManager` with ``lru``, but takes a fraction of the time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class DeviceRun:
     """Hits and drops of the device caches of one or more engines. References are positions in `Trace.refs`.
 
     Attributes:
-        served: shape ``(requests,)``; length of each request's head that was on its engine's device.
-        dropped: last reference of each dropped block, in the order of the drops. A block that found no room
-            counts as dropped.
+        served: shape ``(requests,)``; number of leading blocks of each request that its engine's device
+            served.
+        dropped: last reference of each dropped block, in the order of the drops. A block that never entered
+            for lack of room counts as dropped.
         offsets: shape ``(requests + 1,)``; request `i` caused the drops
             ``dropped[offsets[i]:offsets[i + 1]]``.
     """
@@ -40,9 +41,9 @@ def run_device(trace: Trace, device_blocks: int) -> DeviceRun:
     """Run an LRU device cache of `device_blocks` blocks, 0 or more.
 
     A request hits its leading run of resident blocks. Then its missing blocks enter, the head first, until
-    the device is full of this request's blocks. Then all its blocks become the most recent, with the head as
-    the most recent. So a block is never more recent than its parent, and the device always holds the head of
-    a chain.
+    the device is full of blocks of this request. Finally all blocks of the request become the most recent
+    blocks, the head the most recent of all. So a block is never more recent than its parent, and the device
+    always holds the head of a chain.
 
     Cost: O(1) per reference. Memory: 12 bytes per unique block, 8 per reference and per drop.
     """
@@ -108,7 +109,7 @@ class Device:
         return self._holds.take(codes)
 
     def served(self, request: int) -> int:
-        """Return the length of the request's head that is on its device when the request arrives."""
+        """Return the number of leading blocks that are on the request's device when the request arrives."""
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:

@@ -1,7 +1,7 @@
-"""End times of requests in a replay: at once, or after an assumed time for each generated token.
+"""End times of requests in a replay. A request ends at once, or after an assumed time per generated token.
 
-A trace records arrivals and the number of generated tokens, but no end times. Owns the order of the ends; the
-replay finishes the requests.
+A trace records arrivals and the number of generated tokens, but no end times. Determines the order of the
+ends. The replay finishes the requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class EndsAtOnce:
     """Requests end as soon as they are served.
 
     Attributes:
-        are_late: True if other requests may be served before a request ends.
+        are_late: True if a request may end after later requests were served.
     """
 
     are_late: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Engines that use one manager in a replay: their queues, and the origin of the blocks that they load.
+"""Engines that use one manager in a replay. Records their queues, and the engine that stored each block.
 
 Knows requests and blocks; no devices, slots or bytes.
 """
@@ -20,8 +20,8 @@ from kvoffload.traces.trace import Trace
 class EngineParts:
     """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
 
-    A rule counts only its engine's requests. A queue holds its engine's waiting requests. The expected blocks
-    of one queue are limited to the engine's share.
+    A rule counts only its engine's requests. A queue holds its engine's waiting requests. The number of
+    blocks that the manager expects for one queue is limited to the engine's share.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -43,10 +43,12 @@ class Engines:
 
     Args:
         engine_of: shape ``(requests,)``; engine of each request. None: one engine serves all requests.
-        admission: rule of each engine, which counts only the engine's requests, as in `NodeManager`.
+        admission: admission rule. Each engine has its own instance, which counts only the engine's requests,
+            as in `NodeManager`.
 
     Attributes:
-        hit_blocks_of_others: loaded block references whose block another engine computed and stored.
+        hit_blocks_of_others: number of loaded block references to blocks that another engine computed and
+            stored.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Injection of damage into a RAM tier: bit flips, swapped blocks, lost and torn writes.
 
-Changes the public arrays of a `MemoryTier`, which has no code for this. The caller checks that damage is
-detected and never served.
+Changes the public arrays of a `MemoryTier`; the tier has no code for damage. The caller checks that the
+damage is detected and never served.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Injection:
     def apply(self, tier: MemoryTier, slots: Rows) -> npt.NDArray[np.int64]:
         """Damage some of `slots`, which have just been written; returns the damaged slots, ascending.
 
-        The bytes of exactly these slots have changed. A swap or a torn write uses a second slot of the same
-        batch or, for a batch of one, any slot of the tier. A swap damages both slots.
+        The bytes of exactly these slots have changed. A swap or a torn write needs a second slot. This is a
+        slot of the same batch, or any slot of the tier if the batch has one slot. A swap damages both slots.
         """
         batch = [int(slot) for slot in slots]
         before: dict[int, npt.NDArray[np.uint8]] = {}

@@ -1,8 +1,8 @@
-"""Replay through several managers of RAM, which share the last tier behind RAM.
+"""Replay through several managers. Each manager has its own RAM; all share the last tier behind RAM.
 
-Each manager replays the requests of one engine or, with shared RAM, of all engines of one machine. Requests
-are served in the order of the whole trace.
-Owns the record of each shared block's writer, and the combined report.
+Each manager replays the requests of one engine. With shared RAM, a manager replays the requests of all
+engines of one machine. Requests are served in the order of the whole trace. This module also records the
+writer of each shared block, and combines the reports.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class SharedTier(SimulatedTier):
 class SharedReplay:
     """A single run of a trace through several instances. Use once: construct, then `run`.
 
-    Queues and ends of requests are per instance: an instance processes ends before its own next request.
+    Each instance has its own queue, and processes ends of requests before its next request.
 
     Args:
-        data: a data plane for each manager, if there are no tiers behind RAM; empty: no bytes.
-        observe: creates a manager's observer from the trace of its requests and the numbers of these requests
-            in the whole trace; None: no observers.
+        data: a data plane for each manager; empty to replay without bytes. Only without tiers behind RAM.
+        observe: creates the observer of a manager. Arguments: the trace of the manager's requests, and the
+            numbers of these requests in the whole trace. None: no observers.
 
     Attributes:
         hits_per_request: as in `Replay`.
@@ -202,7 +202,7 @@ class SharedReplay:
 
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:
-    """Create the replay of a configuration, without bytes: one manager, or one for each instance."""
+    """Create the replay of a configuration, without bytes: a `Replay` or a `SharedReplay`."""
     return Replay(trace, config) if has_one_manager(config) else SharedReplay(trace, config)
 
 

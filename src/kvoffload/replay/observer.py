@@ -1,4 +1,4 @@
-"""Interface of the observer of a replay: receives each decision, and can query the places of blocks.
+"""Interface of an observer of a replay. An observer receives each decision, and can query where blocks are.
 
 Blocks are identified by their codes in the trace.
 """
@@ -62,7 +62,7 @@ class Places:
         return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
 
     def of(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return the fastest place of each block. Does not count as a use of the blocks.
+        """Return the fastest place of each block. The call does not count as a use of the blocks.
 
         Cost: an index probe for each block in RAM and in each tier.
         """
@@ -76,7 +76,7 @@ class Places:
         return places
 
     def slowest_tiers(self, codes: Codes) -> npt.NDArray[np.int8]:
-        """Return the number of the slowest tier that holds each block, from 1; 0 for none."""
+        """Return, for each block, the number of the slowest tier that holds it: from 1, or 0 for none."""
         numbers = np.zeros(len(codes), np.int8)
         if self._tiered is not None:
             keys = self._keys.of_blocks(codes)
@@ -92,13 +92,13 @@ class Observer(Protocol):
         """Called before the blocks of a request are looked up."""
 
     def served(self, request: int, codes: Codes, num_hits: int, places: Places) -> None:
-        """Called when the leading `num_hits` blocks of a request are loaded, before its stores."""
+        """Called when the leading `num_hits` blocks of a request are loaded, before blocks are stored."""
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
         """Called for each decision about blocks, made while this request is served."""
 
     def ended(self, codes: Codes, places: Places) -> None:
-        """Called for blocks that were perhaps offered to the tiers, when all jobs of the tiers have ended."""
+        """Called when all jobs of the tiers have ended, with the blocks that they may have been offered."""
 
 
 class Watch:
@@ -137,7 +137,11 @@ class Watch:
         self.decided(request, Decision.STORED, missing[:stored])
 
     def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
-        """Report an offer without a store: `num_dropped` admitted blocks had no room, others were refused."""
+        """Report an offer of which no block was stored.
+
+        The first `num_dropped` absent blocks were admitted but had no room; the other absent blocks were
+        refused.
+        """
         missing = codes[~self._manager.contains(self._keys.of_blocks(codes))]
         self.decided(request, Decision.NO_ROOM, missing[:num_dropped])
         self.decided(request, Decision.NOT_ADMITTED, missing[num_dropped:])

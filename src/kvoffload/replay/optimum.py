@@ -27,9 +27,9 @@ class OptimumResult:
     """Hits and writes of the optimum on one trace.
 
     Attributes:
-        prefix_hit_blocks: block references served by device and tier together; no policy serves more.
-        blocks_written: blocks written to the tier. Every block is used later, but fewer writes may suffice
-            for these hits.
+        prefix_hit_blocks: block references that device and tier serve together. No policy serves more.
+        blocks_written: blocks written to the tier. Every written block is used later. Fewer writes may
+            suffice for the same hits.
         device_hit_blocks: hits that the device served.
     """
 
@@ -45,7 +45,7 @@ def optimum(
     store: str = ON_COMPUTE,
     engine_of: npt.NDArray[np.int32] | None = None,
 ) -> OptimumResult:
-    """Run MIN with bypass: keep the resident and offered blocks whose next use comes first.
+    """Run MIN with bypass: of the resident and the offered blocks, keep the blocks that are used next.
 
     The bound is exact: no policy and no admission rule reaches more prefix hits with this capacity, and a
     policy that knows the future reaches them. Proof:
@@ -54,11 +54,12 @@ def optimum(
       not serve is a hit only if the tier has held the block since the block's last offer. This interval of
       time is worth one hit; before the interval the block is not needed.
     - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule,
-      keep the intervals that end first, maximises the number of kept intervals. Of two intervals that end in
-      one request, the deeper block's interval ends later.
+      keep the intervals that end first, maximises the number of kept intervals. If two intervals end in one
+      request, the interval of the deeper block counts as the later end.
     - Ids are chained: a request with a block has the block's parent, and a device drops a block before its
-      parent. So the deeper block's interval contains its parent's, and MIN evicts the deeper block first. The
-      tier always holds a leading run of the blocks that a request needs: every such use is a prefix hit.
+      parent. So the interval of the deeper block contains the interval of its parent, and MIN evicts the
+      deeper block first. The tier always holds a leading run of the blocks that a request needs: every such
+      use is a prefix hit.
 
     With `on-compute`, a block whose next use the device serves need not be kept until then, because this
     request offers the block again. Other simulators apply Belady's rule to the next use *of the tier*, keep
@@ -67,12 +68,13 @@ def optimum(
 
     Args:
         capacity_blocks: capacity of the tier; `ConfigError` if negative.
-        device_blocks: capacity of an LRU device cache in front, 0 for none; `ConfigError` if negative.
+        device_blocks: capacity of an LRU device cache in front of the tier; 0: no device. `ConfigError` if
+            negative.
         store: one of `STORES`. ``on-compute``: each request offers all its blocks, also the blocks on the
             device. ``on-device-eviction``: a block is offered when the device drops it or has no room for it,
             and blocks loaded from the tier are on the device again. Without a device both modes are equal.
-        engine_of: engine of each request, if several engines with `device_blocks` blocks each share one tier;
-            with ``on-compute`` only.
+        engine_of: engine of each request, if several engines share one tier. Each engine has `device_blocks`
+            blocks. With ``on-compute`` only.
 
     Cost: O(1) per reference; 0.15 s and 50 MB per million references. Source: Belady, IBM Systems
     Journal 5(2), 1966. Differs: decides once per request, and may refuse a block.
@@ -123,7 +125,7 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Mark a block as idle (see below) if the device serves its next use: move its place to the end."""
+    """Mark each block as idle (see below) whose next use the device serves: move its place to the end."""
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))

@@ -1,4 +1,4 @@
-"""Assumed queue of the engine while a request is served.
+"""Assumed queue of an engine: requests that wait while another request is served.
 
 A trace records arrivals but no waiting times, so a fixed number of the next requests is assumed to wait. The
 manager expects their blocks (`OffloadingManager.expect`).

@@ -1,11 +1,11 @@
 """Replay of a trace through the manager, policy and admission rule that engines use.
 
-Requests are replayed one at a time, in file order, and counted as in the golden numbers:
+Requests are replayed one at a time, in file order. Hits are counted as in the golden numbers:
 
 1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
 2. The missing blocks are stored, in prefix order.
-3. When the request is served or, with a decode speed, when its answer is generated (`replay.ends`), all its
-   blocks become the most recent, and the head of the prefix the most recent of all.
+3. The request ends when it is served or, with a decode speed, when its answer is generated (`replay.ends`).
+   Then all its blocks become the most recent blocks, the head of the prefix the most recent of all.
 
 The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """
@@ -52,7 +52,8 @@ NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
 ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
 ONE_TIER = "with shared-ram allowed: at most one tier behind RAM, because instances share the last tier only"
 _SETTLE_S = 600.0
-"""Time limit for the jobs of the tiers, in seconds; later the replay fails with `TierError`."""
+"""Time limit, in seconds, for the jobs of the tiers. When the limit is exceeded, the replay fails with
+`TierError`."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +66,17 @@ class ReplayConfig:
         device_blocks: blocks of an LRU device cache in front of RAM; 0 for none.
         store: moment at which blocks are offered to RAM: ``on-compute`` or ``on-device-eviction``.
         tiers: tiers behind RAM, fastest first; capacities are numbers of blocks (`TierOptions.in_blocks`).
-        decode_tokens_per_s: assumed generation speed of each request, which determines when the request ends.
-            0: a request ends as soon as it is served. Device blocks are free at once in both cases.
+        decode_tokens_per_s: assumed generation speed of each request; determines the end of the request. 0: a
+            request ends as soon as it is served. In both cases its device blocks are free at once.
         queue_requests: assumed number of requests in the engine's queue; the manager expects them.
-        instances: number of engines. Each has its own device, RAM and tiers; the last tier is shared.
-            `SharedReplay` replays more than one.
+        instances: number of engines. Each engine has its own device, RAM and tiers, but all share the last
+            tier. `SharedReplay` replays several engines.
         routing: rule that assigns requests to instances (`replay.routing`).
-        shared_ram: the instances share one RAM pool of ``instances * capacity_blocks`` slots, under one
-            manager, and at most one tier behind it. Devices and admission rules stay separate. With
-            ``on-compute`` only, because a victim tier follows one device.
-        machines: with `shared_ram`, the number of machines with a pool each. Instances are divided equally,
-            in the order of their numbers.
+        shared_ram: True if the instances share one manager. Its RAM pool has ``instances * capacity_blocks``
+            slots and at most one tier behind it. Devices and admission rules are separate. With
+            ``on-compute`` only, because a victim tier belongs to one device.
+        machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
+            divided equally among machines, in the order of their numbers.
 
     Raises: `ConfigError` for invalid assumptions (the last six fields). The caches are checked when they are
     created.
@@ -118,7 +119,7 @@ class ReplayConfig:
 
     @property
     def pool_blocks(self) -> int:
-        """Capacity of one manager's RAM: of one instance or, with `shared_ram`, of a machine's instances."""
+        """Capacity of one manager's RAM. With `shared_ram`, it is the sum over a machine's instances."""
         return self.capacity_blocks * (self.instances // self.machines if self.shared_ram else 1)
 
     @property
@@ -195,12 +196,12 @@ class Replay:
         trace: the requests.
         config: caches and assumptions.
         data: the data plane; None replays decisions without bytes.
-        decisions: file for the decision log, which is hashed in any case.
-        shared: tier of several instances, which replaces the last tier of `config`.
+        decisions: file for the decision log; None: the log is only hashed.
+        shared: a tier that several instances share. It replaces the last tier of `config`.
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
         observer: receives every decision; None: no observer.
-        what_if: settings to try on a sample of one block in `what_if_sample`; with one engine and
-            ``on-compute`` only.
+        what_if: settings to try on a sample. The sample has one block in `what_if_sample`. With one engine
+            and ``on-compute`` only.
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
@@ -393,7 +394,7 @@ class Replay:
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
-        """Promote leading blocks from lower tiers and wait; returns the number of leading blocks in RAM."""
+        """Promote leading blocks from lower tiers, and wait; return the number of leading blocks in RAM."""
         events = manager.take_events()
         if self._watch is not None:
             self._watch.events(request, events)
@@ -421,7 +422,7 @@ class Replay:
     def _store(
         self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext | None
     ) -> None:
-        """Offer blocks to RAM: a request's blocks, or blocks that the device drops if `ctx` is None."""
+        """Offer blocks to RAM: the blocks of a request or, if `ctx` is None, blocks that the device drops."""
         if self._watch is not None and self._tiered is not None:
             self._watch.events(request, self._tiered.take_events())
         plan = self.manager.prepare_store(keys, ctx)
@@ -535,7 +536,7 @@ class Replay:
         )
 
     def _what_if_reports(self) -> list[WhatIfReport]:
-        """Serve the waiting requests in the shadows, and create the reports of the settings."""
+        """Process the pending requests in the shadows, and create the report of each setting."""
         if self._shadows is None:
             return []
         self._shadows.work()

@@ -12,8 +12,9 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: ``ram``, ``disk``, ``simulated``.
-        hit_blocks: references served from this tier and not from a faster tier.
-        blocks_written, blocks_evicted: writes to the tier and evictions; in RAM also those by promotions.
+        hit_blocks: references served from this tier. Blocks that a faster tier also held do not count.
+        blocks_written, blocks_evicted: blocks written to the tier, and evicted from it. In RAM promotions are
+            included.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that failed their checksum and became misses.
         unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.
@@ -42,7 +43,8 @@ class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         setting: the changed options; ``current`` for none.
         hit_ratio, error: the hit ratio, and half the width of its 95 % interval.
-        gain, gain_error: `hit_ratio` minus the hit ratio of ``current``, and half the width of its interval.
+        gain, gain_error: `hit_ratio` minus the hit ratio of ``current``, and half the width of the gain's 95
+            % interval.
         is_better: true if the gain is larger than its error.
     """
 
@@ -79,13 +81,13 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         skipped_lines: malformed lines of the trace, left out.
         prefix_hit_blocks, prefix_hit_ratio: references served by the device and all tiers.
         device_hit_blocks, offload_hit_blocks: prefix hits of the device, and of all tiers.
-        block_hit_ratio: references to resident blocks, at any depth: in RAM; for a victim tier, on the
-            device or in RAM.
+        block_hit_ratio: share of references to resident blocks, at any depth. Resident means in RAM; for a
+            victim tier, in RAM or on the device.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        optimum_hit_ratio: upper bound for any policy behind this device, with the capacity of all tiers
-            together and empty at the start. Blocks on a disk from an earlier run may lift hits above the
-            bound.
-        tokens, tokens_saved: prompt tokens in full blocks, and the hits among them.
+        optimum_hit_ratio: upper bound for any policy behind this device, for a cache with the capacity of all
+            tiers together. The cache is empty at the start, so hits may exceed the bound if a disk has blocks
+            of an earlier run.
+        tokens, tokens_saved: prompt tokens in full blocks, and the number of these tokens that were hits.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
             admission rule or the policy. Dropped: because there was no room.
@@ -105,11 +107,12 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         instances: number of engines. Sizes are per instance; all other numbers are sums or means over all
             instances.
         routing: rule that assigned requests to instances; empty for one engine.
-        shared_ram: True if the instances of a machine share one RAM pool, of `capacity_blocks` for each.
+        shared_ram: True if the instances of a machine share one RAM pool. The pool has `capacity_blocks` for
+            each instance.
         hit_blocks_of_others: references served from blocks that another instance wrote to the shared RAM or
             the shared tier.
         tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.
-        what_if_sample: one block in this many was sampled for `what_if`; 0 without.
+        what_if_sample: one block in this many was sampled for `what_if`; 0 if `what_if` is empty.
         what_if: estimates for other settings of RAM, the current setting's first.
     """
 

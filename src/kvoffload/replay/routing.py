@@ -19,9 +19,11 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""`PREFIX` chooses a session's engine by its first prompt if at least this share of the blocks is known."""
+"""`PREFIX` chooses a session's engine by the first prompt only if at least this share of its blocks is
+known."""
 _MOST_LOAD = 1.5
-"""`PREFIX` does not choose by the prompt an engine with more than this multiple of the mean load."""
+"""An engine is overloaded if its load exceeds this multiple of the mean load. `PREFIX` does not choose an
+overloaded engine by the prompt."""
 
 _Instances = npt.NDArray[np.int32]
 
@@ -30,10 +32,10 @@ def route(trace: Trace, instances: int, routing: str = SESSION) -> _Instances:
     """Assign an engine, 0 to `instances` - 1, to each request; shape ``(requests,)``. Deterministic.
 
     - `SESSION`: round robin over sessions; all requests of a session go to one engine.
-    - `PREFIX`: all requests of a session go to one engine: the engine that last served the head of the first
-      prompt, if this head is at least half of the prompt and the engine is not overloaded; otherwise the
-      engine with the fewest references. Source: SGLang's cache-aware router. Differs: counts references
-      instead of the loads that a router observes.
+    - `PREFIX`: all requests of a session go to one engine. It is the engine that last served the head of the
+      session's first prompt, if this head is at least half of the prompt and the engine is not overloaded.
+      Otherwise it is the engine with the fewest references. Source: SGLang's cache-aware router. Differs:
+      counts references instead of the loads that a router observes.
     - `ROUND_ROBIN`: request by request, each to the next engine.
     - `RANDOM`: each request independently, as with a load balancer without sessions.
 

@@ -1,4 +1,4 @@
-"""Upper bound of the prefix hits of RAM and a tier behind RAM, with a limited number of writes to the tier.
+"""Upper bound of prefix hits, if the number of writes to the tier behind RAM is limited.
 
 Knows the whole trace; no managers or policies. `replay.optimum` is the bound without a limit of writes.
 """
@@ -28,20 +28,21 @@ def bound_within_writes(
     device_blocks: int = 0,
     store: str = "on-compute",
 ) -> int:
-    """Bound the prefix hits of any policies and admission rules with at most `max_writes` writes to the tier.
+    """Bound the prefix hits of RAM and a tier behind RAM, with at most `max_writes` writes to the tier.
 
-    Perhaps no policy reaches the bound. It is the least of three bounds:
+    No policy and no admission rule exceeds the bound; perhaps none reaches it. It is the least of three
+    bounds:
 
     - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
-    - The optimum of RAM alone, plus all uses of the `max_writes` blocks with the most uses. Uses that the
-      device serves, and first uses, do not count.
-    - A Lagrangian relaxation. A hit is either an interval for which RAM holds a block, from the block's last
-      offer to its use, or a use of a block that was written to the tier. RAM holds at most `capacity_blocks`
-      at any time, and each written block takes one of the writes. Assume that a slot of RAM costs `p` from
-      one request to the next, and that a write has a price. Each block then has two options: pay for its
-      intervals that are worth their price, or pay for one write and get all its uses. By weak duality the
-      blocks' best net gains, plus the prices of all slots and writes, bound the hits for any two prices. The
-      best price of a write follows from `p`, and a search finds a good `p`.
+    - The optimum of RAM alone, plus all uses of the `max_writes` most used blocks. First uses, and uses that
+      the device serves, do not count.
+    - A Lagrangian relaxation. There are two kinds of hits: an interval for which RAM holds a block, from the
+      block's last offer to its use; and a use of a block that was written to the tier. RAM holds at most
+      `capacity_blocks` at any time, and each written block takes one of the writes. Assume that a slot of RAM
+      costs `p` from one request to the next, and that a write has a price. Each block then has two options:
+      pay for its intervals that are worth their price, or pay for one write and get all its uses. By weak
+      duality, for any two prices, the hits are at most the sum of the blocks' best net gains and the prices
+      of all slots and writes. The best price of a write follows from `p`, and a search finds a good `p`.
 
     The second and third bound let the tier keep every written block forever, from its first offer on.
 
@@ -65,11 +66,11 @@ def bound_within_writes(
 
 
 def oracle_within_writes(trace: Trace, hits_per_request: npt.NDArray[np.int32], max_writes: int) -> int:
-    """Compute the prefix hits of given caches with a tier behind them, whose writes an oracle chooses.
+    """Compute the prefix hits of given caches with a tier behind them. An oracle chooses the tier's writes.
 
-    The caches in front keep the hits that they have without the tier. The oracle writes the `max_writes`
-    blocks with the most missed uses, and the tier keeps these blocks forever. A real cache in front may have
-    more hits than without the tier, because promoted blocks enter it, so this is no bound of a replay.
+    The caches in front are assumed to have the same hits as without the tier. The oracle writes the
+    `max_writes` blocks with the most missed uses, and the tier keeps these blocks forever. The result does
+    not bound a replay: promoted blocks enter a real cache in front, so this cache may have more hits.
 
     Args:
         hits_per_request: prefix hits of each request without the tier (`Replay.hits_per_request`).
@@ -91,7 +92,7 @@ class _Uses:
 
     Attributes:
         blocks: code of each used block.
-        gaps: time for which RAM must hold the block to serve each use, in pauses between two requests.
+        gaps: time for which RAM must hold the block to serve each use. Unit: pauses between two requests.
         unique_blocks: blocks of the trace.
     """
 
@@ -100,7 +101,7 @@ class _Uses:
     unique_blocks: int
 
     def per_block(self, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Add the weights of the uses of each block."""
+        """Return for each block the sum of the weights of its uses."""
         sums: npt.NDArray[np.float64] = np.bincount(self.blocks, weights, self.unique_blocks)  # type: ignore[assignment]
         return sums
 
