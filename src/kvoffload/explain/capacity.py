@@ -1,4 +1,4 @@
-"""Hits with larger capacities: replays of the same configuration with larger caches.
+"""Hits with larger capacities. Replays the same configuration with larger caches.
 
 Works for every policy and rule, because each capacity is replayed. Does not know reasons of misses.
 """

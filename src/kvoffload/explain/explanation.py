@@ -1,4 +1,4 @@
-"""The explanation of the missing blocks of a replay: reasons, runs, differing prompts, capacities, as JSON.
+"""Explanation of a replay's missing blocks, as JSON: reasons, runs, differing prompts, larger capacities.
 
 Summarizes `explain.misses`. Knows no terminal and no page.
 """
@@ -26,8 +26,8 @@ _Int64s = npt.NDArray[np.int64]
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive missing blocks of one request with one reason. Fields that do not apply are null.
 
-    Requests and blocks are numbered from 0; a request's number is its position in the trace. Times and
-    numbers of an evicted run refer to its first block.
+    Requests and blocks are numbered from 0. The number of a request is its position in the trace. For an
+    evicted run, all times and request numbers refer to the first block of the run.
 
     Attributes:
         request, arrived_s: the request, and the seconds from the first request to its arrival.
@@ -35,11 +35,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         earlier_uses: earlier requests that had the first block.
         stored_by, decided_at: the request that stored the first block, and the request for which it was
             evicted, refused or dropped.
-        kept_s, since_s: seconds from the store to the eviction, and from the decision to this request; null
+        kept_s, since_s: seconds from `stored_by` to `decided_at`, and from `decided_at` to this request; null
             without times.
-        slowest: the slowest place that held the evicted block: the name of a tier, or ``ram`` if no tier did.
+        slowest: the slowest place that held the evicted block: the name of a tier, or ``ram`` if no tier held
+            it.
         kept_with: smallest tried multiple of the capacity at which the first block is a hit.
-        nearest_request: the earlier prompt that the request differs from.
+        nearest_request: the earlier request from whose prompt this request differs.
         difference: the first differing tokens, if the recording has token ids.
     """
 
@@ -61,16 +62,19 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests with the same beginning that differ from an earlier prompt at the same place.
+    """A group of requests with the same beginning that differ from earlier prompts at the same place.
 
     Attributes:
         reason: ``prefix_differs`` or ``after_shared_prompt``.
         block: number of the first differing block.
         token: number of the first differing token; null without token ids.
-        requests, blocks: number of these requests, and of their blocks from the difference on.
-        equal_tokens: tokens behind the differences that are equal again; null without token ids.
-        in_session: requests that differ from an earlier prompt of their own recorded session.
-        request, nearest_request: the request with the most missing blocks, and the prompt it differs from.
+        requests, blocks: number of these requests, and number of their missing blocks from the difference on.
+        equal_tokens: number of tokens, summed over the requests, that are equal again behind the difference;
+            null without token ids.
+        in_session: number of these requests that differ from an earlier prompt of their own session, as
+            recorded.
+        request, nearest_request: the request with the most missing blocks, and the request from whose prompt
+            it differs.
         difference: the difference between `request` and `nearest_request`, if the recording has token ids.
     """
 
@@ -90,10 +94,11 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the evicted blocks that were missed.
 
     Attributes:
-        slowest: blocks by the slowest place that held them: the name of a tier, or ``ram``.
-        kept_s, since_s: medians of the times from store to eviction and from eviction to use; null without
-            times.
-        kept_requests, since_requests: the same medians in numbers of requests.
+        slowest: number of blocks by the slowest place that held them. A place is the name of a tier, or
+            ``ram``.
+        kept_s, since_s: median time from the store to the eviction, and median time from the eviction to the
+            use; null without times.
+        kept_requests, since_requests: the same two medians, as numbers of requests.
     """
 
     slowest: dict[str, int]
@@ -118,15 +123,15 @@ class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """Cached prompt tokens of the recorded server, beside the hits of the replay.
+    """Prompt tokens that the recorded server had cached, compared with the hits of the replay.
 
     Attributes:
         tokens: tokens by source: ``gpu``, ``host``, a tier.
         replayed_tokens: tokens that the replay hits.
-        requests_with_less, tokens_less: requests for which the server had at least a block less than the
-            replay, and the tokens that these requests had less.
-        requests_with_more, tokens_more: requests for which the server had at least a block more, and the
-            tokens that these requests had more.
+        requests_with_less, tokens_less: number of requests for which the server had cached at least one block
+            less than the replay, and the sum of the missing tokens.
+        requests_with_more, tokens_more: number of requests for which the server had cached at least one block
+            more than the replay, and the sum of the additional tokens.
     """
 
     tokens: dict[str, int]
@@ -142,16 +147,17 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tiers: names of the tiers behind RAM.
-        hits, misses: block references that were served, and block references that were not.
+        hits, misses: number of block references that were served, and that were not served.
         reasons: missing blocks of each reason; they add up to `misses`.
         meanings: meaning of each reason that occurs.
         capacities: hits with each larger capacity, the smallest first; null if none was tried.
-        seen_before: blocks that were not admitted, by the number of earlier requests that had them.
+        seen_before: number of blocks that were not admitted, by the number of earlier requests that had the
+            block.
         differing: places at which prompts differ, sorted by `equal_tokens` and `blocks`, the largest first.
         num_differing: number of all places at which prompts differ.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
-        runs: the longest runs, first the runs that a cache or another prompt could have avoided; or all runs
-            of one request, in the order of its blocks.
+        runs: the longest runs. Runs that a cache or another prompt could have avoided come first. If one
+            request is explained: all its runs, in the order of its blocks.
         num_runs: number of all runs.
         decisions_sha256: digest of the decisions, equal to the digest of ``kvoffload replay``.
     """
@@ -247,7 +253,7 @@ def explain(
 
 
 def _runs(misses: Misses) -> tuple[_Int64s, _Int64s]:
-    """Return the first reference of each run of missing blocks with one reason, and the end of each run."""
+    """Return the start and the end of each run of missing blocks with one reason, as reference numbers."""
     reasons = misses.reasons
     is_new = np.ones(len(reasons), np.bool_)
     is_new[1:] = reasons[1:] != reasons[:-1]

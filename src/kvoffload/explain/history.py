@@ -1,7 +1,7 @@
-"""The history of each block in a replay, and the reason of each missing block.
+"""History of each block in a replay, and the reason for each missing block.
 
-`History` observes one replay. Its arrays have the last decision about each block, and the reason and cause of
-each missing block reference. Knows no prompts: all first uses are `NEVER_SEEN`.
+`History` observes one replay. It records the last decision about each block, and the reason and cause of each
+missing block reference. It does not compare prompts: all first uses have the reason `NEVER_SEEN`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
 """Number of each reason in `History.reasons`; 0 is a hit."""
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
-"""Reason of an absent block, by the last decision about the block (0: no decision). `STORED` and `PROMOTED`
-give `UNKNOWN`, because a stored block leaves only by a later decision."""
+"""Reason for an absent block, by the last decision about the block (0: no decision). After `STORED` or
+`PROMOTED` the reason is `UNKNOWN`, because only a later decision removes a stored block."""
 for _decision, _reason in (
     (Decision.STORED, UNKNOWN),
     (Decision.PROMOTED, UNKNOWN),
@@ -52,12 +52,12 @@ class History:
     Attributes:
         hits: shape ``(requests,)``, int32; leading blocks of each request that were hits.
         reasons: shape ``(block_refs,)``, int8; number of the reason (`NUMBER_OF`), 0 for a hit.
-        caused_by: shape ``(block_refs,)``, int32; request at which the last decision about the missing block
-            was made, or `NO_REQUEST`.
-        stored_at: shape ``(block_refs,)``, int32; request at which the block was last stored in RAM, or
-            `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; number, from 1, of the slowest tier that had the missing
-            block when the block was last found in a tier; 0 for none.
+        caused_by: shape ``(block_refs,)``, int32; request that was served when the last decision about the
+            missing block was made, or `NO_REQUEST`.
+        stored_at: shape ``(block_refs,)``, int32; request that was served when the block was last stored in
+            RAM, or `NO_REQUEST`.
+        was_in_tier: shape ``(block_refs,)``, int8; number, from 1, of the slowest tier in which the missing
+            block was found last; 0 if it was never found in a tier.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """

@@ -47,15 +47,16 @@ NUMBERS = {name: number for number, name in enumerate(_NAMES, 1)}
 
 @dataclass(frozen=True)
 class Misses:
-    """All missing block references of a replay. Arrays of shape ``(block_refs,)`` are valid where
-    ``reasons > 0``.
+    """All missing block references of a replay.
+
+    Arrays of shape ``(block_refs,)`` are valid where ``reasons > 0``.
 
     Attributes:
         hits: shape ``(requests,)``; leading blocks of each request that were hits.
         reasons: number of the reason (`NUMBERS`), 0 for a hit.
         caused_by, stored_at, was_in_tier: as in `History`.
-        larger_hits: hits of each request at each larger capacity, as `explain.capacity.larger_hits` returns;
-            None if no capacity was tried.
+        larger_hits: result of `explain.capacity.larger_hits`: hits of each request at each larger capacity.
+            None if no larger capacity was tried.
         beginnings: the comparison of each prompt with earlier prompts.
     """
 
@@ -120,7 +121,7 @@ def find_misses(
 def _joined(
     trace: Trace, histories: list[tuple[History, npt.NDArray[np.int64]]], compared: Beginnings
 ) -> Misses:
-    """Join the histories of several managers, and classify first uses."""
+    """Merge the histories of several managers, and classify first uses."""
     lengths = np.diff(trace.offsets)
     hits = np.zeros(trace.requests, np.int32)
     reasons, was_in_tier = np.zeros((2, trace.block_refs), np.int8)

@@ -1,4 +1,4 @@
-"""First uses of blocks: the earlier prompt that is most similar to a request, and their first difference.
+"""First uses of blocks. Finds the earlier prompt that is most similar to a request, and the first difference.
 
 Depends on the trace only, not on caches. Token ids are used if the recording has them.
 """
@@ -17,11 +17,12 @@ from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
 _WINDOW = 16
-"""Number of equal tokens from which places of two prompts count as alike."""
+"""Two places in prompts count as alike if at least this many tokens are equal."""
 _MOST_COMPARED = 32_768
-"""Tokens of a prompt that are compared behind the first difference."""
+"""Largest number of tokens that are compared behind the first difference of two prompts."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
-"""Number of the latest different continuations of a prefix that are kept, and that are compared in full."""
+"""Number of continuations of a prefix that are kept (the latest), and number that are compared in full (the
+most similar)."""
 _MOST_SHOWN = 4
 _ROOT = -1
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(_WINDOW)], np.uint64)
@@ -52,7 +53,7 @@ class Difference:
         end: first token behind the difference, in this prompt; `start` if the rest is not equal again.
         equal_after: number of equal tokens from `end` on; 0 if the rest is not equal again.
         shift: position of the equal rest in this prompt minus its position in the earlier prompt, in tokens.
-        ours, theirs: token ids of the difference, up to four; from `start` on if the rest is not equal again.
+        ours, theirs: the first token ids of the difference, at most four, in this and in the earlier prompt.
     """
 
     start: int
@@ -65,19 +66,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Beginnings:
-    """Leading blocks of each request that earlier requests had, and the nearest earlier prompt.
+    """For each request, the leading blocks that earlier requests had, and the nearest earlier prompt.
 
     Attributes:
         known: shape ``(requests,)``; number of leading blocks that an earlier request had.
         nearest: shape ``(requests,)``; the latest earlier request that shares these blocks and has further,
             different blocks, or `NO_REQUEST`.
-        continues: shape ``(requests,)``, bool; the request continues an earlier prompt: the known blocks are
-            the whole earlier prompt, or no earlier prompt goes on after the known blocks. Also True if one of
-            two prompts with different `cache_salt` begins with all tokens of the other.
+        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt. Then the
+            known blocks are the whole earlier prompt, or no earlier prompt has blocks after them. Also True
+            for two prompts with different `cache_salt` if one prompt begins with all tokens of the other.
         shares: shape ``(requests,)``, bool; the known blocks are a shared prompt (`Turns.is_shared_prompt`).
-        differences: of requests that differ from the nearest prompt, if token ids are known.
-        other_tenant: shape ``(unique_blocks,)``, bool; an earlier request had the prefix that ends with the
-            block, with another `cache_salt`.
+        differences: request -> difference, for requests that differ from the nearest prompt; empty without
+            token ids.
+        other_tenant: shape ``(unique_blocks,)``, bool; True if an earlier request with another `cache_salt`
+            had all tokens up to the end of the block.
     """
 
     known: npt.NDArray[np.int64]
@@ -94,7 +96,8 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
     Args:
         tokens: tokens of the blocks; None if unknown.
 
-    Cost: about 10 us per request; with `tokens` about 1 ms for each request that differs.
+    Cost: about 10 us per request. With `tokens`, in addition about 1 ms for each request that differs from an
+    earlier prompt.
     """
     lengths, history = np.diff(trace.offsets), turns(trace)
     known = lengths - history.new_blocks
@@ -117,7 +120,7 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the latest earlier request that shares the known blocks and is longer."""
+    """Return, for each request, the latest earlier request that has its known blocks and further blocks."""
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -157,7 +160,7 @@ def _compared(
 
 
 class _Continuations:
-    """The latest continuations of each block, and of the beginning of a prompt (`_ROOT`).
+    """The latest continuations of each block. The parent of a prompt's first block is `_ROOT`.
 
     Most blocks have one continuation, in an array. Further continuations are in a dictionary.
     """
@@ -195,10 +198,10 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request of `siblings` with the most equal tokens, and its difference.
+    """Return the request of `siblings` with the most equal tokens, and its first difference.
 
-    The difference is None if one prompt is the beginning of the other, with another `cache_salt`. Returns
-    None if `count` is 0 and no sibling has as many equal tokens as a block.
+    The difference is None if one prompt is the beginning of the other prompt, which has another `cache_salt`.
+    Returns None if `count` is 0 and all siblings have fewer equal tokens than a block.
     """
     children = np.array([child for child, _ in siblings])
     equal = tokens.ids[children] == tokens.ids[codes[count]]
@@ -223,7 +226,7 @@ def _best(
 def _equal_blocks(
     prefixes: npt.NDArray[np.int64], codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
 ) -> int:
-    """Count the leading blocks with equal tokens: `count`, or more with another `cache_salt`."""
+    """Count the leading blocks with equal tokens. At least `count`; more if only the `cache_salt` differs."""
     shared = min(len(codes), len(others))
     differs = prefixes[codes[count:shared]] != prefixes[others[count:shared]]
     return count + int(differs.argmax()) if differs.any() else shared
@@ -246,7 +249,7 @@ def _difference(
 
 
 def _equal_rest(ours: Tokens, theirs: Tokens) -> tuple[int, int, int]:
-    """Return start, length and shift of the longest equal run at the most frequent shift; else zeros."""
+    """Return start, length and shift of the longest equal run at the most frequent shift; zeros if none."""
     if min(len(ours), len(theirs)) < _WINDOW:
         return 0, 0, 0
     known, first = np.unique(_hashes(theirs), return_index=True)

@@ -1,4 +1,4 @@
-"""Recordings with token ids or text: the trace, and the tokens of its blocks, for comparisons of prompts."""
+"""Recordings with token ids or text. Reads the trace and the tokens of its blocks, to compare prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITH_TOKENS = ("token_ids", "text")
 
 
 class _TokenKeys(Keys):
-    """Ids of blocks, with the tokens of each block, and the id that each block has without `cache_salt`."""
+    """Ids of blocks. Records the tokens of each block, and the id that the block has without `cache_salt`."""
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -54,7 +54,7 @@ class _TokenKeys(Keys):
 
 
 def has_tokens(place: str, source: str | None = None) -> bool:
-    """Return True if `read_with_tokens` reads this recording: its records have token ids or text.
+    """Return True if the records have token ids or text, so that `read_with_tokens` can read them.
 
     Args:
         source: the user's name of the format; None detects it.
@@ -80,8 +80,9 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory for each token of different blocks, with blocks of 16 and of
-    64 tokens: 37 and 21 bytes at the peak, later 10 and 8 bytes; `beginnings` adds 5 and 1 bytes.
+    Arguments and errors as for `convert`. Memory per token of different blocks: with blocks of 16 tokens 37
+    bytes at the peak, later 10 bytes, and 5 bytes for `beginnings`; with blocks of 64 tokens 21, 8 and 1
+    bytes.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

@@ -1,4 +1,4 @@
-"""Sentences of an explanation: each run in words, and advice for each reason. Knows no tables."""
+"""Sentences of an explanation. Describes runs, and has advice for each reason. Knows no tables."""
 
 from __future__ import annotations
 
@@ -159,9 +159,11 @@ def facts(explained: Explanation) -> list[str]:
 
 
 def capacity_rows(explained: Explanation) -> list[tuple[str, str, str, str, str]]:
-    """Return table rows: capacity, evicted blocks that become hits, their share, all hits, hit ratio.
+    """Return the rows of a table of larger capacities.
 
-    The first row is the explained replay. The list is empty if no larger capacity was tried.
+    A row has five cells: capacity, evicted blocks that become hits, their share of the evicted blocks, all
+    hits, and the hit ratio. The first row is the explained replay. The list is empty if no larger capacity
+    was tried.
     """
     if explained.capacities is None:
         return []

@@ -177,8 +177,7 @@ def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the best feasible row of the same purchase that has separate RAM instead of pools, or vice versa.
-    """
+    """Find the best feasible row of the same purchase with pools instead of separate RAM, or vice versa."""
     rivals = [
         measured
         for measured in rows

@@ -1,7 +1,7 @@
-"""Arrivals of requests in a timed replay: at recorded times, or with a constant number of active clients.
+"""Arrivals of requests in a timed replay: at recorded times, or from a fixed number of busy clients.
 
-A turn of a conversation never arrives before the previous turn has ended, because it needs the answer.
-Sessions are named by the recording or inferred (`traces.statistics.turns`).
+A turn of a conversation needs the answer of the previous turn, so it arrives only after the previous turn has
+ended. Sessions are named by the recording or inferred (`traces.statistics.turns`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvoffload.traces.trace import Trace
 
 
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
-    """Compute arrival times in seconds, shape ``(requests,)``; the first session begins at 0.
+    """Compute arrival times in seconds, shape ``(requests,)``. The first session begins at time 0.
 
     Sessions begin at `load` times the recorded rate; gaps within a session stay as recorded.
     """
@@ -62,7 +62,7 @@ class Recorded:
 
 
 class AtOnce:
-    """Arrivals in the order of the trace: `num_requests` at first, then one whenever a request ends."""
+    """Arrivals in the order of the trace: `num_requests` requests, then one at the end of each request."""
 
     def __init__(self, trace: Trace, num_requests: int) -> None:
         self._remaining = iter(range(trace.requests))
@@ -81,15 +81,14 @@ class AtOnce:
 
 
 class Shares:
-    """Arrivals of several engines: each engine receives its own requests, by their numbers in its trace.
+    """Arrivals of several engines. Each engine receives its own requests, numbered as in its trace.
 
     Args:
         whole: arrivals of all requests.
         requests_of: numbers of each engine's requests, in order.
 
     Attributes:
-        of_engines: the arrivals of each engine. Call `begin` of each engine's arrivals first, then of this
-            object.
+        of_engines: the arrivals of each engine. Call `begin` of each element before `begin` of this object.
     """
 
     def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:

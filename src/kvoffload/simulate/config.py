@@ -11,7 +11,7 @@ from kvoffload.simulate.machine import Machine
 
 @dataclass(frozen=True)
 class Timing:
-    """Machine, engine and load, which no trace records.
+    """Assumptions that no trace records: machine, engine and load.
 
     Attributes:
         machine: speeds.

@@ -1,4 +1,4 @@
-"""Serving engine in simulated time: requests wait, load blocks, are computed in steps and generate answers.
+"""Serving engine in simulated time. Requests wait, load blocks, are computed in steps, and generate answers.
 
 Models the parts of vLLM's scheduler that determine waiting times:
 
@@ -29,12 +29,13 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Lookups, per deadline, of a request that waits for a tier while the engine is idle."""
+"""Number of times per deadline that a request looks up its blocks, if it waits for a tier while the engine is
+idle."""
 _ASKS_WHEN_QUIET = 2
-"""Lookups per deadline after a whole deadline without events. The pause between lookups must not exceed the
-deadline, because a longer pause begins a new wait."""
+"""Lookups per deadline when nothing has happened for a whole deadline. Must be at least 1: a pause longer
+than the deadline would begin a new wait."""
 _NO_TOKENS = 1e-6
-"""Tolerance in tokens for the end of an answer, because times are floating-point numbers."""
+"""An answer ends when fewer tokens than this are missing. Needed because times are floating-point numbers."""
 
 
 class Arrivals(Protocol):
@@ -45,7 +46,7 @@ class Arrivals(Protocol):
 
 
 class _Request:
-    """A request in the engine. `computed` is a number of tokens, `offered` a number of blocks."""
+    """A request in the engine. `computed` counts tokens, `offered` counts blocks."""
 
     __slots__ = ("blocks", "codes", "computed", "ctx", "lease", "number", "offered", "tokens")
 
@@ -57,7 +58,7 @@ class _Request:
 
 
 class _Step:
-    """A step: requests whose prompts are computed, the remaining budget in tokens, and the time."""
+    """A step of the engine: requests whose prompts are computed, remaining budget in tokens, and time."""
 
     def __init__(self, budget: int) -> None:
         self.budget, self.work_s = budget, 0.0
@@ -65,7 +66,7 @@ class _Step:
 
 
 class _Generating:
-    """Requests that generate answers, at one token per request and token time.
+    """Requests that generate answers. All of them generate tokens at the same rate.
 
     `tokens` counts the tokens that a single request would have generated since the run began. So each request
     ends at a fixed value of `tokens`.
@@ -83,7 +84,7 @@ class _Generating:
         heapq.heappush(self._ends, (self.tokens + num_tokens, request.number, request))
 
     def count_step(self, now: float) -> None:
-        """Count one token per request, for a step that ends now."""
+        """Count one generated token for each request, for a step that ends now."""
         self.tokens, self._at_s = self.tokens + 1.0, now
 
     def advance(self, now: float) -> float:
@@ -151,7 +152,7 @@ class Engine:
         assert self.num_ended == self._trace.requests, f"{self.num_ended} of {self._trace.requests} ended"
 
     def wake(self) -> None:
-        """Record an event, and begin a step unless a step is in progress."""
+        """Record that something happened, and begin a step unless a step is in progress."""
         self._happened_at = self._events.now
         self._begin_soon()
 
@@ -303,7 +304,7 @@ class Engine:
         self.wake()
 
     def _end_answers(self) -> bool:
-        """End the requests whose answers are complete; returns True if there were any."""
+        """End the requests whose answers are complete; returns True if at least one request ended."""
         num_ended = self.num_ended
         for request in self._generating.take_ended():
             self._end(request)
@@ -330,7 +331,7 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Increase a request's blocks to `num_blocks`, from its reserved blocks."""
+        """Convert reserved blocks of a request, so that it has `num_blocks` blocks."""
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))

@@ -9,7 +9,7 @@ from kvoffload.simulate.report import LinkReport
 
 
 class Events:
-    """Queue of events, ordered by time, then by scheduling.
+    """Queue of events, ordered by time. Events at the same time keep the order in which they were scheduled.
 
     Attributes:
         now: seconds since the simulation began; the only clock of a timed replay.

@@ -1,7 +1,7 @@
-"""Speeds of a machine for timed replays: prefill, copies, disk reads and writes.
+"""Speeds of a machine, for timed replays: prefill, decode, copies, disk reads and writes.
 
-Each number has a source: `kvoffload calibrate` measures it (`calibration`), `classes` assumes it. Knows no
-traces and no managers.
+Each number has a source: either `kvoffload calibrate` measured it (`calibration`), or `classes` assumes it.
+Knows no traces and no managers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         name: name of a class or of the measured host.
         model: model of the prefill and decode speeds.
         prefill_s_per_token, prefill_s_per_token_squared, step_s: see above.
-        decode_tokens_per_s: generation speed of one request while other requests generate, too.
+        decode_tokens_per_s: generation speed of each request, while other requests also generate.
         load_bytes_per_s, store_bytes_per_s: copies from RAM to the device, and from the device to RAM.
         copy_latency_s: fixed time of each copy.
         disk_read_bytes_per_s, disk_write_bytes_per_s, disk_read_latency_s, disk_write_latency_s: rates and
@@ -87,8 +87,10 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return linear * (end - start) + squared * (end * end - start * start)
 
     def break_even_tokens(self, bytes_per_token: float, *, from_disk: bool = False) -> float:
-        """Return the prompt length, in tokens, from which loading is as fast as computing on an idle machine;
-        infinity if loading is always slower."""
+        """Return the break-even prompt length in tokens; infinity if loading is always slower.
+
+        Prompts of this length are loaded as fast as they are computed, on an idle machine.
+        """
         fixed = self.value("copy_latency_s")
         per_token = bytes_per_token / self.value("load_bytes_per_s")
         if from_disk:
@@ -132,7 +134,7 @@ _HOW_TO_KNOW = {
     **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
-"""Quantity -> instructions for its measurement, for error messages."""
+"""How to measure each quantity. For error messages."""
 
 QUANTITIES = tuple(_HOW_TO_KNOW)
 """Names of all quantities of a machine."""

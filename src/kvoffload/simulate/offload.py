@@ -1,7 +1,8 @@
 """Offloading in a timed replay: the real manager, with copies in simulated time.
 
-`NoOffload` stores nothing, `Offload` stores computed blocks, `VictimOffload` stores blocks that the device is
-about to drop, as the vLLM connector does. All have the same methods. The manager decides.
+Three classes have the same methods. `NoOffload` stores nothing. `Offload` stores computed blocks.
+`VictimOffload` stores blocks that the device will drop soon, as the vLLM connector does. The manager decides
+which blocks are stored.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class NoOffload:
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Count the leading blocks of `first` to `end` that can be loaded; None to look up again later."""
+        """Return how many leading blocks of `first` to `end` can be loaded; None: look up again later."""
         return 0
 
     def load(
@@ -48,7 +49,7 @@ class NoOffload:
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        """Offer the computed blocks `first` to `end` of a request; return False to offer again later."""
+        """Offer the computed blocks `first` to `end` of a request. False: offer them again later."""
         return True
 
     def finish(self, request: int, ctx: RequestContext | None) -> None:
@@ -196,8 +197,8 @@ class Offload(NoOffload):
 class VictimOffload(Offload):
     """Offloading of blocks shortly before the device drops them, as in the vLLM connector.
 
-    After each step, the blocks of the window (`core.window`) are offered, warmest first. A block that the
-    device drops before it was in the window is lost. While the window is larger than the number of free
+    After each step, the blocks in the window (`core.window`) are offered, warmest first. If the device drops
+    a block that has not been in the window, the block is lost. While the window exceeds the number of free
     blocks, requests store their computed blocks at once.
     """
 

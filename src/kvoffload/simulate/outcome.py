@@ -1,4 +1,4 @@
-"""Outcome of a timed replay of one or more engines: sums, and times of all requests together."""
+"""Outcome of a timed replay: sums over all engines, and times of the requests of all engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvoffload.simulate.report import Distribution, LinkReport, TimedOutcome, Ti
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of an engine's own links if engines share RAM: load and store. Further links belong to the tiers."""
+"""Number of links that an engine has for itself if engines share RAM: load and store. Further links belong to
+the tiers."""
 
 
 def outcome_of(
@@ -21,8 +22,8 @@ def outcome_of(
 ) -> TimedOutcome:
     """Combine the results of all engines of a run.
 
-    Each engine reported its links and tiers when its last request had ended. Counters of a shared RAM and of
-    the tiers behind this RAM come from the engine that ended last.
+    Each engine reported its links and tiers when its last request ended. If engines share RAM, the counters
+    of this RAM and of the tiers behind it come from the engine that ended last.
     """
     last = max(range(len(engines)), key=lambda number: engines[number].ended_s)
     seconds = engines[last].ended_s
@@ -56,7 +57,7 @@ def outcome_of(
 
 
 def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[LinkReport]:
-    """Combine the links of equal names: totals, and the longest queue of one link."""
+    """Combine the links with the same name: totals, and the longest queue of any single link."""
     if len(engines) == 1:
         return last.links
     links, num_own = [], min(_OF_ENGINES, len(last.links)) if shared_ram else len(last.links)

@@ -1,7 +1,7 @@
 """KV blocks of a device, managed as in vLLM's block pool.
 
-A request holds its blocks until it ends. Free blocks can still be found; they are evicted in the order in
-which they became free, the tail of a request first. Knows no bytes and no time.
+A request holds its blocks until it ends. Free blocks with contents can still be found. They are evicted in
+the order in which they became free, the tail of a request first. Knows no bytes and no time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class Lease:
     Attributes:
         known: codes of the blocks with contents, in prefix order.
         copies: codes of blocks that cannot be found, because another block has the same contents.
-        num_blank: blocks that cannot be found: not yet computed, generated, or second copies.
+        num_blank: blocks that cannot be found: not yet computed blocks, blocks of the answer, and second
+            copies.
         num_reserved: blocks reserved for later.
     """
 
@@ -30,9 +31,10 @@ class Lease:
 
 
 class DevicePool:
-    """Pool of `num_blocks` blocks, each blank, free with known contents, or held.
+    """Pool of `num_blocks` blocks. A block is blank, or free with known contents, or held.
 
-    Differs from vLLM's: blocks for the whole request are reserved, so no request is preempted.
+    Differs from vLLM's pool: blocks for the whole request are reserved when it starts, so no request is
+    preempted.
 
     Attributes:
         version: increases whenever the order of free blocks changes.
@@ -79,7 +81,7 @@ class DevicePool:
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
         """Assign contents to blank blocks of a lease, so that the blocks can be found.
 
-        If a block is already known, the new block is a second copy, which cannot be found while the first
+        If contents are already known, the new block is a second copy. It cannot be found while the first copy
         exists.
         """
         for code in codes:
@@ -107,7 +109,7 @@ class DevicePool:
         self.version += 1
 
     def next_to_leave(self, num_blocks: int) -> list[int]:
-        """List the known blocks among the next `num_blocks` victims, coldest first."""
+        """List the known blocks among the next `num_blocks` blocks that would be taken, coldest first."""
         return list(islice(self._free, max(0, num_blocks - self._num_blank)))
 
     @property

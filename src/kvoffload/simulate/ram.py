@@ -23,7 +23,8 @@ from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
 _LONGEST_BACKLOG_S = 30.0
-"""Limit, in seconds, of a tier's queued writes at the end of a run. Above it the tier does not keep up."""
+"""A tier does not keep up if its queued writes would take longer than this, in seconds, at the end of a
+run."""
 
 
 class Ram:
@@ -32,7 +33,7 @@ class Ram:
     Args:
         trace: the requests of all engines that use this RAM.
         whole: the requests of all engines that use the tiers behind this RAM; None for `trace`.
-        beside: RAM of another engine, whose tiers this RAM shares; None: this RAM has its own tiers.
+        beside: RAM of another engine. This RAM shares the tiers of `beside`; None: it has its own tiers.
 
     Attributes:
         manager: the manager of this RAM.
@@ -158,7 +159,7 @@ class Ram:
         """Return the reports of all tiers until now, RAM first.
 
         Args:
-            num_loaded: blocks that were loaded; the hits of RAM, if there are no tiers behind RAM.
+            num_loaded: number of loaded blocks. Reported as the hits of RAM if there are no tiers behind RAM.
             stores: link of the copies to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]

@@ -1,4 +1,4 @@
-"""Report of a timed replay: the run with offloading, the run without, and their comparison."""
+"""Report of a timed replay: a run with offloading, a run without offloading, and their comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy.typing as npt
 from kvoffload.simulate.machine import Machine
 
 _OVERLOADED = 3.0
-"""Ratio of mean waiting time to mean service time above which a run counts as overloaded."""
+"""A run counts as overloaded if the mean waiting time exceeds this multiple of the mean service time."""
 
 
 OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the length of the recording."
@@ -17,7 +17,7 @@ OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the 
 
 
 def break_even_sentence(place: str, tokens: float | None) -> str:
-    """Describe the shortest prompt, `tokens` long, for which loading beats computing; None if none does."""
+    """Describe the shortest prompt for which loading beats computing: `tokens`, or None if none does."""
     if tokens is None:
         return f"Loading from {place} never beats computing on this machine."
     if round(tokens) <= 1:
@@ -50,7 +50,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
         jobs, bytes_moved: totals.
         busy_s, busy_share: time in use, and its share of the run.
         waited_s: sum of the waiting times of all jobs.
-        most_bytes_waiting: longest queue, including the current job.
+        most_bytes_waiting: longest queue in bytes, including the current job.
         bytes_left: bytes still queued when the last request ended.
     """
 
@@ -68,13 +68,13 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one tier, in blocks.
 
     Attributes:
-        name: ``ram``, or the tier's name, with a number if several tiers have one name.
+        name: ``ram``, or the tier's name; a number is added if several tiers have the same name.
         hit_blocks: blocks that requests loaded from this tier.
-        written, evicted: blocks written and evicted; for RAM with promotions from tiers.
-        not_offered: blocks that RAM evicted before a slow tier accepted them, summed over all tiers. For RAM:
-            blocks offered while all slots were in use.
-        keeps_up: True if `not_offered` is 0 or the tier is RAM, and at most 30 s of writes were queued when
-            the last request ended.
+        written, evicted: blocks written and evicted; for RAM including promotions from tiers.
+        not_offered: for a tier, blocks that RAM evicted before the slow tier accepted them, summed over all
+            tiers. For RAM, blocks that were offered while all slots were in use.
+        keeps_up: True if two conditions hold: at most 30 s of writes were queued when the last request ended,
+            and `not_offered` is 0. The second condition does not apply to RAM.
     """
 
     name: str
@@ -91,15 +91,16 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         requests: number of requests; all are served, however late.
         seconds: time from the first arrival to the end of the last request.
-        device_hit_blocks, offload_hit_blocks, hit_ratio: block references found on the device; block
-            references loaded; the share of both in all references.
-        prefill_s, prefill_tokens: time of steps that computed prompts, and computed tokens of full blocks.
+        device_hit_blocks, offload_hit_blocks, hit_ratio: number of block references found on the device,
+            number of loaded block references, and their sum divided by all block references.
+        prefill_s, prefill_tokens: duration of all steps that computed prompts, and number of computed tokens
+            in full blocks.
         device_busy_share: share of the run in which the device was busy.
         ttft_s: time from the arrival of a request to its first token.
-        waiting_s, loading_s: parts of `ttft_s`: waiting to be scheduled, and loading.
+        waiting_s, loading_s: parts of `ttft_s`: time until the request is scheduled, and time to load blocks.
         most_waiting: most requests in the queue of one engine.
-        not_worth: blocks in tiers that were not read, because computing them was expected to be faster.
-        no_room: blocks in tiers for which RAM had no room.
+        not_worth: blocks that were in tiers but not read, because computing them was expected to be faster.
+        no_room: blocks that were in tiers but not read, because RAM had no room.
         gave_up: requests that stopped waiting for a tier.
         lost: blocks that the device dropped before a victim tier could store them.
         links, tiers: counters, RAM first. Empty without offloading.
@@ -150,13 +151,14 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
         load, at_once, max_running, step_tokens: as in `Timing`.
         with_offload, without: the two runs.
         gpu_seconds_saved: prefill time saved.
-        speed_up: duration without offloading over duration with offloading; with `at_once`, the ratio of
-            throughputs.
-        ttft_p50_ratio, ttft_p90_ratio: time to first token without offloading over the time with offloading.
-        break_even_tokens: shortest prompt for which loading from RAM beats computing on an idle machine;
-            null if there is none.
-        instances, routing, shared_ram: engines, as in `ReplayReport`. Sizes and `max_running` apply to each
-            engine; totals cover all engines. Shares of time are means over all engines.
+        speed_up: duration without offloading, divided by the duration with offloading. With `at_once` this is
+            the ratio of throughputs.
+        ttft_p50_ratio, ttft_p90_ratio: percentile of the time to first token without offloading, divided by
+            the percentile with offloading.
+        break_even_tokens: shortest prompt that an idle machine loads from RAM faster than it computes; null
+            if there is no such prompt.
+        instances, routing, shared_ram: as in `ReplayReport`. Sizes and `max_running` are per engine. Totals
+            are sums over all engines, and shares of time are means over all engines.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         version: version of kvoffload.
     """

@@ -1,4 +1,4 @@
-"""Simulated disk tier in simulated time: decisions as in an engine, and the disk's speed."""
+"""Simulated disk tier in simulated time. It decides as in an engine, and jobs have the speed of the disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TimedTier(SimulatedTier):
         self._reads, self._writes, self._moved_bytes = reads, writes, moved_bytes
 
     def share(self, first: TimedTier) -> None:
-        """Use the blocks of another engine's tier, with own links and jobs. Call it before other methods."""
+        """Share the blocks, not links or jobs, of another engine's tier. Call it before other methods."""
         assert (first._purse, self._purse) == (None, None), "a shared tier has no write budget"
         self._manager = first._manager
 

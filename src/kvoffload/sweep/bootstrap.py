@@ -7,8 +7,8 @@ no traces, policies or caches.
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
 request is in exactly one window, so the mean over all draws equals the ratio; overlapping windows would
-underweight both ends of a trace. A run is stored as one sum per window, and can be paired with any other run
-on the trace. Disadvantage: intervals are slightly less certain than with overlapping windows.
+underweight both ends of a trace. A run is stored as one sum per window. It can be paired with any other run
+on the same trace. Disadvantage: intervals are slightly less certain than with overlapping windows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kvoffload.structures.draws import whole_numbers
 Sums = npt.NDArray[np.int64]
 
 WINDOWS = 32
-"""Number of windows. More windows would be shorter and correlated; fewer would estimate the spread badly."""
+"""Number of windows. With more windows, each would be shorter, and neighbours would be correlated. Fewer
+windows would estimate the spread badly."""
 
 FEWEST_WINDOWS = 10
 """Number of windows below which no interval is computed."""
@@ -33,8 +34,8 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 
 CORRELATED = 0.35
-"""Correlation above which windows are not independent and an interval is too narrow: two standard errors
-for 32 windows."""
+"""Correlation above which neighbouring windows count as dependent and an interval as too narrow. The value is
+two standard errors of the correlation for 32 windows."""
 
 
 class Interval(NamedTuple):
@@ -42,8 +43,8 @@ class Interval(NamedTuple):
 
     Attributes:
         low, high: ends of the interval.
-        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED`, the traffic changes
-            slowly, the trace has few independent stretches, and the interval is too narrow.
+        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED` the interval is too
+            narrow: the traffic changes slowly, so the trace has few independent stretches.
     """
 
     low: float
@@ -61,7 +62,7 @@ def window_sums(values: npt.NDArray[np.integer], windows: int = WINDOWS) -> Sums
 
 
 class Resamples:
-    """Draws of a trace's windows, shared by all runs on that trace.
+    """Random draws of a trace's windows. All runs on the trace use the same draws.
 
     Shared draws make the difference of two runs a paired difference: effects of the traffic on both cancel.
     The draws come from splitmix64, because the streams of numpy's generators may change: equal arguments give
@@ -122,14 +123,14 @@ class Resamples:
         return Interval(float(low), float(high), self._correlation(hits))
 
     def difference(self, hits: Sums, baseline: Sums) -> Interval | None:
-        """Compute the paired interval of a run's ratio minus the baseline's, on the same trace.
+        """Compute the paired interval of the difference: the ratio of a run minus the ratio of `baseline`.
 
         If the interval contains 0, the difference is not significant. Equal runs give ``(0.0, 0.0, 0.0)``.
         """
         return self.ratio(hits - baseline)
 
     def _correlation(self, sums: Sums) -> float:
-        """Compute the correlation of neighbouring windows' deviations from the mean ratio."""
+        """Compute the correlation between the deviations of neighbouring windows from the mean ratio."""
         surplus = sums - self._window_refs * (sums.sum() / self._window_refs.sum())
         spread = float((surplus * surplus).sum())
         return float((surplus[1:] * surplus[:-1]).sum()) / spread if spread > 0 else 0.0

@@ -16,14 +16,15 @@ from kvoffload.sweep.task import Task, TraceSource, attempt_with, code_digest, l
 from kvoffload.sweep.workers import Results
 
 _TIMEOUT_S = 5
-"""Seconds to wait for the scheduler, and for its first worker."""
+"""Time limit in seconds for the answer of the scheduler, and for its first worker."""
 
 
 class ClusterWorkers:
     """Workers of a running scheduler.
 
-    Construction connects and checks that all workers run the code of this process. Raises `ConfigError` if
-    the scheduler does not answer within `timeout_s`, has no workers, or its workers run other code.
+    The constructor connects to the scheduler and checks that all workers run the code of this process. Raises
+    `ConfigError` in three cases: the scheduler does not answer within `timeout_s`, it has no workers, or a
+    worker runs other code.
     """
 
     def __init__(self, address: str, timeout_s: float = _TIMEOUT_S, digest: str | None = None) -> None:

@@ -1,6 +1,6 @@
 """Grid of a sweep: all combinations of policies, admission rules, store modes and sizes.
 
-Owns the grammar of the axes and the order of the combinations. Replays nothing.
+Defines the grammar of the axes and the order of the combinations. Replays nothing.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ class Grid:
         policies: names, or ``module:Class``.
         admissions: ``all``, ``reuse:2``, ...
         capacities: capacities of RAM: ``5000``, ``5%`` (of a trace's unique blocks), ``4GiB``.
-        devices: capacities of the LRU device cache: as for RAM, ``0`` for none, or a multiple of RAM's
-            capacity, ``0.5x``.
+        devices: capacities of the LRU device cache. Written like capacities of RAM, or as a multiple of RAM's
+            capacity, such as ``0.5x``; ``0``: no device cache.
         stores: store modes (`STORES`).
         tiers: simulated tiers behind RAM: ``none``, ``10%``, ``10%,policy=hazard``, ``1%+10%`` (two levels).
         block_bytes: bytes of a block, for sizes such as ``4GiB``; None if unknown.
-        common: assumptions of all replays (decode speed, queue, instances, routing). The axes replace the
-            other fields of this configuration.
+        common: configuration with the assumptions of all replays: decode speed, queue, instances, routing.
+            The axes replace its other fields.
         shared_ram: False: each instance has its own RAM. True: all instances share one pool.
 
     Raises: `ConfigError`, all problems at once.
@@ -119,7 +119,7 @@ class Grid:
             self._check_tiers(tiers)
 
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
-        """Create the points of one trace, and list the reason for each combination that is left out.
+        """Return the points of one trace, and a list with the reason for each combination that is left out.
 
         Order of the axes, the last varies fastest: device, capacity, tiers, shared RAM, store, policy, rule.
         Raises `ConfigError` for a size below one block of this trace.
@@ -164,7 +164,7 @@ class Grid:
                 raise ConfigError("tiers", tiers, reason.args[0])
 
     def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
-        """List all pairs of sizes: device and capacity as typed, capacity and device in blocks."""
+        """List all pairs of device and capacity: both as typed, then capacity and device in blocks."""
         sizes = []
         for device in self.devices:
             for capacity in self.capacities:
@@ -195,7 +195,10 @@ def incompatible(policy: str, admission: str) -> ConfigError | None:
 
 
 def _require_one(reasons: list[ConfigError | None]) -> None:
-    """Raise the first error if a value is incompatible with every value of the other axis."""
+    """Raise the first error unless one of `reasons` is None.
+
+    `reasons` has the errors of one value with each value of the other axis; None: compatible.
+    """
     if reasons[0] is not None and all(reasons):
         raise reasons[0]
 
@@ -217,7 +220,7 @@ def axis(field: str, text: str) -> tuple[str, ...]:
 
 
 def content_digest(trace: Trace) -> str:
-    """Compute the SHA-256 of everything in a trace that affects a replay; its name is left out."""
+    """Compute the SHA-256 of everything in a trace that affects a replay. The trace's name does not."""
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
     arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
     for array in arrays:

@@ -28,16 +28,16 @@ def journal_path(output: Path) -> Path:
 
 
 class SweepJournal:
-    """Measurements and timed replays by key, in ``OUTPUT.journal``. One process at a time may open the file.
+    """The file ``OUTPUT.journal``: measurements and timed replays by key. One process at a time may open it.
 
-    Lines that cannot be decoded are ignored: a half line at the end after a ``kill -9``, or a line of another
-    version. Appended lines survive a ``kill -9`` at any point, but not a crash of the machine.
+    Lines that cannot be decoded are ignored: for example, an incomplete last line after a ``kill -9``, or a
+    line of another version. Appended lines survive a ``kill -9`` at any time, but not a crash of the machine.
 
     Attributes:
         measurements, timed: contents of the file when it was opened.
 
-    Raises: `ConfigError`, on opening and appending, if the file cannot be written or another process has it
-    open.
+    Raises: `ConfigError` when the file is opened or appended to, if it cannot be written or another process
+    has it open.
     """
 
     def __init__(self, output: Path) -> None:

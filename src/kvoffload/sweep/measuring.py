@@ -1,6 +1,6 @@
 """Runs each replay once and reuses results in the journal.
 
-Owns the keys of measurements and the progress. Knows points and traces; not their purpose.
+Computes the keys of measurements, and reports the progress. Knows points and traces, not their purpose.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Progress:
     """Progress of a sweep or a plan.
 
     Attributes:
-        rows_done, rows: number of combinations with a result, and of all combinations.
-        refs_done, refs: block references that this run has replayed, and will have replayed at its end.
+        rows_done, rows: number of combinations that have a result, and number of all combinations.
+        refs_done, refs: block references that this run has replayed so far, and will replay in total.
         of: noun for the rows: ``rows``, or ``timed replays``.
     """
 
@@ -193,7 +193,10 @@ class Measuring:
         return Task(number, trace.source, point.config, trace.block_refs)
 
     def _estimated_work(self, point: Point) -> int:
-        """Estimate the work in references. The longest replays start first, so that workers end together."""
+        """Estimate the work of a replay, in references.
+
+        The longest replays start first, so that all workers end at about the same time.
+        """
         return self._traces[point.trace].block_refs * (1 + _TIER_WORK * len(point.config.tiers))
 
     def _key(self, point: Point) -> str:

@@ -1,4 +1,4 @@
-"""Files of rows: CSV, JSON or Parquet, by suffix. Equal rows give equal bytes.
+"""Files of rows in CSV, JSON or Parquet. The suffix determines the format. Equal rows give equal bytes.
 
 A row is a struct; nested structs are flattened to columns. Does not know the meaning of rows.
 """
@@ -73,7 +73,7 @@ def _types(row: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _csv(rows: Sequence[msgspec.Struct]) -> bytes:
-    """Encode as CSV with a heading; null is empty, numbers have full precision."""
+    """Encode as CSV with a heading. A null becomes an empty field. Numbers have full precision."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     for number, row in enumerate(rows):

@@ -1,7 +1,7 @@
-"""Sweep: all combinations of a grid on some traces, in parallel and resumable.
+"""Sweep: replays of traces through all combinations of a grid. Runs in parallel and can be resumed.
 
-Owns the sequence of steps. The result depends neither on the number of workers nor on interruptions. The grid
-is in `sweep.grid`, the replays in `sweep.measuring`, the columns in `sweep.table`.
+Controls the sequence of steps. The result depends neither on the number of workers nor on interruptions. The
+grid is in `sweep.grid`, the replays are in `sweep.measuring`, and the columns in `sweep.table`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SweepResult:
         verdicts: a verdict for each place (`verdict.Verdict`).
         left_out: for each reason, the number of combinations that were left out.
         from_journal: number of combinations whose replay an earlier run had finished.
-        violations: a line for each row above an upper bound; each line is a bug.
+        violations: a line for each row that exceeds an upper bound. Each line proves a bug.
         warnings: faults of the recordings that change results.
     """
 
@@ -46,9 +46,10 @@ class SweepResult:
 class Sweep:
     """A sweep. Use once: construct, then `run`. Invalid options raise `ConfigError` before any work.
 
-    With an output, finished replays are kept in ``OUTPUT.journal``, and an interrupted sweep with the same
-    output continues. A replay is reused only if the trace's content, the configuration, and the code of this
-    package and of the policies are the same. The journal is removed when the output is written.
+    If there is an output, finished replays are written to ``OUTPUT.journal``. After an interruption, a sweep
+    with the same output reuses them. A replay is reused only if four things are unchanged: the content of the
+    trace, the configuration, the code of this package, and the code of the policies. The journal is removed
+    when the output is written.
 
     Args:
         traces: files, or names of built-in workloads.

@@ -1,6 +1,6 @@
-"""Rows of a sweep: measurements with confidence intervals, compared with LRU and with the optimum.
+"""Rows of a sweep: measurements, their confidence intervals, and comparisons with LRU and the optimum.
 
-Owns the columns. Rows depend only on measurements and are recomputed when a sweep ends.
+Defines the columns. Rows depend only on measurements, and are recomputed when a sweep ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ YARDSTICK = "lru"
 """Policy with which all policies are compared."""
 
 _SMALLEST_GAP = 0.001
-"""Smallest gap to the optimum for which `gap_closed` is computed; shares of a smaller gap are noise."""
+"""`gap_closed` is computed only if the gap to the optimum is at least this ratio. Shares of a smaller gap are
+noise."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,23 +39,25 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             null for fewer requests than `FEWEST_WINDOWS`.
         offload_hit_ratio: references served by RAM and the tiers behind it.
         tier_hit_ratio: references served by the tiers behind RAM.
-        others_hit_ratio: references served from blocks that another instance wrote to the shared RAM or the
-            shared tier.
+        others_hit_ratio: references served from shared RAM or the shared tier, if another instance wrote the
+            block.
         block_hit_ratio: references to resident blocks, at any depth.
         blocks_written, writes_per_ref, bytes_written: writes to RAM; bytes are null if the block size is
             unknown.
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: policy and rule for the comparisons below: LRU with admission ``all``, or else with the
-            sweep's first rule. Sizes, store mode, tiers and `shared_ram` are the row's. Null without LRU.
-        diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the baseline's, and the
-            paired confidence interval of the difference. The difference is significant if the interval does
-            not contain 0.
+        baseline: policy and rule of the row with which this row is compared: LRU with admission ``all`` or,
+            if not swept, with the sweep's first rule. Both rows have equal sizes, store mode, tiers and
+            `shared_ram`. Null without LRU.
+        diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the prefix-hit ratio of the
+            baseline, and the paired confidence interval of this difference. The difference is significant if
+            the interval does not contain 0.
         gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null for a gap below 0.001.
         writes_vs_lru: blocks written, divided by the baseline's.
         among_best: True if no other row with these sizes on this trace is significantly better.
-        verdict: in the best row of a place, its verdict (`verdict.Verdict.line`); null in other rows.
+        verdict: verdict of a place (`verdict.Verdict.line`), in the best row of the place; null in other
+            rows.
         decisions_sha256: digest of the decision log: equal digests mean equal decisions.
         seed, resamples: parameters of the confidence intervals.
         version: version of kvoffload.
@@ -166,7 +169,7 @@ class Runs:
         return self._draws[self.points[number].trace].ratio(self._hits[number])
 
     def difference(self, number: int, baseline: int) -> Interval | None:
-        """Compute the paired interval of a point's ratio minus the baseline's, on the same trace."""
+        """Compute the paired interval of a point's ratio minus the ratio of `baseline`, on the same trace."""
         return self._draws[self.points[number].trace].difference(self._hits[number], self._hits[baseline])
 
 
@@ -215,7 +218,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
 
 
 def _sizes(point: Point) -> tuple[object, ...]:
-    """Return the key of the rows among which the best are marked: trace and sizes."""
+    """Return trace and sizes. The best rows are marked among all rows with equal trace and sizes."""
     return point.trace, point.device, point.capacity, point.config.tier_blocks
 
 

@@ -29,7 +29,7 @@ from kvoffload.traces.trace import Trace
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 _WITHOUT_INFLUENCE = {"cli", "plan", "pages", "testing"}
-"""Packages whose code does not affect the result of a replay."""
+"""Packages of kvoffload whose code does not affect the result of a replay."""
 
 
 class Measurement(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     Attributes:
         window_hits: prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: for several instances, the prefix hits in each window of an instance's own
+        instance_window_hits: with several instances, the prefix hits of each instance, in windows of its own
             requests. Instances without block references are left out.
     """
 
@@ -58,7 +58,7 @@ class Share:
     """Part of a trace that one replica serves; the defaults mean the whole trace.
 
     Attributes:
-        load: concurrent sessions, as a multiple of the recording's (`traces.load`).
+        load: concurrent sessions, as a multiple of the concurrent sessions in the recording (`traces.load`).
         routing, replicas: rule that assigns requests, and number of replicas (`replay.routing`).
         replica: number of this replica, 0 to `replicas` - 1.
         one_in: keep one session in this many (`traces.load.one_session_in`).
@@ -97,7 +97,7 @@ class Task:
     """A replay to run.
 
     Attributes:
-        number: index of the point, to assign the result.
+        number: index of the point to which the result belongs.
         block_refs: block references of the trace: a measure of the work.
     """
 
@@ -108,7 +108,7 @@ class Task:
 
 
 def load(source: TraceSource) -> Trace:
-    """Read a trace. A process caches the last two traces, because consecutive tasks mostly use the same.
+    """Read a trace. A process caches the last two traces, because consecutive tasks often use one trace.
 
     Raises: errors of `load_trace`, and `TraceError` if the content does not match `source.digest`.
     """
@@ -146,7 +146,7 @@ def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
     """Divide a trace among its replicas.
 
-    The cache holds two divisions, because a plan with shared servers alternates between the replicas' traces
+    The cache holds two divisions: a plan with shared servers alternates between the traces of the replicas
     and the undivided trace.
     """
     share = source.share

@@ -1,7 +1,7 @@
 """Verdicts of a sweep: the best configuration at each place, its lead, and the certainty of the lead.
 
-A place is a trace with sizes, a store mode, tiers, and separate or shared RAM. Owns the sentences. Knows rows
-and intervals of differences; replays nothing.
+A place consists of a trace, sizes, store mode, tiers, and separate or shared RAM. Writes the sentences. Knows
+rows and intervals of differences; replays nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Verdict:
     Attributes:
         number: index of the best row among all rows of the sweep.
         best: the row with most prefix hits; LRU wins ties, then the first row.
-        baseline: the LRU row of this place, which may be `best`; None without LRU.
+        baseline: the LRU row of this place; None without LRU. May be the same row as `best`.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows, except the baseline, whose difference from `best` is not significant or, without
-            intervals, is 0; most hits first.
+        alike: rows that are as good as `best`, most hits first; without the baseline. Their difference from
+            `best` is not significant or, if there are no intervals, is 0.
         rivals: number of other rows at this place.
     """
 
@@ -112,7 +112,8 @@ def verdicts_of(
 
     Args:
         points: the point of each row.
-        difference: returns the paired interval of one row's ratio minus another's, given their indices.
+        difference: takes the indices of two rows, and returns the paired interval of the first row's ratio
+            minus the second row's ratio.
 
     Cost: one interval for each row.
     """

@@ -35,10 +35,10 @@ class Workers(Protocol):
 
 
 class LocalWorkers:
-    """Up to `jobs` worker processes; one job or one task runs in this process.
+    """Up to `jobs` worker processes. If there is only one job or one task, it runs in this process.
 
     Processes are spawned, because a fork would copy held locks of numpy's and numba's threads. Each process
-    caches its last traces between calls of `results`. Processes end with this process, even if this process
+    caches its last traces between calls of `results`. Worker processes end when this process ends, even if it
     is killed.
     """
 
@@ -93,7 +93,7 @@ class LocalWorkers:
 
 @contextlib.contextmanager
 def _sigint_waits() -> Iterator[None]:
-    """Block SIGINT in processes that are started in this context. Processes inherit the signal mask.
+    """Block SIGINT in processes that are started in this context. They inherit the signal mask.
 
     Ctrl-C reaches every process of a terminal, but only the parent handles it.
     """
@@ -105,7 +105,7 @@ def _sigint_waits() -> Iterator[None]:
 
 
 def _begin_worker() -> None:
-    """Prepare a worker process, which ends with its parent and does not repeat the parent's warnings."""
+    """Prepare a worker process: it ends with its parent, and does not repeat the parent's warnings."""
     logging.getLogger("kvoffload.traces").setLevel(logging.ERROR)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
