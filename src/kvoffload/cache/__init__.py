@@ -1,5 +1,5 @@
-"""The engine-neutral API: `kvoffload.open` joins manager, RAM, tiers and copies for one process.
+"""The engine-neutral API: `kvoffload.open` creates a cache of manager, RAM and tiers for one process.
 
-`layout` describes the engine's tensors, `keys` hashes tokens, `jobs` runs on the one thread that owns the
-manager (`owner`), and `cache` is the interface for users.
+`cache` is the interface for users. `layout` describes the engine's tensors, and `keys` hashes tokens. `jobs`
+runs on the thread that owns the manager (`owner`).
 """

@@ -30,8 +30,8 @@ def fingerprint(model: str, layout: dict[str, Any]) -> str:
 class KeyChain:
     """The keys of a growing sequence of tokens, one for each full block.
 
-    A key is the SHA-256 of the previous key and the block's token ids, so it identifies the block and
-    everything before it. The first block continues a hash of `salt`: sequences of different salts share no
+    A key is the SHA-256 of the previous key and the block's token ids, so the key identifies the block and
+    all blocks before it. The chain begins with a hash of `salt`, so sequences with different salts share no
     key.
 
     Attributes:
