@@ -35,12 +35,13 @@ class Background:
         """Start a task. The previous task must have ended."""
         assert not self.is_busy
         if self._thread is None:
-            # Not a method: the thread must not keep this object, so that its end closes the thread.
+            # A function, not a method: a reference from the thread would keep this object alive, and the
+            # thread ends when this object is collected.
             arguments = (self._tasks, self._idle, self._errors)
             thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             thread.start()  # may raise: then `close` has no thread to join
             self._thread = thread
-            # At exit, too: a kernel must not run while Python frees the memory.
+            # Also called at exit: a kernel must not run while Python frees the memory.
             weakref.finalize(self, _close, self._tasks, thread)
         self._idle.clear()
         self._tasks.put(task)

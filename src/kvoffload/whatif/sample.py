@@ -1,9 +1,9 @@
 """The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
 
-A key identifies the whole prefix that ends in its block, so all requests with a prefix have the same sampled
-blocks. The sampled blocks of a request form a chain, too: a shorter prefix for a smaller cache. A sample of
-whole requests or sessions would have to be much larger, because it includes a shared system prompt whole or
-not at all.
+A key identifies the whole prefix that ends in its block, so requests with a common prefix have the same
+sampled blocks of this prefix. The sampled blocks of a request are a chain, too: a shorter path, for a shadow
+cache that is smaller by the same factor. A sample of whole requests or sessions would have to be much larger,
+because such a sample includes a shared system prompt whole or not at all.
 
 A sample holds the 64-bit hashes of keys. A shadow has keys of 8 bytes with the same hashes, so that policies
 and indexes decide as with the whole keys.
@@ -128,7 +128,7 @@ class Sample:
 
 @inline
 def _is_sampled(h: np.uint64, one_in: int, seed: int) -> bool:
-    # Mixed once more, because an index uses the same bits of the hash.
+    # The hash is mixed again, because an index uses the same bits of the hash.
     mixed = (h ^ np.uint64(seed)) * np.uint64(0x94D049BB133111EB)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
     is_sampled: bool = (mixed >> np.uint64(32)) * np.uint64(one_in) < np.uint64(1 << 32)

@@ -41,7 +41,7 @@ def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admiss
 
 
 class Shadow:
-    """A manager with the serving manager's settings, except for the changes of one setting.
+    """A manager without bytes. Its settings are the serving manager's, with the changes of `setting`.
 
     Args:
         setting: the changes.
