@@ -81,7 +81,7 @@ class KVOffloadAdapter(L2AdapterInterface):
 
     The tiers limit and evict their contents. LMCache's own eviction by usage is off; quotas by ``cache_salt``
     work. An object is served only if key, size, dtypes and bytes match the stored object. Objects are not
-    locked: the load of an object that was evicted after the lookup fails.
+    locked, so an object may be evicted between lookup and load; the load of this object then fails.
 
     Args:
         params: the options, `AdapterOptions`.
@@ -140,7 +140,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return ended
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
-        """Begin to look up objects; returns the task. The layouts have sizes and dtypes."""
+        """Begin to look up objects; returns the task. `group_layout_descs`: size and dtypes by group."""
         nothing = Bitmap(len(keys))
         return self._submit(
             self._readers, 1, self._found, nothing, lambda: self._find(keys, group_layout_descs)
@@ -230,7 +230,7 @@ class KVOffloadAdapter(L2AdapterInterface):
                 logger.exception("kvoffload: internal error in a task; it ends without objects")
                 result = nothing
             with self._lock:
-                # Not `ended` for stores: `pop_completed_store_tasks` replaces this dictionary.
+                # Stores use `self._stored`: `pop_completed_store_tasks` replaces the dictionary `ended`.
                 (self._stored if event == 0 else ended)[task] = result
                 if self._notifiers:
                     self._notifiers[event].notify()

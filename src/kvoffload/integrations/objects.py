@@ -80,7 +80,7 @@ class ObjectPath:
 
 
 class _Buffer(NamedTuple):
-    """Memory of a batch. `pool`: rows that jobs read or fill. `memory`: the staging buffer, or None."""
+    """Memory of a batch. `pool`: rows that jobs read or fill. `memory`: staging buffer; None if unused."""
 
     pool: Blocks
     memory: Blocks | None
@@ -298,7 +298,7 @@ class ObjectStore:
         with self._lock:
             for tier in self.tiers:
                 tier.close()
-            # After the tiers: until then a job may write to memory of a call that waits for it.
+            # Set after the tiers are closed: until then calls must wait for jobs that use their memory.
             self._closed = True
 
     # ---- batches
@@ -579,8 +579,8 @@ def _whole(blocks: Mask, parts: int) -> Mask:
 def _view(addresses: Addresses, size: int) -> tuple[Blocks, npt.NDArray[np.int64]]:
     """Return the memory at `addresses` as an array of rows of `size` bytes, and the row of each address.
 
-    Rows begin at multiples of a stride, a common divisor of the distances of the addresses, and may overlap.
-    The caller keeps the memory alive.
+    Rows begin at multiples of a stride and may overlap. The stride is a common divisor of the distances
+    between the addresses. The caller must keep the memory alive.
     """
     first = int(addresses.min())
     offsets = addresses - first

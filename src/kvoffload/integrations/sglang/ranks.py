@@ -76,7 +76,7 @@ def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
 
 
 def _replica() -> tuple[int | None, int]:
-    """Return two numbers: this replica's (None if unknown), and that of all replicas (``--dp-size``)."""
+    """Return the index of this replica (None if unknown), and the number of replicas (``--dp-size``)."""
     return _of_context("dp_rank"), _of_context("dp_size") or 1
 
 

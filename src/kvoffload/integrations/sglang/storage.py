@@ -356,7 +356,7 @@ class KVOffloadStorage(HiCacheStorage):
         block_bytes = best_block_bytes(sizes, extents)
         producer = find_producer(self._config, self._pages, self.options.identity)
         for tier in self.options.tiers:
-            # A shared tier identifies the weights by itself.
+            # A shared tier identifies the weights in `shared_fingerprint`.
             if isinstance(tier, SizedTierOptions) and not _is_named(tier, producer):
                 producer.check_weights()
         owner = _owner(self._config, producer, block_bytes)
@@ -391,7 +391,7 @@ def _owner(config: HiCacheStorageConfig, producer: Producer, block_bytes: int) -
         KEY_BYTES,
         producer.fingerprint(),
         directory_of(config),
-        # SGLang writes the nodes of its tree one by one, so groups of pages would seldom be whole.
+        # SGLang writes the nodes of its tree one by one. A group of pages would seldom be complete.
         reports_paths=False,
         on_unavailable=on_unavailable,
         shared_fingerprint=producer.shared_fingerprint,

@@ -105,12 +105,14 @@ class KVOffloadTier(SecondaryTierManager):
         # vLLM offers each block once, when it is stored, and not in whole paths.
         usable = usable_tiers(producer, [checked], self._missing)
         opened = open_tiers(usable, replace(owner, reports_paths=False))
-        # An exception of the tier counts as a miss, and the tier stays in use; `contained` is for our errors.
+        # After an exception in the tier the result is a miss, and the tier stays in use. After an exception
+        # in this class (`contained`) the tier is no longer used.
         self._opened = [GuardedTier(tier) for tier in opened]
         self._records: dict[str, object] = {}
         self._jobs: dict[int, Any] = {}
         self._finished: list[Any] = []
-        # Blocks to probe for at the end of the step; blocks of each probe; waits of requests for probes.
+        # `_unknown`: blocks to probe at the end of the step. `_probes`: blocks of each running probe.
+        # `_waits`: for each request, the wait for probes.
         self._unknown: dict[bytes, None] = {}
         self._probes: dict[int, set[bytes]] = {}
         self._waits: dict[str, TierWait] = {}

@@ -102,7 +102,7 @@ class Gauges:
 
 
 class TierMetrics:
-    """Counts of tiers since the last report to vLLM; the first report has every counter, for alerts."""
+    """Counts of tiers since the last report to vLLM. The first report has all counters, also those at 0."""
 
     def __init__(self) -> None:
         self._before: Counter[tuple[str, str]] = Counter()
@@ -155,8 +155,9 @@ class Metrics:
         return True
 
     def take(self, counters: ManagerStats | None = None) -> OffloadingConnectorStats:
-        """Return the counters since the last report; the first report has every counter, for alerts.
+        """Return the increase of each counter since the last report.
 
+        The first report has all counters, also those at 0, because an alert needs an existing counter.
         `counters`: the manager's counters; None if the manager has failed.
         """
         counters = counters or self._before

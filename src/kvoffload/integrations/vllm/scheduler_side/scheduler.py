@@ -139,7 +139,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
         self._rows = {group.group_idx: row for row, group in enumerate(groups)}
-        # Cached blocks of the window at the last scan: block number -> block, and its key at that time.
+        # Cached blocks of the window at the last scan: block number -> (block, key at the scan).
         self._offered = OrderedDict[int, tuple[Any, Any]]()
         self._must_rescan = False
         self._num_dropped, self._dropped_unoffered = 0, dict[bytes, None]()
@@ -173,7 +173,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             self._dropped_unoffered[bytes(key)] = None
 
     def _was_offered(self, number: int, key: Any) -> bool:
-        # By identity: a block that was written again has a new key object, even with equal bytes.
+        # Keys are compared by identity: a rewritten block has a new key object, even with equal bytes.
         entry = self._offered.get(number)
         return entry is not None and entry[1] is key
 
@@ -200,7 +200,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             block_of = {key: block_id for block_id, key in reversed(victims)}
             output = self.manager.store_dropped(list(block_of))
             if output is None:
-                # Not now: offer the blocks again at the next scan.
+                # The manager cannot store the blocks now: offer them again at the next scan.
                 for block_id in block_of.values():
                     del self._offered[block_id]
                 self._must_rescan = True
@@ -234,7 +234,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     def _add_cached(
         self, blocks: Iterable[Any], known: Mapping[int, tuple[Any, Any]] = _NONE
     ) -> list[tuple[Any, Any]]:
-        """Add the cached blocks among `blocks` to the offered blocks. Returns those that are not `known`."""
+        """Add the cached blocks among `blocks` to the offered blocks. Returns the blocks not in `known`."""
         fresh, offered = [], self._offered
         for block in blocks:
             key = block.block_hash

@@ -306,7 +306,7 @@ class SharedPool:
                 self.path.name,
                 "another engine with this id is starting; allowed: a different id for each engine",
             )
-        # The scheduler has no part; its value is only an estimate.
+        # The scheduler has no part, and its `part_bytes` is only an estimate.
         if member != SCHEDULER and part_bytes > self.part_bytes:
             raise ConfigError(
                 "pipeline_parallel_size",
@@ -389,7 +389,7 @@ def _promised_bytes(directory: Path) -> int:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove pools without an attached process, which are the unlocked files."""
+    """Remove the files of pools without an attached process: no process has locked these files."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

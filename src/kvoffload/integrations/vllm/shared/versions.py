@@ -118,8 +118,8 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls this before the step writes to
-    newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write copies
+    The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls this method before the step
+    writes to newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write copies
     (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such early writes.
 
     A missing setting counts as late; the cost is a few blocks that are not stored.

@@ -37,7 +37,7 @@ class SlotsSpec(CPULoadStoreSpec):
         num_slots: list[int] | None = None,
         audited: Mask | None = None,
     ) -> None:
-        # Not `super().__init__`, which only copies the slots into larger integers.
+        # `super().__init__` is not called: it would only copy the slots into larger integers.
         self.block_ids = slots
         self.digests = digests
         self.num_slots = num_slots
@@ -92,7 +92,7 @@ def _subset(
 ) -> tuple[Any, SlotsSpec]:
     """Return a store of the chunks for which `kept` is True; these chunks must be complete."""
     blocks = np.asarray(engine.block_ids)
-    # A torn group may have no whole number of chunks, so all its blocks are removed.
+    # A group with incomplete chunks may have no whole number of chunks, so all its blocks are removed.
     ends = np.cumsum(slots_per_group)
     sizes, chosen = [], []
     start = 0

@@ -53,7 +53,7 @@ class KVOffloadWorker(OffloadingWorker):
         auditor: compares the blocks that a store marks as audited; None if no audit is configured.
 
     Attributes:
-        failures_are_named: vLLM calls `take_failed_loads`. False: a failed load is reported as a failed job.
+        failures_are_named: True if vLLM calls `take_failed_loads`. False: failed loads become failed jobs.
         fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read
             these blocks (`versions.fences_come_late`). Such stores are dropped.
         num_failed: failed jobs. num_overwritten: stores dropped because of a late fence.
