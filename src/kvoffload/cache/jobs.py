@@ -104,8 +104,8 @@ class Jobs:
     ) -> int:
         """Load the leading blocks of `keys` into the engine's blocks `ids`. The first `first` are skipped.
 
-        Returns the number of leading blocks that are present, including the `first` skipped blocks. A damaged
-        block is looked up again, because a tier may have a copy. Without a copy the prefix ends before it.
+        Returns the number of leading blocks that are present, including the skipped blocks. A damaged block
+        is looked up again, because a tier may have a copy. Without a copy the damaged block ends the prefix.
         """
         async with work.turn:
             ctx = self._begun(work, keys)
@@ -139,7 +139,7 @@ class Jobs:
             return present
 
     async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
-        """Copy the blocks of `keys` that RAM lacks from the engine's blocks `ids`. Returns their number."""
+        """Store the missing blocks of `keys` in RAM, from the engine's blocks `ids`. Returns their number."""
         async with work.turn:
             plan = self._manager.prepare_store(keys, self._begun(work, keys))
             if plan is None:

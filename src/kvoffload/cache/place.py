@@ -17,7 +17,7 @@ BlockIds: TypeAlias = "Sequence[int] | npt.NDArray[np.integer]"
 
 
 class Place(NamedTuple):
-    """The place of a request. Fields as the arguments of `KVRequest.load_into`."""
+    """The place of a request in the engine's tensors. The fields are arguments of `KVRequest.load_into`."""
 
     block_ids: BlockIds | None
     row: int | None

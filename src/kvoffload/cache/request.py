@@ -107,10 +107,10 @@ class KVRequest:
         start: int = 0,
         num_tokens: int | None = None,
     ) -> int:
-        """Copy the full blocks that RAM lacks from the engine's tensors. Returns the number of stored tokens.
+        """Store the request's full blocks that RAM lacks; return the number of stored tokens.
 
-        The tensors may change after the call. A block is not stored if RAM has no room, or if the policy or
-        the admission rule refuses the block.
+        The blocks are copied from the engine's tensors, which may change after the call. A block is not
+        stored if RAM has no room, or if the policy or the admission rule refuses the block.
 
         Args:
             kv, block_ids, row, start: as for `load_into`.
