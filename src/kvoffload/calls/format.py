@@ -39,7 +39,7 @@ _FRAME = struct.Struct("<4sIIIqQ")
 """``KVOF``, kind, number of bytes, number of words, time in ns since 1970, checksum."""
 _FRAME_MAGIC, _CHECKSUM_AT = b"KVOF", 24
 _WINDOW_LOG = 24
-"""Logarithm of the compression window: records may refer to the previous 16 MiB of records."""
+"""Logarithm (base 2) of the compression window: a record may refer to the previous 16 MiB of records."""
 
 
 class Header(msgspec.Struct, frozen=True):

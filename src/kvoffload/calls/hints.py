@@ -1,6 +1,6 @@
 """Encodes hints and quotas for a recording, with hashes in place of users' texts. Also decodes them.
 
-Hints are numbered, so that a recording has the text of equal hints only once, or once per renumbering.
+Hints have numbers: a recording has the text of equal hints once, and again only after a renumbering.
 """
 
 from __future__ import annotations

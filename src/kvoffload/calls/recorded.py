@@ -223,7 +223,7 @@ class RecordedManager(OffloadingManager):
     def _note_offer(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> None:
-        """Record a `prepare_store` that raised before its kernel recorded the call. Skip invalid keys."""
+        """Record a `prepare_store` that raised before its kernel recorded the call, if all keys are valid."""
         if wrong_key(keys, self.key_bytes) is None:
             ctx = self._context(ctx)
             ctx.add(keys)
