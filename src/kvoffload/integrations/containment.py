@@ -31,8 +31,8 @@ def contained(
     """Decorate a method of a `Breakable`: the method then never raises an `Exception`.
 
     Args:
-        answer: result of a call that raises, and of every call to a broken adapter; or a function that
-            returns this result for the arguments of the call.
+        answer: the result of a call that raises, and of every call to a broken adapter. A function `answer`
+            computes the result from the arguments of the call.
         before: called first with the adapter, even if the adapter is broken.
         when_broken: returns True if the method is also called while the adapter is broken.
     """

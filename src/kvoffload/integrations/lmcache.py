@@ -52,7 +52,7 @@ class AdapterOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: name of the weights, and of every setting that affects KV and is not in LMCache's keys.
+        identity: a name for the weights, and for all settings that affect KV but are not in LMCache's keys.
         block: bytes of a block; an object is stored in as many blocks as it needs.
         deadline: longest duration of a load, in seconds; a store may take five times as long.
         staging: limit of the staging memory between tiers and LMCache's L1, in bytes.

@@ -195,7 +195,7 @@ class ObjectStore:
     # ---- objects
 
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
-        """Return a mask of the present objects: some tier has each block of the object.
+        """Return a mask of the present objects. An object is present if each of its blocks is in some tier.
 
         Waits for probes of shared tiers, for at most the longest `probe_timeout_s`.
         """
@@ -222,7 +222,7 @@ class ObjectStore:
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
         """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
 
-        The memory of the other objects is unchanged. Without staging (`zero_copy`) it is undefined.
+        The memory of the other objects is unchanged; without staging (`zero_copy`) this memory is undefined.
 
         Args:
             prefix: stop after the first batch with a missing object.
@@ -535,7 +535,7 @@ class _Staging:
         self._late: list[tuple[Blocks, set[tuple[int, int]]]] = []
 
     def objects_in_a_buffer(self, parts: int) -> int:
-        """Return the number of objects of `parts` blocks that fit into a buffer; 0 above the limit."""
+        """Return the number of objects of `parts` blocks for one buffer; 0 if an object exceeds the limit."""
         if parts * self._block_bytes > self.limit_bytes:
             return 0
         return max(1, self._rows // parts)

@@ -22,7 +22,7 @@ class StorageOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: name of the weights, and of every setting that affects KV and is not in SGLang's arguments.
+        identity: a name for the weights, and for all settings that affect KV but are not SGLang's arguments.
         deadline: longest time to read a batch, in seconds; a write may take five times as long.
         staging: limit of the staging memory between tiers and SGLang's host pool, in bytes.
         zero_copy: when pages move without staging. ``auto``: if all tiers are shared; ``always``; ``never``.

@@ -391,7 +391,7 @@ def _owner(config: HiCacheStorageConfig, producer: Producer, block_bytes: int) -
         KEY_BYTES,
         producer.fingerprint(),
         directory_of(config),
-        # SGLang writes the nodes of its tree one by one. A group of pages would seldom be complete.
+        # SGLang writes the nodes of its tree one by one, so groups of pages would seldom be complete.
         reports_paths=False,
         on_unavailable=on_unavailable,
         shared_fingerprint=producer.shared_fingerprint,

@@ -23,7 +23,7 @@ class InFlight(Generic[P]):
             self._plans.setdefault(request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Remove and return the plans of these keys. Splits a plan with other keys; ignores unknown keys."""
+        """Remove and return the plans of these keys. Splits plans with other keys. Ignores unknown keys."""
         wanted = set(keys)
         taken: list[P] = []
         remaining: list[tuple[P, set[bytes]]] = []

@@ -116,7 +116,7 @@ class Lookups:
         return _VLLM_HIT if state is _HIT else _VLLM_MISS if state is _MISS else _ANSWERS[state]
 
     def prefix(self, keys: list[bytes], request: Request) -> tuple[int, bool]:
-        """Return two values: the number of ready leading blocks; True if the next may soon be ready."""
+        """Return the number of ready leading blocks, and a flag: the next block may soon be ready."""
         if self._verifier is None:
             prefix = self._manager.lookup(keys, request.ctx)
             return prefix.num_ready, prefix.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)

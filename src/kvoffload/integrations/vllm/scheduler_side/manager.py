@@ -383,7 +383,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.MISS
 
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return two values: the number of ready leading blocks; True if the next may soon be ready."""
+        """Return the number of ready leading blocks, and a flag: the next block may soon be ready."""
         if self.broken or self._is_kept_out(req_context):
             if keys:
                 self._asked_in_vain(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))

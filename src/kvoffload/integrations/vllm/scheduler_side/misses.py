@@ -144,7 +144,7 @@ class Reach:
         self._interval_s = 1.0
 
     def seconds(self, record: MissRecord, now_s: float) -> float:
-        """Return the mean time, in seconds, for which the record remembers an event; at most its age."""
+        """Return the mean time in seconds that the record remembers an event; at most the record's age."""
         samples, entered = self._samples, record.num_entered
         if now_s - samples[-1][1] >= self._interval_s:
             samples.append((entered, now_s))

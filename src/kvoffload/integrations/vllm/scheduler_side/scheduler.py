@@ -84,7 +84,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         """Return the number of a hit's tokens from each source.
 
         If no block was promoted, all tokens come from RAM, and no block is looked up. vLLM's own method looks
-        up the source of each block, in a fifth of the CPU time of a step with long hits.
+        up the source of each block; these lookups take a fifth of the CPU time of a step with long hits.
         """
         context = self._req_status[request.request_id].req_context
         covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)

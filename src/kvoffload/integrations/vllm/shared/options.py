@@ -56,8 +56,8 @@ class AuditOptions:
     """The audit of stored blocks: ``{"share": 0.001, "first": 64}`` or ``share=0.001,first=64``.
 
     Attributes:
-        share: fraction of the requests with hits to audit, from 0 to 1.
-        first: number of requests with hits to audit first, after the engine's start.
+        share: fraction of the requests with hits that is audited, from 0 to 1.
+        first: number of requests with hits that are audited after the engine's start, independent of `share`.
         on_difference: reaction to a block that differs. ``count``: only count the block. ``drop``: also
             discard the block. ``stop``: also stop offloading until the cache is reset.
     """
@@ -200,16 +200,17 @@ class VLLMOptions:
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
-        prompt_only: store no blocks computed after the prompt. True is also vLLM's default.
+        prompt_only: True: store no blocks that are computed after the prompt. True is also vLLM's default.
         blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM reads this option and
             `tokens_per_chunk`; the result is in vLLM's configuration.
         tokens_per_chunk: `blocks_per_chunk` in tokens (``block_size``).
-        self_describing_events: KV events carry the tokens of their blocks.
+        self_describing_events: True: KV events carry the tokens of their blocks.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
         recompute_tokens_per_s: the engine's prefill speed. A read that is slower than computing the blocks is
             skipped. None: unknown.
-        audit: requests to compute although RAM holds their blocks, to compare these blocks; None: no audit.
+        audit: some requests are computed although RAM holds their blocks, and these blocks are compared.
+            None: no audit.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
         record_max_bytes: size limit of each file of the recording.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:

@@ -141,7 +141,10 @@ HOST, DISK, EXTERNAL = "host", "disk", "external_unspecified"
 
 
 def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: Any) -> None:
-    """Forbid loads from the tiers that a request's ``kv_load_tiers`` excludes. Shared tiers are remote."""
+    """Forbid loads from the tiers that a request's ``kv_load_tiers`` excludes.
+
+    In vLLM's terms disks are local and shared tiers are remote.
+    """
     allowed = getattr(req_context, "load_tier_filter", None)
     if allowed is None:
         return
