@@ -42,7 +42,7 @@ class Admission(ABC):
 
     @abstractmethod
     def count(self, keys: Keys) -> None:
-        """Count one reference to each of these blocks, which one request makes. The blocks may be absent.
+        """Count one request's reference to each of these blocks. The blocks may be absent.
 
         `keys` are in prefix order. A request counts each block only once.
         """
@@ -66,7 +66,7 @@ class Admission(ABC):
     def leading(self, keys: Keys) -> int:
         """Return the length of the leading run of `keys` that may enter.
 
-        For the blocks of one prefix: after a refused block no further block is reachable.
+        For blocks of one prefix, because no block is reachable after a refused block.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
@@ -74,7 +74,7 @@ class Admission(ABC):
     def settle(  # noqa: B027  (most rules know no budget)
         self, offered: Keys, num_written: int, num_earned: float, budget_blocks: float
     ) -> None:
-        """Record the result of an offer to a tier with a write budget; not called without a budget.
+        """Record the result of an offer to a tier. Called only if the tier has a write budget.
 
         Args:
             offered: the offered blocks that were absent.

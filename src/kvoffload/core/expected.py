@@ -1,8 +1,8 @@
-"""Expected keys: the blocks that requests in the engine's queue will look up. Other blocks are evicted first.
+"""Expected keys: keys of blocks that requests in the engine's queue will look up.
 
-Owns the number of waiting requests that expect each key. The queue shows the near future, which a policy can
-only estimate. Decides nothing: a store evicts no expected block while other slots suffice
-(`state.evictable`).
+Owns the number of waiting requests that expect each key. Other blocks are evicted first, because the queue
+shows the near future, which a policy can only estimate. Decides nothing: a store evicts no expected block
+while other slots suffice (`state.evictable`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Queue:
 
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
-        on_expected: called with a request when more of its keys may have become expected.
+        on_expected: called with a waiting request after its number of expected keys may have grown.
         share: returns the largest number of keys that all requests of this process may expect together; None
             if only the room in `Expected` limits this number.
     """

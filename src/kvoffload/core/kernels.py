@@ -167,7 +167,7 @@ def _prefetch(index: Index, path: Path, count: int, row: int) -> None:
 
 @kernel
 def lookup(cache: Cache, path: Path, batch: KeyBatch) -> int:
-    """Return the length of the leading run of ready blocks; ``~length`` if a block in flight ends the run."""
+    """Return the number of leading ready blocks; ``~number`` if the next block is in flight."""
     result = count = add_batch(path, batch)
     if path.was_asked == 0 and count >= 0:
         path.was_asked, path.on_device = 1, path.positions[0] if count > 0 else path.length
@@ -266,7 +266,7 @@ def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Ar
 
 @kernel
 def note_absent(cache: Cache, batch: ReadU64Matrix, event: int) -> None:
-    """Record an event of absent blocks."""
+    """Record `event`, a code of `miss_record`, for each block of a batch of absent blocks."""
     for row in range(batch.shape[0]):
         note(cache.misses, hash_row(batch, row), event)
 
@@ -490,7 +490,7 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 
 @kernel
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
-    """End a request: `touch` its whole path, unless `is_touched`, then report the end to a compiled policy.
+    """End a request: record uses of its whole path, unless `is_touched`; report the end to a compiled policy.
 
     Returns the number of uses that the caller must report to a policy in Python. If the number is not 0, the
     caller reports these uses, then calls `finish` again to report the end.
@@ -678,8 +678,8 @@ def _give(cache: Cache, path: Path, new: Entering) -> None:
 def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
     """Return the row of the first invalid victim, or -1. Policies may have bugs, so every victim is checked.
 
-    Invalid victims: protected slots (also by a quota), slots named twice, and duplicates, which are not in
-    the policy's order.
+    Invalid are slots that are protected (also by a quota), slots that are named twice, and slots of
+    duplicates, which no policy orders.
     """
     ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
     for i in range(new.num_free, new.count):
@@ -701,9 +701,9 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 @inline
 def _has_hole(new: Entering) -> bool:
-    """Return whether a policy refused a block of a prefix but accepted a later block, which is unreachable.
+    """Return True if a policy refused a block of a prefix but accepted a later block.
 
-    The check of victims then reports the refused row.
+    The later block would be unreachable. The check of victims then reports the refused row.
     """
     if new.one_prefix:
         for i in range(new.num_given + 1, new.count):
@@ -870,7 +870,7 @@ def _store(cache: Cache, path: Path, new: Entering, kept: Entering) -> int:
 def _note_left_out(
     cache: Cache, path: Path, new: Entering, num_not_admitted: int, is_unoffered: bool
 ) -> None:
-    """Record in ``cache.misses`` why missing blocks of an offer were not stored."""
+    """Record in ``cache.misses`` the reasons why missing blocks of an offer were not stored."""
     refused_at, not_admitted_at = new.count + new.num_dropped, new.num_missing - num_not_admitted
     if is_unoffered:
         _note_rows(cache, path, new, 0, new.num_missing, miss_record.NOT_OFFERED)
@@ -937,7 +937,10 @@ def _offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> i
 
 @inline
 def _shrink(cache: Cache, path: Path, new: Entering) -> int:
-    """Evict the blocks that the policy has chosen and make their slots unused."""
+    """Evict the blocks that the policy has chosen, and mark their slots as unused.
+
+    Returns the number of evicted blocks, or ``FIRST_WRONG - row``.
+    """
     wrong = _first_wrong_victim(cache, path, new)
     cache.spares = 0
     if wrong >= 0:
@@ -969,12 +972,12 @@ def prepare_store(
 ) -> int:
     """Run a step of a store (`ALL`, `OFFER`, ...); return the number of blocks, or an error.
 
-    In a victim tier, `kept` receives the duplicates that are kept. All steps share one kernel, because each
-    kernel adds a second of compilation to the first start.
+    In a victim tier, the duplicates among the offered blocks are written to `kept`. All steps share one
+    kernel, because each kernel adds a second of compilation to the first start.
 
     Args:
-        admitted: `BY_POLICY` if the policy may refuse no block; `BY_ALL` if neither policy nor admission rule
-            may refuse a block; 0 if both may.
+        admitted: `BY_POLICY` if the policy must accept all blocks; `BY_ALL` if policy and admission rule must
+            accept all blocks; 0 if both may refuse blocks.
     """
     stored = np.int64(0)
     if step == SHRINK:

@@ -25,7 +25,7 @@ class Call(IntEnum):
     LOOKUP = 4
     TOUCH = 5
     TOUCH_PATH = 6
-    """The path that `finish_request` received; its `FINISH` follows."""
+    """The path that `finish_request` received. The `FINISH` of the request follows."""
     FINISH = 7
     PREPARE_LOAD = 8
     COMPLETE_LOAD = 9
@@ -59,7 +59,7 @@ class Call(IntEnum):
 LOOKUP, TOUCH, TOUCH_PATH, FINISH, LAST_CALL = 4, 5, 6, 7, 16
 PREPARE_LOAD, COMPLETE_LOAD, PIN, UNPIN = 8, 9, 10, 11
 PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
-"""Kinds for kernels, which know no enumerations."""
+"""The kinds as plain numbers, because kernels cannot read enumerations."""
 
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
@@ -214,9 +214,9 @@ def put_slots(log: Log, slots: I32Array, count: int, at: int) -> int:
 
 @inline
 def put_end(log: Log, kind: int, number: int, slots: I32Array, count: int, success: int) -> None:
-    """Append the end of a plan, or of a part of a split plan.
+    """Append the end of a plan.
 
-    A negative `number` marks a part. The record of a part also has its slots.
+    A negative `number` marks a part of a split plan. The record of a part also has the slots of the part.
     """
     is_part = number < 0
     num_slots = count if is_part else 0

@@ -87,7 +87,7 @@ class OffloadingManager:
         store_mode: the object for the argument `store`; it calls policies and rules in Python.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
-        refuses_unasked: True if policies may refuse blocks even if the user has not set their `write_cost`.
+        refuses_unasked: True if a policy may refuse blocks although the user has not set its `write_cost`.
         miss_counts: number of blocks that `count_misses` has counted, by code of `miss_record`.
 
     Raises:
@@ -174,9 +174,9 @@ class OffloadingManager:
     def expect(self, ctx: RequestContext) -> None:
         """Register a request that waits in the engine's queue. `begin_request` must have received its keys.
 
-        Until `withdraw` or `finish_request`, stores evict other blocks before the request's blocks, whether
-        these are resident now or stored later. The number of expected keys is limited, and earlier requests
-        come first (`Queue`). Cost: as a lookup.
+        Until `withdraw` or `finish_request`, stores evict other blocks before the request's blocks. This
+        holds for resident blocks and for blocks that are stored later. The number of expected keys is
+        limited, and earlier requests come first (`Queue`). Cost: as a lookup.
         """
         self.queue.join(self._context(ctx))
 
@@ -235,9 +235,9 @@ class OffloadingManager:
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
         """Return the number of leading ready blocks, and the state of the next block.
-        Does not affect the eviction order.
 
-        Changes no order. Cost: one index probe for each key up to the first block that is not ready.
+        Does not affect the eviction order. Cost: one index probe for each key up to the first block that is
+        not ready.
         """
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -250,21 +250,24 @@ class OffloadingManager:
         return usual[ready] if ready < len(usual) else PrefixLookup(ready, usual[0].stopped_by)
 
     def contains(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> npt.NDArray[np.bool_]:
-        """Return which blocks are ready or in flight: shape ``(len(keys),)``, bool. Changes no order."""
+        """Return which blocks are ready or in flight: shape ``(len(keys),)``, bool.
+
+        Does not affect the eviction order.
+        """
         ctx = self._context(ctx)
         is_present: npt.NDArray[np.bool_] = self._resolve(ctx, ctx.extend(keys)) != ABSENT
         return is_present
 
     def slots_of(self, keys: Sequence[bytes]) -> SlotArray:
-        """Return the slot of each block, ready or in flight, or -1 if absent. Changes no order.
+        """Return the slot of each block; -1 for an absent block. A block in flight has a slot, too.
 
-        For tiers whose bytes are not in RAM.
+        Does not affect the eviction order. For tiers whose bytes are not in RAM.
         """
         ctx = self._context(None)
         return self._resolve(ctx, ctx.extend(keys))
 
     def ready_slots_of(self, keys: Sequence[bytes]) -> SlotArray:
-        """Return the slot of each ready block, or -1 for blocks that are absent or in flight."""
+        """Return the slot of each ready block; -1 for a block that is absent or in flight."""
         slots = self.slots_of(keys)
         slots[(slots != ABSENT) & (self.slots.ref_cnt[slots] < 0)] = ABSENT
         return slots
@@ -284,12 +287,13 @@ class OffloadingManager:
         return _RESULTS[state]
 
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
-        """Count, by reason, the blocks that a request must compute. `stats` reports the counts as `misses`.
+        """Count the blocks that a request must compute, by reason. `stats` reports the counts as `misses`.
 
         Call this method when a request stops waiting for blocks. The reason of an absent block is the block's
         last recorded event, such as ``evicted``. A block without an event counts as ``never_seen``, or as
         ``unknown`` if the record may have dropped the event. Without `explain_misses` every absent block
-        counts as ``unknown``. Leading blocks that can be loaded do not count. Changes no order.
+        counts as ``unknown``. Leading blocks that can be loaded do not count. Does not affect the eviction
+        order.
 
         Args:
             ctx: the request.
@@ -364,7 +368,7 @@ class OffloadingManager:
         return self.pin(batch.take(rows)), rows
 
     def unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer] = ()) -> None:
-        """Remove the pins of `pin`; `damaged` as for `complete_load`."""
+        """Remove the pins that `pin` has set. `damaged`: as for `complete_load`."""
         self._unpin(plan, damaged, "unpin")
 
     def discard(self, keys: Sequence[bytes]) -> int:
@@ -788,7 +792,7 @@ class OffloadingManager:
             self.store_mode.used(*ctx.used(num_used))
 
     def _resolve(self, ctx: RequestContext, positions: SlotArray) -> SlotArray:
-        """Return the slot of the block at each of these path positions, or ABSENT."""
+        """Return the slot of the block at each of these path positions; ABSENT for an absent block."""
         slots = np.empty(len(positions), np.int32)
         kernels.resolve(self._cache, ctx.memory, positions, slots)
         return slots

@@ -76,7 +76,7 @@ class MissRecord(Struct):
 
     @property
     def num_entries(self) -> int:
-        """Number of entries that fit; 0 if nothing is recorded."""
+        """Capacity of the table, in entries; 0 if nothing is recorded."""
         return len(self.table)
 
 
@@ -130,7 +130,7 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
 def reason_of(record: MissRecord, h: np.uint64) -> int:
     """Return the last event of the absent key with hash `h`.
 
-    Without an entry: `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
+    If the key has no entry, returns `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
     """
     table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:

@@ -40,7 +40,7 @@ class LookupResult(Enum):
 
 
 class PrefixLookup(NamedTuple):
-    """The length of the ready part of a prefix, and the state of the next block (`HIT` if all are ready)."""
+    """The number of leading ready blocks, and the state of the next block. `HIT` if all blocks are ready."""
 
     num_ready: int
     stopped_by: LookupResult
@@ -50,7 +50,7 @@ ALL_READY, THEN_MISS = (
     tuple(PrefixLookup(count, result) for count in range(65))
     for result in (LookupResult.HIT, LookupResult.MISS)
 )
-"""Prebuilt results of `lookup` for up to 64 blocks; building a result costs as much as the lookup."""
+"""Prebuilt results of `lookup` for up to 64 blocks, because building a result costs as much as the lookup."""
 
 
 class _Plan:
@@ -101,7 +101,7 @@ class LoadPlan(_Plan):
         return Pinned.array(self.memory, "slots", len(self))
 
     def split(self, parts: Parts = None) -> list[LoadPlan]:
-        """Replace this plan by one plan for each part of its rows; by default, for each block."""
+        """Replace this plan by one plan for each part of its rows. By default each block is a part."""
         self.completed = True
         keys, slots = self.keys, self.slots
         return [self._part(keys.take(rows), slots[rows]) for rows in _parts(parts, len(slots))]
@@ -180,7 +180,7 @@ class StorePlan(_Plan):
         return _number(self.memory, _NUM_REFUSED)
 
     def split(self, parts: Parts = None) -> list[StorePlan]:
-        """Replace this plan by one plan for each part of its rows; by default, for each block."""
+        """Replace this plan by one plan for each part of its rows. By default each block is a part."""
         self.completed = True
         return [self._part(rows) for rows in _parts(parts, self.num_stored)]
 
@@ -210,7 +210,7 @@ def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
 
 @dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks that became readable in a medium, or, with `removed`, left the medium.
+    """Blocks that became readable in a medium. With `removed`: blocks that left the medium.
 
     `block_size` is the number of tokens in a block, or 0 if unknown. With `is_reset`, every block left the
     medium and `keys` is empty; only pools that processes share set `is_reset`.

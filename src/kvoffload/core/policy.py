@@ -120,7 +120,7 @@ class EvictionPolicy(ABC):
 
         Args:
             path: the expected leading keys of the request.
-            start: number of blocks of the path in earlier calls.
+            start: number of leading blocks of the path that earlier calls reported.
         """
 
     def observe(  # noqa: B027  (most ignore it)
@@ -134,7 +134,7 @@ class EvictionPolicy(ABC):
         Args:
             path: the request's keys so far, in prefix order.
             slots: shape ``(len(path) - start,)``, int32; the slot of each block from `start` on, or -1.
-            start: number of blocks of the path in earlier calls.
+            start: number of leading blocks of the path that earlier calls reported.
             on_device: number of leading blocks that the device holds; they were not looked up in this tier.
         """
 
@@ -172,25 +172,26 @@ class EvictionPolicy(ABC):
         """Forget everything, including adaptive state and ghosts."""
 
     def stats(self) -> dict[str, float]:
-        """Return statistics for reports: sizes of lists, adaptive targets."""
+        """Return statistics for reports, such as the sizes of lists and adaptive targets, by name."""
         return {}
 
     def order(self) -> list[int] | None:
-        """Return the slots of all ordered blocks, roughly from coldest to warmest; None without an order.
+        """Return the slots of all ordered blocks, roughly from coldest to warmest.
 
-        For audits, tests and reports. Cost: O(blocks).
+        Returns None if the policy has no order. For audits, tests and reports. Cost: O(blocks).
         """
         return None
 
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
-        """Return the lists that define `order` and their numbers, coldest list first; None without lists.
+        """Return the lists that define `order`, and the numbers of these lists, coldest list first.
 
-        A policy with lists or a heap can be replaced without any call that takes O(blocks).
+        Returns None if no lists define the order. A policy with lists or a heap can be replaced without any
+        call that takes O(blocks).
         """
         return None
 
     def ordered_heap(self) -> Heap | None:
-        """Return the heap that defines `order`; None without a heap.
+        """Return the heap that defines `order`; None if no heap defines the order.
 
         A rank in the heap may change only when its block is used.
         """
@@ -222,7 +223,7 @@ class BlockwisePolicy(EvictionPolicy):
     def victim(self, key: bytes, protected: Protected) -> int:
         """Choose the block to evict for `key`, remove it from the order and return its slot.
 
-        ``slot in protected`` is True for blocks that cannot be evicted; at least one block can.
+        ``slot in protected`` is True for blocks that cannot be evicted. At least one block can be evicted.
         """
 
     @abstractmethod

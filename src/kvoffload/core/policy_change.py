@@ -299,7 +299,10 @@ class PolicyChange:
         self._adopt(cache, ordered if order is None else np.array(order, np.int32))
 
     def advance(self, cache: Cache, num_blocks: int) -> bool:
-        """Add about `num_blocks` blocks to the new policy, coldest first; return True at the end."""
+        """Add about `num_blocks` blocks to the new policy, coldest first.
+
+        Returns True if the new policy has all blocks.
+        """
         assert isinstance(self.policy, Handover)
         num_blocks = self._advance_readers(self.policy.state.taken, cache, num_blocks)
         recent = self.policy.state.taken.recent

@@ -79,7 +79,7 @@ class Reader(Protocol):
     is_done: bool
 
     def take(self, taken: Taken, cache: Cache, most: int) -> SlotArray:
-        """Return up to `most` of the next blocks, within `Taken.visits_left`.
+        """Return the next blocks, at most `most`, as far as `Taken.visits_left` allows.
 
         A reader that returns fewer blocks, or none, is not necessarily done; see `is_done`.
         """
@@ -214,9 +214,9 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 
 @inline
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
-    """Return whether the block at the cursor has not moved.
+    """Return True if the block at the cursor is still in its place.
 
-    Then the next colder block is taken or recent, because new and used blocks join the list at the head.
+    If so, the next colder block is taken or recent, because new and used blocks join the list at the head.
     """
     if (
         slot == _NO_CURSOR
@@ -230,7 +230,7 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 @kernel
 def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
-    """Write the next blocks of a list that `is_left` selects; return their number.
+    """Write the next blocks of a list that `is_left` selects to `slots`; return their number.
 
     Sets ``taken.at_end`` to 1 at the end of the list.
     """
@@ -261,7 +261,7 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 
 @kernel
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
-    """Remove blocks from a heap, least first; write the blocks that `is_left` selects.
+    """Remove blocks from a heap, least first; write the blocks that `is_left` selects to `slots`.
 
     Returns the number of written blocks.
     """
@@ -278,7 +278,7 @@ def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
 
 @kernel
 def _sweep(taken: Taken, cache: Cache, start: int, stop: int, slots: I32Array) -> int:
-    """Write the slots from `start` to ``stop - 1`` whose blocks `is_left` selects.
+    """Write the slots from `start` to ``stop - 1`` whose blocks `is_left` selects to `slots`.
 
     Returns ``next slot << 32 | number of slots``.
     """

@@ -1,4 +1,4 @@
-"""A record of the uses of duplicates in a victim tier, which no policy orders.
+"""A record of the uses of duplicates in a victim tier. No policy orders a duplicate.
 
 A policy forgets a block that becomes a duplicate, and would treat it as new when the device drops it. So the
 tier remembers used keys in two lists: blocks used once, and blocks used again, by another request or as a hit

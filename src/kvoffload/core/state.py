@@ -269,7 +269,7 @@ def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
 
 @inline
 def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """Return `next_victim` of list `number`, or, if all its blocks are protected, of list ``1 - number``."""
+    """Return the next victim of list `number`; if all its blocks are protected, of list ``1 - number``."""
     victim = next_victim(cache, path, lists, number)
     if victim == ABSENT:
         victim = next_victim(cache, path, lists, 1 - number)

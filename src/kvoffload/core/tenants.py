@@ -333,9 +333,10 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 
 @inline
 def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
-    """Make a tenant the owner of a pinned block whose owner no longer exists; return True if that was so.
+    """Make tenant `owner` the owner of a pinned block whose owner no longer exists.
 
-    The caller then calls `forget_places`, because a search may have passed the block.
+    Returns True if the owner changed. The caller then calls `forget_places`, because a search may have passed
+    the block.
     """
     old = np.int64(tenants.owner[slot])
     if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:

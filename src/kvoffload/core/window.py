@@ -7,7 +7,9 @@ _DECAY = 0.99
 
 
 class Window:
-    """The window's size: the largest number of blocks that the device dropped in one step. Decays over steps.
+    """The window's size: the largest number of blocks that the device dropped in one step.
+
+    The size decays from step to step.
 
     Args:
         smallest: lower limit of the size: the blocks that one step may allocate.
