@@ -134,9 +134,9 @@ def _end_chain(heap: Heap, place: int) -> None:
 def insert_again(heap: Heap, position: int) -> None:
     """Insert a position whose rank and stamp are set.
 
-    The position may extend the chain of the last pushed position: in front if it is less, otherwise behind.
-    This needs the last pushed position to be at that end of its chain. Otherwise the position starts a new
-    chain.
+    If the last pushed position is the first of its chain and `position` is less, `position` becomes the first
+    of this chain. If the last pushed position is the last of its chain and `position` is greater, `position`
+    becomes the last of this chain. Otherwise `position` starts a new chain.
     """
     links, last = heap.links, heap.last
     is_less = last != NONE and _precedes(heap.order, position, last)

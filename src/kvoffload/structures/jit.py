@@ -151,7 +151,7 @@ def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
 
 
 def long_kernel(function: F) -> F:
-    """Mark a kernel that releases the GIL, for loops that take milliseconds. Called as a `kernel`."""
+    """Mark a kernel that releases the GIL, for loops that take milliseconds. Call it like a `kernel`."""
     return cast(F, Kernel(function, functools.partial(compiled, nogil=True)))
 
 
@@ -167,7 +167,7 @@ def inline(function: F) -> F:
 
 
 def _dispatcher(function: Callable[..., Any], *, cache: bool = True, **options: Any) -> Any:
-    """Compile a function as ``njit(signature, cache=True)`` does, with our cache."""
+    """Compile a function as ``njit(signature, cache=True)`` does, but with our cache."""
     made: Any = numba.njit(**options)(function)
     if cache:
         made._cache = shipped.KernelCache(function, _SHIPPED, _HAS_FILES)
@@ -177,7 +177,7 @@ def _dispatcher(function: Callable[..., Any], *, cache: bool = True, **options: 
 
 
 def _callback(function: Callable[..., Any]) -> Any:
-    """Compile a function as ``cfunc(signature, cache=True)`` does, with our cache."""
+    """Compile a function as ``cfunc(signature, cache=True)`` does, but with our cache."""
     signature = _signature(function)
     made: Any = CFunc(function, (signature.args, signature.return_type), locals={}, options=_OPTIONS)
     made._cache = shipped.KernelCache(function, _SHIPPED, _HAS_FILES)

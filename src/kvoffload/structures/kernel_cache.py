@@ -123,7 +123,7 @@ def _users_cache() -> Path | None:
 
 
 def trusted_directory(home: Path, digest: str) -> Path | None:
-    """Create a directory below `home` that only this user can write or replace; None if that fails."""
+    """Create a directory below `home` that only this user can write or replace; return None on failure."""
     if not _is_safe(home):
         return None
     place = home / f"kvoffload-{digest[:16]}"
@@ -143,7 +143,7 @@ def _is_own(directory: Path) -> bool:
 
 
 def _is_safe(home: Path) -> bool:
-    """Return whether no other user can create this directory, or replace directories in it."""
+    """Return True if no other user can create this directory or replace directories in it."""
     place = home
     while not place.exists() and place != place.parent:
         place = place.parent

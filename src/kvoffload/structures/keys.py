@@ -44,7 +44,7 @@ class Keys(Sequence[bytes]):
 
     @classmethod
     def pack(cls, keys: Sequence[bytes], key_bytes: int) -> Keys:
-        """Pack `keys`. Raises `ValueError` that names the first key of another length than `key_bytes`."""
+        """Pack `keys`. Raises `ValueError`, which names the first key whose length is not `key_bytes`."""
         count, num_words = len(keys), words_per_key(key_bytes)
         padding = bytes(8 * num_words - key_bytes)
         joined = padding.join([*keys, b""]) if padding else b"".join(keys)

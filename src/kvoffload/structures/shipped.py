@@ -66,7 +66,7 @@ class Shipped:
         return bool(self._entries)
 
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
-        """Return the compiled function from the file, as numba's compilation result; None if not available.
+        """Return the compiled function from the file as numba's compilation result; None if it is not there.
 
         A damaged file is never fatal: this method logs a warning, and numba compiles the kernel. Cost: 5 ms.
         """
@@ -205,7 +205,7 @@ def _identity(sources: str) -> dict[str, Any]:
 
 
 def host_suffices() -> bool:
-    """Return whether this processor has the baseline's features, and no setting selects another one."""
+    """Return True if this processor has the baseline's features and no setting selects another processor."""
     if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
         return False
     try:

@@ -63,8 +63,8 @@ class Struct:
     Attributes:
         memory: the argument that is passed to a kernel.
 
-    Thread: the owner's. Cost: reading or writing a number in Python takes 0.1 us. Raises: `AttributeError`
-    when an array or a struct is replaced.
+    Thread: the owner's thread. Cost: reading or writing a number in Python takes 0.1 us. Raises:
+    `AttributeError` when an array or a struct is replaced.
     """
 
     fields: ClassVar[dict[str, Field]] = {}
