@@ -26,7 +26,8 @@ decays a count to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""Fictitious blocks without a further use, added to the real blocks of each number of requests."""
+"""Number of fictitious blocks without a further use that are added to the blocks of each number of
+requests."""
 _RESERVE = 0.1
 """Share of the recent earnings that only blocks above the price may spend."""
 
