@@ -57,8 +57,8 @@ class ARC(CompiledPolicy):
     - A request's own store is no second access: when it finishes, the block moves to the front of the
       list that it is in, with the rest of its path.
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
-    - If REPLACE selects a list whose blocks are all protected, the other list provides the victim and the
-      ghost: T1 for B1, T2 for B2.
+    - If REPLACE selects a list whose blocks are all protected, the other list provides the victim.
+      The ghost of a victim from T1 joins B1, the ghost of a victim from T2 joins B2.
     - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped, but the
       other steps of the case run, so that the target is adapted and the bounds hold.
     - With quotas, a tenant that replaces only its own blocks leaves ghosts only in proportion to its part of
@@ -176,7 +176,7 @@ def _evict(own: State, cache: Cache, victim: int, keeps_ghost: bool) -> None:
 
 @inline
 def _replace_quietly(own: State, cache: Cache, path: Path) -> int:
-    """Choose and evict a block, without a ghost, for a new block of T1; return the victim or ABSENT."""
+    """Evict a block for a new block of T1, without a ghost; return the victim, or ABSENT if there is none."""
     links, sizes, c = own.lists.links, own.ghosts.lists.links, own.lists.num_positions
     size_t1 = links[c + T1, LIST] + own.new_t1
     from_t1 = size_t1 >= 1 and size_t1 > own.target

@@ -71,10 +71,10 @@ class GDSF(CompiledPolicy):
     - While slots are free there are no victims, and L stays.
     - A block whose store failed, or that was damaged, does not raise L.
 
-    Cost per block: O(log n), with n chains of blocks with consecutive H (`structures.heap`; long requests
-    have few chains), and O(log n) for each protected block at the cold end. With requests of 64 to 4,096
-    blocks, the CPU time over a block's life is 1.8 times LRU's in a cache of 100,000 blocks. In a cache of a
-    million blocks the factor is 1.9. Memory: 40 bytes per block.
+    Cost per block: O(log n), and O(log n) for each protected block at the cold end. n is the number of chains
+    of blocks with consecutive H (`structures.heap`); long requests have few chains. With requests of 64 to
+    4,096 blocks, the CPU time over a block's life is 1.8 times LRU's in a cache of 100,000 blocks. In a cache
+    of a million blocks the factor is 1.9. Memory: 40 bytes per block.
     """
 
     name = "gdsf"

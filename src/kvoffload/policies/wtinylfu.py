@@ -80,9 +80,9 @@ class WTinyLFU(CompiledPolicy):
       without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache
       provides its coldest evictable block on probation, else its coldest evictable protected block.
-    - While slots are free there are no victims. After the batch has entered, the coldest blocks of a window
-      beyond its share move to the main cache without a duel: at most one for each free slot that the batch
-      used, and while the main cache is below its share.
+    - While slots are free there are no victims. If the window exceeds its share after a batch has entered,
+      its coldest blocks move to the main cache without a duel. At most one block moves for each free slot
+      that the batch used, and none once the main cache has its share.
     - In a victim tier a returning block that was used again enters the main cache without a duel, on
       probation. The sketch counts only the block's store.
     - A request's own store is no second use. When the request finishes, the block moves to the front of its

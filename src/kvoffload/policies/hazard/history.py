@@ -17,7 +17,7 @@ from kvoffload.structures.structs import Struct
 
 NUM_COUNT_CLASSES, NUM_GAP_CLASSES = 5, 10
 ENDED, NUM_KINDS = NUM_LABELS, NUM_LABELS + 1
-"""Kinds of a key's last request: its label, or `ENDED` for a request that ended without a label."""
+"""Kinds of a key's last request: the request's label, or `ENDED` if the request ended without a label."""
 NUM_CLASSES = NUM_COUNT_CLASSES * NUM_GAP_CLASSES * NUM_KINDS
 _UNKNOWN = -1.0
 
@@ -114,7 +114,7 @@ def _class_of(count: int, gap: float, label: int) -> int:
 
 @inline
 def _gap_now(history: History, place: int, now: int) -> float:
-    """Return the typical gap of a known key that is used now, in octaves: a moving average."""
+    """Return the new typical gap of a known key that is used now: a moving average, in octaves."""
     gap, unit = history.gaps[place], history.gap_unit
     octaves = _octaves(now - history.last[place] + unit) - _octaves(unit)
     if gap < 0.0 or history.counts[place] < 2:
@@ -188,7 +188,7 @@ def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
 
 @inline
 def class_at(history: History, place: int) -> int:
-    """Return the class of the key at a position. For ABSENT: of a new block of this request."""
+    """Return the class of the key at a position; for ABSENT, the class of a new block of this request."""
     if place == ABSENT:
         return np.int64(_class_of(1, history.inherited, history.label))
     return np.int64(_class_of(history.counts[place], history.gaps[place], history.labels[place]))

@@ -1,4 +1,4 @@
-"""Life tables: the distribution of the time to a block's next use, and a block's worth, for each class.
+"""Life tables: for each class, the distribution of the time to a block's next use, and a block's worth.
 
 Owns the sampled keys, the tables and the worth computed from them. Does not know slots, or the meaning of a
 class.
@@ -18,7 +18,7 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 PRIOR_WEIGHT = 50.0
-"""Number of observed keys that weigh as much as the estimate of the parent group."""
+"""Weight of the parent group's estimate in the estimate of a class or group, in observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
 """Prior weight for classes that differ only in their label; larger than `PRIOR_WEIGHT`, as labels may be
 wrong."""
@@ -57,7 +57,7 @@ class Lives(Struct):
 
 
 class Lifetimes(Struct):
-    """The chance that a block of a class is used again, by the time since its last use or its request's end.
+    """The chance that a block is used again, by its class and the time since its last use or request's end.
 
     A block has up to two lives at the same time, in two classes: one since its last use, and one since the
     end of the request that used the block. While that request runs, the life since the use rates the block.
@@ -286,8 +286,9 @@ def _add_evidence(lifetimes: Lifetimes, row: int, start: int, stop: int) -> None
 
 @inline
 def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
-    """Initialize the sums at `row` with a prior: `PRIOR_WEIGHT` exposures with the estimate of the group at
-    `prior`.
+    """Initialize the sums at `row` with `PRIOR_WEIGHT` exposures.
+
+    The share of reuses among these exposures is the estimate of the group at row `prior`.
     """
     sums = lifetimes.sums
     for age in range(NUM_AGES):
@@ -333,9 +334,9 @@ def _estimate(lifetimes: Lifetimes) -> None:
 
 @inline
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
-    """Return the best hits / slot-time over all holding times, for a block at the start of an age bucket.
+    """Return the best ratio of hits to slot-time over all holding times.
 
-    The slot-time includes the cost of an insertion.
+    For a block at the start of an age bucket. The slot-time includes the cost of an insertion.
     """
     hazard, bounds = lifetimes.hazard, lifetimes.bounds
     alive, hits, slot_time = 1.0, 0.0, lifetimes.entering

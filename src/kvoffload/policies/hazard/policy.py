@@ -60,16 +60,16 @@ TOLERATED, FORGIVEN = 0.4, 0.28
 """Limits of LRU's lead, as multiples of ``promise * recent``. LRU decides once its lead exceeds `TOLERATED`,
 until the lead falls to `FORGIVEN`. The limits differ because a switch to LRU also costs hits."""
 RECENT, RECENT_TURNS = 100_000, 4
-"""LRU's lead decays to 1/e in `RECENT` references, or in `RECENT_TURNS` turnovers of the cache if these are
-more. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.36 times as many references."""
+"""LRU's lead decays to 1/e in `RECENT` references, or in `RECENT_TURNS` turnovers of the cache if that is
+longer. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.36 times as many references."""
 CREDIT = 0.01
-"""Limit of the policy's own lead over LRU, as a share of the references in which a lead decays to 1/e."""
+"""Limit of the policy's own lead over LRU, as a share of `State.recent`."""
 VICTIM_TURNS = 4
 """Minimum warm-up in a victim tier, in multiples of `warm_up` times the capacity: such a tier receives blocks
 only when the device drops them."""
 _NO_RUN = -1
 _ORDER = -1
-"""Key of `runs.order` for `coldest_of`; the lists of classes have their sentinels."""
+"""Key of `runs.order` for `coldest_of`. The key of a class's list is the list's sentinel."""
 
 
 class State(Struct):

@@ -75,7 +75,7 @@ def shrink_to_capacity(shadow: ShadowLRU) -> None:
 def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_victim_tier: int) -> None:
     """Record a use of the key at `position`.
 
-    `is_held`: True if the policy holds the block. `asked`: False if the device served the block, which then
+    `is_held`: True if the policy holds the block. `asked`: False if the device served the block. Such a block
     does not count. LRU stores the blocks that it misses. In a victim tier a used block leaves for the device,
     and returns when the device drops it.
     """
