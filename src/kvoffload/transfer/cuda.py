@@ -171,7 +171,7 @@ class CudaEngine:
 
 
 def copy_runs(src: Tensor, src_rows: RowsArray, dst: Tensor, dst_rows: RowsArray, starts: RowsArray) -> None:
-    """Copy each run at once. Tensors are ``(num_blocks, block_bytes)`` uint8 on any devices."""
+    """Copy rows, one copy for each run. Tensors are ``(num_blocks, block_bytes)`` uint8 on any devices."""
     for start, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         s, d, n = int(src_rows[start]), int(dst_rows[start]), end - start
         dst[d : d + n].copy_(src[s : s + n], non_blocking=True)
@@ -196,7 +196,7 @@ def tensor_over(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _wide(blocks: Tensor) -> Tensor:
-    """View the rows as 8-byte words if possible: a device moves one item per thread."""
+    """View the rows as 8-byte words if possible, because a device moves one item per thread."""
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()
     return blocks.view(torch.int64) if aligned % 8 == 0 else blocks
 

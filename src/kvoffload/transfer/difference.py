@@ -1,4 +1,4 @@
-"""The numerical difference of two blocks, and the limit up to which it is rounding. For audits."""
+"""The numerical difference of two blocks, and the largest difference that counts as rounding. For audits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvoffload.transfer.copies import Blocks
 torch: Any = untyped_torch
 
 LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0.3, "float8_e5m2": 0.5}
-"""Largest difference that counts as rounding, by the type of the stored values: four times the largest
-difference between that type and float32 in random models of 4 to 80 layers, or more. Unrelated blocks differ
+"""Largest difference that counts as rounding, by the type of the stored values: at least four times the
+largest difference between that type and float32 in random models of 4 to 80 layers. Unrelated blocks differ
 by 1.4 to 1.8 (docs/canary.md)."""
 _TF32_LIMIT = 0.1
 """Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""

@@ -160,7 +160,7 @@ def _not_blocks(device: DeviceArray) -> ValueError:
 def cpu_capability() -> str:
     """Return torch's name for this CPU's capability, such as ``AVX512``; empty without torch.
 
-    The KV layout of engines depends on it.
+    The KV layout of engines depends on this capability.
     """
     torch = sys.modules.get("torch")
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())

@@ -28,11 +28,11 @@ class Parts(Protocol):
     """The parts of an engine's blocks. Thread: any; two calls may copy different blocks at a time."""
 
     def store(self, blocks: Rows, pool: Blocks, slots: Rows) -> None:
-        """Copy ``blocks[i]`` into slot ``slots[i]``. The bytes have arrived at the return."""
+        """Copy ``blocks[i]`` into slot ``slots[i]``. All bytes have arrived when the call returns."""
         ...
 
     def load(self, pool: Blocks, slots: Rows, blocks: Rows) -> None:
-        """Copy slot ``slots[i]`` into ``blocks[i]``. The bytes have arrived at the return."""
+        """Copy slot ``slots[i]`` into ``blocks[i]``. All bytes have arrived when the call returns."""
         ...
 
 
@@ -74,10 +74,10 @@ class HostParts:
 
 
 class DeviceParts:
-    """Parts on one device of torch: whole slots cross the bus in one copy, and the device spreads them.
+    """Parts on one device of torch. Whole slots cross the bus in one copy; the device spreads their parts.
 
-    Copies run on the stream that was current when the object was made. Copies are ordered on this stream:
-    after earlier work, before work submitted after the call.
+    Copies run on the stream that was current when the object was created: after all work submitted before the
+    call, and before all work submitted after the call.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
@@ -129,7 +129,7 @@ class DeviceParts:
 
 
 def _items(tensor: View) -> View:
-    """View a tensor as integers of the same size: few operations know the dtypes of 8 bits."""
+    """View a tensor as integers of the same size, because few operations support the dtypes of 8 bits."""
     return tensor.detach().view(getattr(sys.modules["torch"], _SAME_SIZE[tensor.element_size()]))
 
 

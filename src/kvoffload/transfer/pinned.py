@@ -65,7 +65,7 @@ def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
 
 
 class PinnedPools:
-    """The pools of one engine that CUDA may copy directly, pinned on first use.
+    """The pools of one engine that CUDA may access directly. A pool is pinned on first use.
 
     Args:
         device: the engine's device.
@@ -117,7 +117,7 @@ class PinnedPools:
         self._refused.clear()
 
     def abandon(self) -> None:
-        """Keep the pools pinned and their memory allocated, because the device may still write it."""
+        """Keep the pools pinned and their memory allocated, because the device may still write to it."""
         if self._pinned:
             logger.error("%d pools stay pinned: the device cannot be synchronized", len(self._pinned))
         ABANDONED.extend(self._pinned.values())
@@ -181,5 +181,5 @@ def _runtime_library() -> Any | None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, each message once."""
+    """Log a warning, but each message only once."""
     logger.warning("%s", message)
