@@ -23,8 +23,7 @@ def age_bounds() -> npt.NDArray[np.int64]:
 
 @inline
 def bucket_of_age(bounds: I64Array, age: int) -> int:
-    """Return the number of the bucket that contains an age. An age beyond all buckets is in the last bucket.
-    """
+    """Return the number of the bucket that contains an age. Ages beyond all buckets are in the last one."""
     low, high = 0, NUM_AGES
     while high - low > 1:
         middle = (low + high) // 2
