@@ -141,7 +141,7 @@ class WorthAdmission(Admission):
     def _set_price(self) -> None:
         """Update the expected uses and the price, then decay the counts of old references."""
         blocks = self._num_seen + _DOUBT
-        # The last class also has the blocks that enter it again.
+        # The last class counts a block again for each further request.
         missed_beyond = self._num_missed_beyond
         expected = self._expected
         goes_on = min(0.999, self._num_beyond / blocks[-1])
@@ -152,11 +152,11 @@ class WorthAdmission(Admission):
                 again, missed = again - self._num_beyond, missed - missed_beyond
             expected[count] = (missed + min(again, blocks[count]) * expected[count + 1]) / blocks[count]
         np.maximum.accumulate(expected, out=expected)
-        # Blocks that at least this many requests have used.
+        # Entry i: number of offered blocks that at least i requests have used.
         at_least = np.cumsum(self._num_offered[::-1])[::-1]
         paid = np.flatnonzero(at_least <= self._earned + max(0.0, self._balance))
         self._full_price = max(1, int(paid[0])) if len(paid) else MOST_COUNTED
-        # Blocks at the price: the next fewer requests, and all with equal expected uses.
+        # Blocks at the price: one request less, and all blocks with equal expected uses.
         price = expected[max(1, self._full_price - 1)]
         self._least = max(1, int(np.searchsorted(expected, price)))
         self._num_seen *= _MEMORY
@@ -208,5 +208,5 @@ def _look_up(
         position = find(tracker.index, batch, row, hash_row(batch, row))
         if position != ABSENT:
             found[row] = counts[position]
-            # The mark is from before this use.
+            # `missed` set the mark before this use was counted.
             missed[row] = counts[position] > 1 and missed_at[position] == counts[position] - 1

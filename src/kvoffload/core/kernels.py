@@ -537,7 +537,7 @@ def loaded(cache: Cache, path: Path, load: Pinned) -> int:
 
 @inline
 def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int:
-    """Write a batch's absent keys, each once, and their rows to `new`; return the number of absent keys."""
+    """Write each absent key of a batch once to `new`, with its row; return the number of these keys."""
     records, positions, num_missing = path.records, path.positions, 0
     for row in range(count):
         _prefetch(cache.index, path, count, row)
@@ -556,7 +556,7 @@ def _collect_missing(cache: Cache, path: Path, count: int, new: Entering) -> int
 
 @inline
 def _count_on_path(cache: Cache, path: Path) -> None:
-    """Count the evictable blocks on the path by owner; the store must not evict these blocks."""
+    """Count the evictable blocks on the path by owner. The store must not evict these blocks."""
     tenants, ref_cnt = cache.tenants, cache.slots.ref_cnt
     for position in range(path.length):
         slot = _slot_of(cache, path, position)
@@ -660,7 +660,10 @@ def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: b
 
 @inline
 def _give(cache: Cache, path: Path, new: Entering) -> None:
-    """Assign free slots, then slots of duplicates, to the first new blocks; mark further rows `_UNNAMED`."""
+    """Assign free slots, then slots of duplicates, to the first new blocks.
+
+    The slots of the other new blocks are marked `_UNNAMED`.
+    """
     num_free, stack = cache.slots.num_free, cache.slots.stack
     new.num_free = min(new.count, num_free)
     if cache.spares & SPARES_TENANTS != 0:
@@ -775,7 +778,7 @@ def _evict_blocks(cache: Cache, new: Entering) -> None:
 
 @inline
 def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
-    """Evict the victims of a plan and insert the new blocks, in flight, into their slots."""
+    """Evict the victims of a plan and insert the new blocks into its slots. The new blocks are in flight."""
     index, slots, records, positions = cache.index, cache.slots, path.records, path.positions
     for i in range(new.count):
         prefetch(index.keys, new.slots[i])
@@ -1104,7 +1107,7 @@ def _begin_path(path: Path, batch: ReadU64Matrix, start: int, end: int) -> None:
     table, size = index.table, index.table.shape[0]
     for position in range(path.length):
         bucket = home_bucket(table, records[position, HASH])
-        # Past buckets that are empty by now: the entry is there.
+        # The entry exists, possibly after buckets that this loop has already emptied.
         while position_in(table[bucket]) != position:
             bucket = bucket + 1 if bucket + 1 < size else 0
         table[bucket] = np.uint64(0)

@@ -1,7 +1,7 @@
 """The log of a manager's calls: a ring of 32-bit words, to which the manager's kernels append records.
 
-Owns the layout of records. Does not know who reads the ring, files or threads. A record refers to a request's
-path, so each key is written once a request, and the blocks of a call are runs of path positions.
+Owns the layout of records. Does not know files, threads, or the reader of the ring. A record refers to a
+request's path, so each key is written once a request, and the blocks of a call are runs of path positions.
 """
 
 from __future__ import annotations
@@ -166,10 +166,11 @@ def has_room(log: Log, most: int) -> bool:
 
 @inline
 def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int:
-    """Write header, new keys and runs of a call whose batch of `count` keys is ``path.positions``.
+    """Write the header, the new keys and the runs of a call.
 
-    Returns the place of the further words. The caller writes these words, at most `most_more`, and calls
-    `end_call`. Returns `_LOST` if the record has no room.
+    The batch of the call has `count` keys; ``path.positions`` has their path positions. Returns the place of
+    the further words. The caller writes these words, at most `most_more`, and calls `end_call`. Returns
+    `_LOST` if the record has no room.
     """
     num_new = path.length - path.recorded
     most = HEADER + 2 * max(1, log.key_words) * num_new + 2 * count + most_more

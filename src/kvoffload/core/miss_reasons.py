@@ -51,4 +51,5 @@ LIVE_REASONS: Final = {reason: text for reason, text in REASONS.items() if reaso
     KEPT_OUT: "the request has an adapter, and may not use a pool that engines share",
     PAUSED: "offloading is paused after an internal error",
 }
-"""Reasons in a running engine, which knows no other engine's requests."""
+"""Reasons that a running engine reports. `OTHER_ENGINE` is left out: an engine knows only its own
+requests."""

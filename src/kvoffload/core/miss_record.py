@@ -44,7 +44,7 @@ CountArray: TypeAlias = npt.NDArray[np.int64]
 
 ENTRIES_PER_SLOT = 2
 WAYS = 8
-"""Entries of a set. A set of 32 bytes is in one cache line."""
+"""Number of entries in a set. A set has 32 bytes and lies in one cache line."""
 _EVENT = 15
 
 

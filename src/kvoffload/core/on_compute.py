@@ -92,7 +92,7 @@ class OnCompute:
             self.admission.count(ctx.keys()[start:])
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Report to a policy in Python the blocks that a request used."""
+        """Call `access` of a policy in Python for the blocks that a request used."""
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
@@ -179,7 +179,7 @@ class OnCompute:
     # ---- forgetting
 
     def removed(self, slots: SlotArray) -> None:
-        """Report blocks that left without being chosen as victims."""
+        """Call the policy's `remove` for blocks that left without being chosen as victims."""
         self.policy.remove(slots)
 
     def reset(self) -> None:

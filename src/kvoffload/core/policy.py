@@ -228,7 +228,7 @@ class BlockwisePolicy(EvictionPolicy):
 
     @abstractmethod
     def forget(self, slot: int) -> None:
-        """Remove from the order the block in `slot`, which left without being chosen as a victim."""
+        """Remove the block in `slot` from the order. The block left without being chosen as a victim."""
 
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         for slot, is_reuse in zip(reversed(slots.tolist()), reversed(reused.tolist()), strict=True):

@@ -306,7 +306,7 @@ class PolicyChange:
         assert isinstance(self.policy, Handover)
         num_blocks = self._advance_readers(self.policy.state.taken, cache, num_blocks)
         recent = self.policy.state.taken.recent
-        # More than has been added since the last call, so that the change ends whatever the traffic.
+        # Two groups for each call since the last `advance`, so that the change ends under any traffic.
         num_calls, self._num_calls = self._num_calls, self.policy.state.num_calls
         num_groups = 0 if self._readers else 2 * (self._num_calls - num_calls)
         while not self._readers and recent.size(0) and (num_blocks > 0 or num_groups > 0):

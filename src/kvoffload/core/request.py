@@ -83,7 +83,7 @@ class Path(Struct):
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
-    """Return the memory of a `Used` with these blocks."""
+    """Create the memory of a `Used` that has these blocks."""
     memory = bytearray(_blank_used((len(slots) - 1).bit_length()))
     used = Used.over(memory)
     used.slots[: len(slots)], used.count = slots, len(slots)

@@ -57,7 +57,7 @@ class TenantStats:
     Attributes:
         min, max: the quota; `max` is None for no limit.
         held: blocks that the tenant owns, readable or in flight.
-        loaded: blocks that requests of the tenant have loaded, of any owner.
+        loaded: blocks that requests of the tenant have loaded, including blocks of other owners.
         evicted: blocks of the tenant that were evicted, by stores of any tenant or by a resize.
     """
 
@@ -74,7 +74,8 @@ class Tenants(Struct):
     Attributes:
         owner: int16: tenant of the block in each slot.
         moves: uint32: for each slot the number of calls that may have moved its block in the policy's order.
-        held, evictable: number of all blocks of each tenant, and of its ready blocks without pins.
+        held: number of blocks that each tenant owns.
+        evictable: number of these blocks that are ready and not pinned.
         min, max: quotas; `UNLIMITED` for no maximum.
         loaded, evicted: as in `TenantStats`.
         on_path: evictable blocks of each tenant on the path of the current store.
@@ -240,7 +241,7 @@ def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> i
 
 @inline
 def _count_orphans(tenants: Tenants) -> int:
-    """Return the number of evictable blocks, not on the path, of tenants that no longer exist."""
+    """Count the evictable blocks of tenants that no longer exist, without the blocks on the path."""
     count = np.int64(0)
     for other in range(tenants.num_tenants):
         if (tenants.orphans >> np.int64(other)) & 1 != 0:

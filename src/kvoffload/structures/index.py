@@ -21,7 +21,7 @@ from kvoffload.structures.structs import Struct
 ABSENT = -1
 
 MAX_POSITIONS = 2**31 - 2
-"""Positions and links are 32-bit numbers."""
+"""Largest number of positions, because positions and links are 32-bit numbers."""
 
 
 class Index(Struct):

@@ -82,7 +82,7 @@ class Shipped:
             rebuild: Any = compiler.CompileResult._rebuild
             return rebuild(target_context, *pickle.loads(data))
         except Exception as problem:
-            # Damage must not end an engine, and the rest of the file is not used either.
+            # Damage must not end an engine. The other kernels of the file are not used either.
             COMPILING.warning(
                 "kvoffload: compiling kernels, because %s; install kvoffload again",
                 _damaged(self.path, problem),

@@ -23,7 +23,9 @@ class Transfer(Protocol):
     """Copies in flight. Thread: any, one at a time."""
 
     def done(self) -> bool:
-        """Return True if every byte has arrived, without waiting. Once True, always True."""
+        """Return True if every byte has arrived, without waiting. After the first True, every call returns
+        True.
+        """
         ...
 
     def wait(self) -> None:

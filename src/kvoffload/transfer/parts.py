@@ -37,9 +37,9 @@ class Parts(Protocol):
 
 
 def parts_of(views: Sequence[View]) -> Parts:
-    """Return the parts of blocks, in the order of `views`.
+    """Create the `Parts` of an engine's blocks. In a slot, the parts are in the order of `views`.
 
-    Views are in host memory, or all on one device. Cost: 5 µs a view in host memory.
+    All views are in host memory, or all are on one device. Cost: 5 µs a view in host memory.
     """
     compile_all()
     if is_tensor(views[0]) and views[0].device.type != "cpu":

@@ -170,7 +170,7 @@ class Lifetimes(Struct):
 def _age(lifetimes: Lifetimes, lives: Lives, now: int) -> None:
     links, class_of, began = lives.keys.lists.links, lives.class_of, lives.began
     bounds, exposed, youngest = lifetimes.bounds, lifetimes.exposed, lives.keys.lists.num_positions
-    # Each list is an age bucket, ordered by time, so keys that are too old for the bucket are at the end.
+    # Each list is an age bucket, ordered by time, so keys that are too old for the bucket are at the tail.
     for age in range(NUM_AGES - 1):
         key = links[youngest + age, PREV]
         while key != youngest + age and began[key] + bounds[age + 1] <= now:

@@ -341,7 +341,7 @@ def finished(own: State, path: Path) -> None:
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
-    # Without other references since its beginning, the request's end is its beginning.
+    # If no other request was observed since its beginning, the request ends at the time of its beginning.
     is_at_once = own.now + path.length == own.references and is_used_at(
         history, keys, path.length - 1, own.now
     )
