@@ -9,7 +9,7 @@ _DECAY = 0.99
 class Window:
     """The window's size: the largest number of blocks that the device dropped in one step.
 
-    The size decays from step to step.
+    The size decays with each step that drops blocks.
 
     Args:
         smallest: lower limit of the size: the blocks that one step may allocate.

@@ -205,7 +205,7 @@ class Struct:
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """Return an array of a struct in memory from `blank`: its first `count` rows, or all rows if -1."""
+        """Return an array of a struct in memory from `blank`: its first `count` rows; all rows if -1."""
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
         at += start // 8
