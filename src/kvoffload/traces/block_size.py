@@ -1,4 +1,4 @@
-"""The block size of a trace file: the header of the file, and a check of each line against the block size."""
+"""The block size of a trace file. Reads the file's header, and checks each line against the block size."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Header(msgspec.Struct, omit_defaults=True):
         kvoffload_trace: version of the header.
         block_tokens: tokens in one block.
         source: origin of the file.
-        assumed: assumption in place of data that the source lacks; empty for none.
-        in_order: False if lines may not be in order of arrival, as in recordings, which have requests in
-            order of their ends. A reader then sorts without a warning.
+        assumed: assumption that replaces data which the source lacks; empty if nothing is assumed.
+        in_order: False if lines may be out of order, as in recordings, which list requests by their ends. A
+            reader then sorts the requests by arrival, without a warning.
     """
 
     kvoffload_trace: Literal[1]
@@ -49,7 +49,7 @@ def header_in(text: bytes) -> Header | None:
 
 
 def stated_header(path: Path) -> Header | None:
-    """Read the header of a file; None without one, and for standard input. Raises `TraceError`."""
+    """Read the header of a file; None if it has no header, or for standard input. Raises `TraceError`."""
     if path == STDIN:
         return None
     for number, text in numbered_lines(path):
@@ -74,7 +74,7 @@ class BlockSize:
         self._fewest, self._most = 0.0, math.inf
 
     def full_blocks(self, input_tokens: int, num_ids: int) -> int:
-        """Return the number of full blocks: the number of ids, or one less.
+        """Return the number of full blocks: the number of ids, or one less if the last id is partial.
 
         Raises `BadLineError` if the number of ids does not match the length. The message suggests a block
         size, a power of two, that fits all lines so far.

@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Approximate limit of a trial's block references. Trials for a larger recording have fewer sessions at the
-same load, so that the same number of sessions overlaps."""
+"""Approximate limit of a trial's block references. If the recording is larger, trials have fewer sessions at
+the same load, so that as many sessions overlap."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,7 +36,8 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search scales; of a `LogNormal`, the median. `_SIGMAS` lists the scaled sigmas."""
+"""Parameters that the search scales. For a `LogNormal`, the median is scaled; `_SIGMAS` lists the sigmas that
+are also scaled."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
@@ -46,8 +47,9 @@ class Fit:
 
     Attributes:
         workload: the fitted workload, at the size and load of the recording, with blocks of about 512 tokens.
-        distance: mean factor between the features; 1 means equal (`likeness.distance`).
-        recorded, fitted: features of the recording, and of the workload at the recording's size.
+        distance: mean factor between the features of recording and workload (`likeness.distance`); 1: equal.
+        recorded, fitted: features of the recording, and features of the fitted workload at the size of the
+            recording.
         trials: number of generated workloads.
     """
 
@@ -129,10 +131,10 @@ class _Search:
         self._answers = _log_normal(statistics.output_tokens)
 
     def starts(self, preset: Workload) -> Iterator[Workload]:
-        """Yield starting points: the preset, the preset with scaled texts, and values from the statistics.
+        """Yield starting points: the preset, the preset with scaled texts, and workloads from the statistics.
 
-        The values from the statistics are tried with two context limits: the longest request, and the 90th
-        percentile.
+        There are two workloads from the statistics. Their context limits are the length of the longest
+        request, and the 90th percentile of lengths.
         """
         recorded, tokens = self._statistics, self._block_tokens
         named = replace(
@@ -161,7 +163,7 @@ class _Search:
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try a workload; return the workload with each parameter scaled towards the recording's mean."""
+        """Try a workload; return it with parameters scaled towards the means of the recording."""
         got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),
@@ -244,7 +246,7 @@ def _lengthened(workload: Workload, factor: float) -> Workload:
 
 
 def _sized_features(statistics: TraceStatistics) -> dict[str, float]:
-    """Compute the features, with reuse distances in tokens instead of shares."""
+    """Compute the features of a trace, but with reuse distances in tokens instead of shares."""
     values, tokens = features(statistics), statistics.block_tokens
     for name, value in statistics.reuse_distance_blocks._asdict().items():
         if values.pop(f"blocks used until reuse, {name}, of all", None) is not None:

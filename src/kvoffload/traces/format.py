@@ -18,7 +18,7 @@ class TraceFormat(ABC):
 
     Attributes:
         name: name for users.
-        suffixes: lower-case suffixes of its files, without suffixes of compressions.
+        suffixes: lower-case suffixes of files in this format, without the suffix of a compression.
     """
 
     name: ClassVar[str]
@@ -33,7 +33,7 @@ class TraceFormat(ABC):
         skip_bad_lines: bool,
         progress: Callable[[float], None] | None,
     ) -> Trace:
-        """Read a file of this format, as `read_trace`; `block_tokens` is None or at least 1."""
+        """Read a file of this format; same contract as `read_trace`. `block_tokens` is None or at least 1."""
 
 
 FORMATS: Registry[TraceFormat] = Registry("trace format", TraceFormat, "kvoffload.traces.formats")

@@ -1,4 +1,4 @@
-"""Similarity of traces of any size: a few features of each, and their distance."""
+"""Similarity of traces of any size: computes a few features of each trace, and their distance."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from kvoffload.traces.trace import Trace, codes_by_appearance
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Lower limit of a share, because distances are ratios."""
+"""Smaller shares are raised to this limit, because distances are ratios."""
 
 
 def features(statistics: TraceStatistics) -> dict[str, float]:
-    """Compute features of a trace: positive tokens, seconds and shares, independent of its size."""
+    """Compute the features of a trace: numbers of tokens, seconds and shares.
+
+    All features are above 0 and independent of the size of the trace.
+    """
     tokens, unique = statistics.block_tokens, max(statistics.unique_blocks, 1)
     sizes = {
         "tokens of a prompt, p50": statistics.blocks_per_request.p50 * tokens,
@@ -47,15 +50,16 @@ def features(statistics: TraceStatistics) -> dict[str, float]:
 
 
 def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Return the geometric mean of the features' ratios, larger value over smaller value; 1: equal."""
+    """Return the distance: the geometric mean of larger value / smaller value over all features; 1: equal."""
     logs = [abs(math.log(value / second[name])) for name, value in first.items()]
     return math.exp(sum(logs) / len(logs))
 
 
 def comparable(trace: Trace) -> Trace:
-    """Prepare a trace for a comparison with workloads: blocks of about 512 tokens, without named sessions.
+    """Prepare a trace for comparison with workloads: blocks of about 512 tokens, no named sessions.
 
-    An id identifies a whole prefix, so every n-th id of a request identifies a block of n times the size.
+    Blocks are merged by selecting every n-th id of a request: an id identifies a whole prefix, so the id also
+    identifies a block of n times the size.
     """
     trace = trace if trace.sessions is None else replace(trace, sessions=None)
     several = DEFAULT_BLOCK_TOKENS // trace.block_tokens

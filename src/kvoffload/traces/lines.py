@@ -1,4 +1,4 @@
-"""Lines of plain and compressed files, their decoding, and errors of bad lines."""
+"""Reads the lines of plain and compressed files, decodes them, and reports bad lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 _PROGRESS_LINES = 256
 _LONGEST_LINE = 256 << 20
-"""Longest line in bytes. A request of a million tokens has about 0.5 MB as ids, a few MB as text."""
+"""Longest line in bytes. A request of a million tokens has about 0.5 MB in ids, or a few MB in text."""
 
 
 class BadLineError(Exception):
@@ -68,7 +68,7 @@ def decoded(decode: Callable[[bytes], T], text: bytes) -> T:
 
 
 def _validation_reason(message: str) -> str:
-    """Rewrite msgspec's message, such as ``Expected `int`, got `str` - at `$.timestamp```."""
+    """Reword a message of msgspec, such as ``Expected `int`, got `str` - at `$.timestamp```."""
     plain = message.replace("`", "")
     if missing := re.fullmatch(r"Object missing required field (\w+)", plain):
         return f"field {missing[1]}: missing"

@@ -15,7 +15,7 @@ def at_load(trace: Trace, load: float) -> Trace:
     """Multiply the arrival rate of sessions by `load`.
 
     Gaps within a session do not change, because users do not think faster under load. So the recording
-    becomes shorter by at most the factor `load`. `statistics.describe` defines sessions. Cost: 0.2 s per
+    becomes shorter, but at most by the factor `load`. `statistics.describe` defines sessions. Cost: 0.2 s per
     million block references.
     """
     if convert("load", load, Positive) == 1 or not trace.requests:

@@ -1,4 +1,4 @@
-"""Sessions that a recording names in its requests, as opposed to sessions inferred from shared blocks."""
+"""Sessions that are named in the requests of a recording, in contrast to sessions inferred from blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 _NO_PARENT = ("", "-1")
 _MOST_CHATS = 1 << 17
-"""Chats that are remembered as parents, about 25 MB."""
+"""Number of chats that are remembered as possible parents. Needs about 25 MB."""
 
 
 class SessionNames(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """Fields that name a session: whole numbers or texts; any other value counts as absent."""
+    """Fields that name a session. Values are whole numbers or texts; any other value counts as absent."""
 
     session: Any = None
     session_id: Any = None
@@ -37,11 +37,11 @@ def first_name(*values: object) -> str:
 class NamedSessions:
     """Names the session of each request by the request's fields.
 
-    With `parent_chat_id`, as in Qwen-Bailian's recordings, `chat_id` names a single request. The session is
-    then named by the first chat of the chain of parents.
+    In recordings with `parent_chat_id`, such as Qwen-Bailian's, `chat_id` names a single request. The chain
+    of parents then leads to the first chat, which names the session.
 
-    Memory: the last 131,072 chats. A request whose parent was forgotten, or has not occurred yet, gets the
-    parent's name.
+    Memory: the last 131,072 chats. If the parent of a request was forgotten, or has not occurred yet, the
+    session gets the parent's name.
     """
 
     def __init__(self) -> None:

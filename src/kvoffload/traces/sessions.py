@@ -1,8 +1,8 @@
 """Generation of traces from a `Workload`.
 
-Traces are equal on every machine: random numbers come from `random.Random.random`, whose stream Python
-guarantees, and floats use only ``+ - * /``, which IEEE 754 defines exactly. Neither libm nor numpy's
-generators are used, because their results differ between versions.
+Traces are equal on every machine. Random numbers come from `random.Random.random`; Python guarantees its
+stream. Floats use only ``+ - * /``, which IEEE 754 defines exactly. Results of libm and of numpy's generators
+differ between versions, so neither is used.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload
 
 _Segment: TypeAlias = "int | tuple[str, int]"
-"""Identity of a text: a unique number if the text occurs once, else kind and number."""
+"""Identity of a text. A text that occurs once has a unique number; a shared text has a kind and a number."""
 
 _EMPTY = 0
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A context: ids of its full blocks, its length, and its identity, equal for equal contexts."""
+    """A context: ids of full blocks, length, and identity. Equal contexts have equal identities."""
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -110,7 +110,8 @@ class _Server:
         *,
         is_sub_agent: bool = False,
     ) -> int:
-        """Append the requests of a conversation and its sub-agents; returns its end in ms."""
+        """Append the requests of a conversation and its sub-agents to `requests`; returns the end time in ms.
+        """
         workload = self._workload
         mean_turns = workload.sub_agent_turns if is_sub_agent else workload.turns
         prompts: list[_Context] = []
@@ -134,7 +135,8 @@ class _Server:
                 time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
 
     def _continues(self, turns: int, mean_turns: float) -> bool:
-        """Return True, at random, if another turn follows. Numbers of turns are beta-geometric."""
+        """Decide at random if another turn follows. The numbers of turns have a beta-geometric distribution.
+        """
         a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
         return self._random() * (a + b + turns - 1) < a + turns - 1
 
@@ -142,7 +144,7 @@ class _Server:
         return self._append(_Context(), ("prompt", prompt), self._workload.shared_prompt_tokens)
 
     def _write(self, context: _Context, prompt: int, tokens: int) -> _Context:
-        """Append a unique text, after compacting a context that would become too long."""
+        """Append a unique text to a context. If the context would become too long, compact it first."""
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
             context = self._append_once(self._opening(prompt), self._draw(workload.summary_tokens))
@@ -172,7 +174,7 @@ class _Server:
 
 
 def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int:
-    """Draw a quantity in units of 1/`unit`, as an integer of at least 1; equal on every machine."""
+    """Draw a quantity as a whole number, at least 1, in units of 1/`unit`. Equal on every machine."""
     # The sum of twelve uniform numbers is nearly normal up to three sigma and needs no logarithm. A loop,
     # because `sum` rounds differently since Python 3.12.
     normal = -6.0
@@ -182,7 +184,8 @@ def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int
 
 
 def _exp(x: float) -> float:
-    """Compute ``e**x`` for ``abs(x) < 24`` as ``(1 + x/4096)**4096``: 0.1 % low at 3, but reproducible."""
+    """Compute ``e**x`` for ``abs(x) < 24`` as ``(1 + x/4096)**4096``. Reproducible, but 0.1 % too low at 3.
+    """
     power = 1 + x / 4096
     for _ in range(12):
         power *= power

@@ -17,7 +17,7 @@ from kvoffload.traces.trace import SECONDS, Trace
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _MOST_PER_S = 1000
-"""Highest plausible rate of requests in a recording. Busy fleets have hundreds a second."""
+"""Highest plausible rate of a recording, in requests per second. Busy fleets have hundreds per second."""
 
 
 def load_trace(
@@ -31,8 +31,8 @@ def load_trace(
     """Generate a built-in workload or read a file.
 
     Args:
-        time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. None: ms, unless the
-            rate of requests would be implausible.
+        time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. None: ms, and an
+            error if the rate of requests is then implausible.
 
     Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. Arguments as
     for `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.
@@ -52,7 +52,7 @@ def load_trace(
 
 
 def _in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
-    """Read the times of a trace in the user's unit. Raises `ConfigError`, `TraceError`."""
+    """Return the trace with its times read in the user's unit. Raises `ConfigError`, `TraceError`."""
     if unit is not None and trace.time_unit not in ("", unit):
         raise ConfigError("time-unit", unit, f"the times of {name_or_path} are in {trace.time_unit}")
     if unit == SECONDS and not trace.time_unit:

@@ -32,12 +32,12 @@ class Percentiles(NamedTuple):
 class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
-    *Sessions* are named by the recording (`Trace.sessions`), or inferred. A request that begins with all
-    blocks of an earlier request is the next turn of the earlier request's session. Exception: these blocks
-    are a shared prompt, which has more than eight different continuations. So equal questions about a
-    document count as one session. An inference is *unambiguous* in two cases: the request has blocks, and
-    shares no block with earlier requests except a shared prompt; or the request is the only continuation of
-    exactly one earlier request.
+    *Sessions* are named by the recording (`Trace.sessions`), or inferred. Inference: a request that begins
+    with all blocks of an earlier request is the next turn of that request's session. Exception: the blocks
+    are a *shared prompt*, which has more than eight different continuations. As a consequence, equal
+    questions about a document count as one session. An inference is *unambiguous* in two cases. First, the
+    request has blocks, and shares none with earlier requests, or only a shared prompt. Second, the request is
+    the only continuation of exactly one earlier request.
 
     Attributes:
         duration_s: time from the first arrival to the last.
@@ -45,18 +45,19 @@ class TraceStatistics:
         output_tokens: tokens generated per request.
         sessions: number of sessions; inferred sessions include sub-agents.
         named_share: share of the requests whose session the recording names.
-        unambiguous_share: share of unambiguous inferences among requests without a named session; None
-            without such requests.
+        unambiguous_share: share of unambiguous inferences among the requests without a named session; None if
+            all sessions are named.
         turns_per_session, mean_turns: requests of a session.
         turn_gap_s: time from a turn to the next.
         new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
-        concurrent_sessions: mean number of sessions that are between their first and last request.
+        concurrent_sessions: mean number of sessions in progress, from a session's first to its last request.
         reuse_time_s: time from a use of a block to its next use.
-        reuse_distance_blocks: distinct blocks used between two uses of a block, if requests use blocks from
-            tail to head. An LRU cache with a capacity above this distance hits.
-        ceiling: share of references whose block was used before: the hit ratio of an unlimited cache.
-        repeated_in_session: share of references whose block the same session introduced before.
-        shared_by_sessions: share of references whose block another session introduced.
+        reuse_distance_blocks: number of distinct blocks used between two uses of a block. Requests use blocks
+            from tail to head. An LRU cache hits if its capacity is larger than this distance.
+        ceiling: share of references to blocks that were used before. This is the hit ratio of an unlimited
+            cache.
+        repeated_in_session: share of references to blocks that the same session introduced.
+        shared_by_sessions: share of references to blocks that another session introduced.
         blocks_of_several_sessions: share of blocks that several sessions use.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
     """
@@ -96,11 +97,13 @@ class Turns:
         first_seen: shape ``(unique_blocks,)``; position in `refs` of the first use of each code.
         new_blocks: shape ``(requests,)``; number of blocks that no earlier request had.
         previous_turn: shape ``(requests,)``; the request that each request continues, or -1. In a named
-            session: the earlier request of the session with the continued blocks, else the latest.
+            session, this is the inferred request if it is in the session, or else the session's latest
+            earlier request.
         session_of: shape ``(requests,)``; session of each request.
-        is_named: shape ``(requests,)``; the recording names the session.
-        is_unambiguous: shape ``(requests,)``; the inference is unambiguous.
-        is_shared_prompt: shape ``(unique_blocks,)``; more than eight different blocks follow the block.
+        is_named: shape ``(requests,)``; True if the recording names the session.
+        is_unambiguous: shape ``(requests,)``; True if the inference is unambiguous.
+        is_shared_prompt: shape ``(unique_blocks,)``; True if more than eight different blocks follow the
+            block.
     """
 
     request_of: _Int64s
@@ -212,9 +215,9 @@ def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
 def _previous_turns(
     trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s, fan_out: _Int64s
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
-    """Return for each request the request that it continues, or `_NONE`; and a mask of unambiguous results.
+    """Return the request that each request continues, or `_NONE`, and a mask of unambiguous results.
 
-    `shared` has for each request the number of its leading blocks that earlier requests used.
+    `shared`: for each request, the number of leading blocks that earlier requests used.
     """
     starts = trace.offsets[:-1]
     previous = np.full(trace.requests, _NONE, np.int64)
@@ -235,9 +238,10 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Return the previous turns. In a named session only earlier requests of this session count.
+    """Correct inferred previous turns: in a named session, only earlier requests of the session count.
 
-    The previous turn is the inferred turn if it is in the session, else the session's latest earlier request.
+    In a named session, the previous turn is the inferred request if it belongs to the session, or else the
+    session's latest earlier request.
     """
     by_session = np.argsort(named, kind="stable")
     follows = np.flatnonzero(named[by_session[1:]] == named[by_session[:-1]])
@@ -275,7 +279,10 @@ def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
 
 
 def _reuses(trace: Trace) -> tuple[_Int64s, _Int64s]:
-    """Return, for each reference, the request of the block's last use and the reuse distance, or `_NONE`."""
+    """Return two arrays over references: the request of the block's previous use, and the reuse distance.
+
+    Both are `_NONE` for the first use of a block.
+    """
     used_before = np.full(trace.block_refs, _NONE, np.int64)
     distance = np.full(trace.block_refs, _NONE, np.int64)
     last_request = np.full(trace.unique_blocks, _NONE, np.int64)

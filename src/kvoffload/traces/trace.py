@@ -16,7 +16,7 @@ from kvoffload.core.hints import NO_HINTS, Hints
 
 SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
-"""Number of requests from which a single session for all requests is probably a constant field."""
+"""If at least this many requests name the same session, the name is probably a constant field."""
 
 
 def codes_by_appearance(
@@ -24,8 +24,8 @@ def codes_by_appearance(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Number distinct ids in order of first appearance.
 
-    Returns the distinct ids in this order, the number of each element of `ids`, and the position of each
-    distinct id's first appearance.
+    Returns three arrays: the distinct ids in this order; for each element of `ids`, its number; for each
+    distinct id, the position of its first appearance.
     """
     distinct, first_seen, refs = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first_seen)
@@ -72,16 +72,16 @@ class Trace:
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
         skipped_lines: bad lines that were skipped on request.
-        time_unit: unit of the times in the file: ``s`` or ``ms``; empty if the file does not state the unit,
-            and ms was assumed.
+        time_unit: unit of the times in the file, ``s`` or ``ms``. Empty if the file does not state the unit;
+            then ms is assumed.
         hints: hints of the requests; None if there are none.
-        prompt_tokens: shape ``(requests,)``, int64; length of each prompt, with the tokens after its last
-            whole block; None if the source counts whole blocks only.
+        prompt_tokens: shape ``(requests,)``, int64; length of each prompt, including the tokens after its
+            last whole block. None if the source counts only whole blocks.
         assumed: assumptions of the conversion that made the file, also in `name`; empty if there are none.
-        sessions: shape ``(requests,)``, int32; number of the session that the recording names for each
-            request, or -1; None if it names no session.
-        served_tokens: prompt tokens that the recorded server had cached, for each source (``gpu``, ``host``,
-            ...): shape ``(requests,)``, int64; None if the recording lacks them.
+        sessions: shape ``(requests,)``, int32; number of each request's session, or -1 if the recording does
+            not name it. None if the recording names no sessions.
+        served_tokens: source (``gpu``, ``host``, ...) -> prompt tokens that the recorded server had cached
+            there, shape ``(requests,)``, int64. None if the recording lacks these numbers.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Trace:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences about faults of the recording that change results."""
+        """Sentences about faults of the recording that change results; empty if there are none."""
         if self.requests < _MANY_REQUESTS or not self.has_one_session:
             return []
         return [

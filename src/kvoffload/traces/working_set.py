@@ -1,4 +1,4 @@
-"""The working set of a trace over time: different and new blocks of each period."""
+"""The working set of a trace over time: numbers of distinct and of new blocks in each period."""
 
 from __future__ import annotations
 

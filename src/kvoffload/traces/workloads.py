@@ -12,7 +12,7 @@ from kvoffload.errors import ConfigError
 
 
 class LogNormal(NamedTuple):
-    """A log-normal quantity: two thirds of the draws are within a factor ``e**sigma`` of the median."""
+    """A log-normal quantity. Two thirds of the draws are within a factor ``e**sigma`` of the median."""
 
     median: float
     sigma: float

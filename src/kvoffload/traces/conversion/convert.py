@@ -27,7 +27,7 @@ _ANY_TIME = msgspec.json.Decoder(dict[str, Any])
 
 
 class IncompleteError(CombinedConfigError):
-    """Required options that were not given or are unusable, all in one message.
+    """Error for required options that were not given or are unusable. One message names all of them.
 
     Attributes:
         kind: name of the source.
@@ -48,8 +48,8 @@ class Converted:
 
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
-        unordered_requests: requests with an earlier time than a preceding request. Readers of the trace sort
-            all requests by time.
+        unordered_requests: number of requests that are earlier than a request before them in the trace.
+            Readers sort all requests by time.
         remarks: notes of the source for the user.
     """
 
@@ -84,11 +84,12 @@ def convert(
         place: a file, ``-``, or the address of a KV event publisher (``tcp://host:port``).
         out: the output; None counts as a missing option.
         source: name of a source with parameters; None detects it from the first record.
-        block_tokens: block size of the trace; None: from the file's header, else the source's default.
+        block_tokens: block size of the trace. None: the block size in the file's header, or else the default
+            of the source.
         tokenizer: a ``tokenizer.json``, for text.
-        salt: salt of the ids; equal salts give equal ids to equal prefixes. None: a random salt.
+        salt: salt of the ids. With equal salts, equal prefixes have equal ids. None: a random salt.
         keep_ids: keep the ids and names of the source.
-        keys: computes the ids, instead of `salt` and `keep_ids`.
+        keys: computes the ids. Replaces `salt` and `keep_ids`.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
     Memory: independent of the number of requests. Cost: about 1 s per million block references, plus the
@@ -142,7 +143,10 @@ def _wrong_tokenizer(problem: ConfigError, tokenizer: Path | None) -> Missing:
 
 
 def _missing(source: Source, place: str) -> list[Missing]:
-    """Return the required options that were not given. Reads the first record, if it can be read twice."""
+    """Return the required options that were not given.
+
+    Reads the first record, unless the source cannot be read twice.
+    """
     if Path(place) == STDIN or is_address(place):
         return source.missing(b"")
     _, first = next(iter(source.records(place)), (0, b""))

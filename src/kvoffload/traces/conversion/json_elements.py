@@ -67,7 +67,7 @@ class _Buffer:
 
     @property
     def wanted_bytes(self) -> int:
-        """Number of bytes to read next: doubles the buffer, because each attempt parses an element anew."""
+        """Number of bytes to read next, so that the buffer doubles: each attempt parses from its start."""
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:

@@ -13,11 +13,11 @@ _MAX_SALT_BYTES = 64
 
 
 class Keys:
-    """64-bit ids: BLAKE2b, keyed with a salt, of the previous id and the block's content.
+    """Computes 64-bit ids: the BLAKE2b hash, keyed with a salt, of the previous id and the block's content.
 
-    Equal prefixes have equal ids with the same salt. Without the salt an id reveals no prompt and cannot be
-    guessed. Ids of a source are also hashed with their predecessors, so that a trace is chained even if the
-    source's ids cover only a block's own content.
+    With the same salt, equal prefixes have equal ids. An id reveals no prompt, and cannot be guessed without
+    the salt. Ids of a source are hashed with their predecessors, too. So a trace is chained even if an id of
+    the source identifies only the block's own content.
 
     Collisions: the probability is 1/3,700 for a trace of 100 million different blocks. A reader rejects a
     line with a collision.
@@ -38,7 +38,7 @@ class Keys:
         return chain
 
     def root(self, cache_salt: str) -> list[BlockId]:
-        """Return a list with the first id of a chain, derived from `cache_salt`; empty without a salt."""
+        """Return the ids before a chain: one id derived from `cache_salt`; none if `cache_salt` is empty."""
         return Keys.after(self, (), [cache_salt.encode()]) if cache_salt else []
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:

@@ -18,13 +18,13 @@ from kvoffload.traces.sessions import draw
 from kvoffload.traces.workloads import LogNormal
 
 THINK_TIME_S = LogNormal(140, 1.0)
-"""Seconds from a turn to the next, as in the built-in workload `chat`."""
+"""Seconds from a turn to the next turn, as in the built-in workload `chat`."""
 
 
 class Pace:
     """Arrival times of conversations at a constant rate, in the order of the file.
 
-    In each interval of ``60 / per_minute`` seconds, one conversation begins at a random time; the gaps
+    One conversation begins in each interval of ``60 / per_minute`` seconds, at a random time. The gaps
     between its turns are drawn from `THINK_TIME_S`. Deterministic on every machine.
 
     Memory: the pending turns of open conversations.
@@ -36,7 +36,7 @@ class Pace:
         self._pending: list[tuple[float, int, Request]] = []
 
     def begin(self, turns: Sequence[Request]) -> Iterator[Request]:
-        """Schedule a conversation; yields the turns that arrive before the next conversation's interval."""
+        """Schedule a conversation; yields pending turns that arrive before the next interval begins."""
         time_s = (self._num_begun + self._random()) * self._spacing_s
         self._num_begun += 1
         for turn in turns:
@@ -53,7 +53,7 @@ class Pace:
 
 
 class PacedSource(Source):
-    """A source whose records all have times, or all get times from a `Pace` with the rate `per_minute`."""
+    """A source of records with or without times. If there are no times, a `Pace` assigns them."""
 
     per_minute: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
@@ -64,7 +64,7 @@ class PacedSource(Source):
 
     @property
     def assumed(self) -> str:
-        """The assumed rate, if the file has no times."""
+        """The assumed rate; empty if the file has times."""
         return f"paced-{self.per_minute:g}-per-minute" if self._pace else ""
 
     @abstractmethod

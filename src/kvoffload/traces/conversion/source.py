@@ -1,4 +1,4 @@
-"""The contract of a source, which reads one kind of recordings, and the detection of a file's kind."""
+"""The contract of a source, and the detection of a file's kind. A source reads one kind of recordings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Given:
     Attributes:
         keys: computes the ids of blocks.
         block_size: block size of the trace.
-        tokens: the tokenizer, which raises `ConfigError` on use if the user gave none.
+        tokens: the tokenizer. If the user gave no tokenizer, its use raises `ConfigError`.
         header: header of the recording, or the default.
     """
 
@@ -62,7 +62,7 @@ class Missing:
 
     Attributes:
         problem: the error for the user.
-        flag: the option: ``--tokenizer``; empty for the output.
+        flag: the option, such as ``--tokenizer``; empty for the output.
         example: a value of the option; for ``--from`` a parameter of the source, ``per_minute=60``.
     """
 
@@ -80,7 +80,7 @@ class Source(ABC):
     Attributes:
         name: name for users.
         block_tokens: default block size of the trace; None: 512.
-        has_ids: True if records have block ids, which determine the block size and can be kept.
+        has_ids: True if records have block ids. Such ids determine the block size, and can be kept.
     """
 
     name: ClassVar[str]
@@ -102,7 +102,7 @@ class Source(ABC):
         return numbered_lines(Path(place), progress)
 
     def missing(self, record: bytes) -> list[Missing]:
-        """Return the required options that were not given, judging by the first record.
+        """Return the required options that were not given. `record` is the first record.
 
         Returns an empty list for an unreadable record. Raises nothing.
         """
@@ -110,7 +110,8 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the requests that are complete after this record, in order of arrival over all calls.
+        """Return the requests that are complete after this record. All calls together keep the order of
+        arrival.
 
         Raises:
             BadLineError: a field is wrong; the state is unchanged.
@@ -123,7 +124,7 @@ class Source(ABC):
 
     @property
     def assumed(self) -> str:
-        """The assumption that replaces missing data, for the header. Known after the first request."""
+        """The assumption that replaces missing data; empty if none. Known after the first request."""
         return ""
 
     def remarks(self) -> list[str]:

@@ -10,7 +10,7 @@ from kvoffload.traces.lines import BadLineError
 
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*(Z|[+-]\d\d:?\d\d)?")
 _MS_FROM = 1e11
-"""Smallest number that counts as milliseconds since 1970; as seconds it would be in the year 5138."""
+"""Smallest number that is read as milliseconds since 1970. Read as seconds, it would be in the year 5138."""
 
 
 def seconds_of(field: str, value: object) -> float:

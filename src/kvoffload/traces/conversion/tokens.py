@@ -11,10 +11,10 @@ from kvoffload.errors import ConfigError
 
 
 class Tokens:
-    """No tokenizer: every call raises `ConfigError`.
+    """Placeholder for a tokenizer that was not given: every call raises `ConfigError`.
 
     Attributes:
-        is_given: False without a tokenizer.
+        is_given: True if the user gave a tokenizer.
     """
 
     is_given: ClassVar[bool] = False
@@ -58,7 +58,7 @@ class FileTokens(Tokens):
 
 
 def blocks_of(tokens: list[int], block_tokens: int, start: int = 0) -> list[bytes]:
-    """Return the bytes of each full block, from block `start` on. A token has 8 bytes."""
+    """Return the bytes of each full block, beginning with block number `start`. A token has 8 bytes."""
     end = len(tokens) // block_tokens * block_tokens
     packed = np.array(tokens[start * block_tokens : end], "<i8").tobytes()
     size = 8 * block_tokens

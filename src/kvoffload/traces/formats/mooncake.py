@@ -1,11 +1,11 @@
 """Reader and writer of Mooncake JSONL.
 
-A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens,
-"hash_ids": [id, ...]}``, with optional hints: `finish_reason`, `session_over`, `priority`, `time_to_live_s`,
-`tenant`, and an optional `session` (or `session_id`, `conversation_id`, `chat_id` with or without
-`parent_chat_id`). Other fields and null are ignored. Only full blocks count: the first
-``input_length // block_tokens`` ids. The id of a partial block may follow. An id identifies a prefix, so all
-occurrences of an id have the same predecessor. A line that breaks these rules is bad.
+A line is one request: ``{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [id,
+...]}``, with optional hints: `finish_reason`, `session_over`, `priority`, `time_to_live_s`, `tenant`, and an
+optional `session` (or `session_id`, `conversation_id`, `chat_id` with or without `parent_chat_id`). Other
+fields and null are ignored. Only full blocks count: the first ``input_length // block_tokens`` ids. One more
+id, of a partial block, may follow. An id identifies a prefix, so all occurrences of an id have the same
+predecessor. A line that breaks these rules is a bad line.
 
 The first line may be a `Header`. Headers may also occur later, in concatenated files.
 
@@ -58,7 +58,7 @@ _OF_A_REQUEST = (
         "served",
     ),
 )
-"""Lists of `_Requests` with one entry per request."""
+"""Names of the lists of `_Requests` that have one entry per request."""
 _LOGGER = logging.getLogger("kvoffload.traces")
 
 
@@ -298,12 +298,12 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def prompt_tokens(self) -> _Int64s | None:
-        """Return the tokens of each prompt; None if all are whole blocks: the file has no real lengths."""
+        """Return the tokens of each prompt; None if all lengths are whole blocks, so not real lengths."""
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
     def named_sessions(self) -> npt.NDArray[np.int32] | None:
-        """Return `Trace.sessions`; None if no name occurs twice, because then names identify requests."""
+        """Return `Trace.sessions`. Returns None if no name occurs twice: then names identify requests."""
         numbers = _int64s(self.sessions)
         named = numbers[numbers != _NO_SESSION]
         different, codes, _ = codes_by_appearance(named)
@@ -314,7 +314,7 @@ class _Requests:
         return sessions
 
     def served_tokens(self) -> dict[str, _Int64s] | None:
-        """Return `Trace.served_tokens`; None if a request lacks them."""
+        """Return `Trace.served_tokens`; None if a request has no numbers of cached tokens."""
         served = [tokens for tokens in self.served if tokens is not None]
         if not served or len(served) < len(self.served):
             return None
@@ -324,7 +324,7 @@ class _Requests:
         }
 
     def time_unit(self) -> str:
-        """Return the unit of the times; empty for whole numbers in a file without a header."""
+        """Return the unit of the times, ``s`` or ``ms``; empty for whole numbers without a header."""
         return SECONDS if self._are_seconds else MILLISECONDS if self._has_header else ""
 
     def in_ms(self) -> _Int64s:
@@ -333,7 +333,7 @@ class _Requests:
         return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
     def offsets(self) -> _Int64s:
-        """Return the start of each request in `ids`, and the end of the last."""
+        """Return the positions in `ids` at which requests start, then the end of the last request."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(_int64s(self.lengths))])
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
@@ -351,7 +351,7 @@ class _Requests:
         return block_ids, refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise `BadLineError`: the id at `position` has another predecessor than at its use at `first`."""
+        """Raise `BadLineError`: an id has different predecessors at `position` and at `first`."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"

@@ -32,10 +32,10 @@ class _Open:
 class KVEvents(Source):
     """Batches in vLLM's encoding, as JSON lines or live from vLLM's publisher (``tcp://host:port``).
 
-    Requests are inferred: blocks that follow one another within `gap_s` seconds form one request. The
-    ancestors of these blocks are the cached prefix of the prompt. After the first batch, single blocks count
-    as generated. A request that computed no whole block leaves no event, so the trace has less reuse than the
-    engine. Only events of the GPU's cache and of the first KV group count.
+    Requests are inferred. Chained blocks that are stored at most `gap_s` seconds apart form one request. The
+    ancestors of these blocks are the cached prefix of the prompt. Single blocks after the request's first
+    batch count as generated. A request that computed no whole block leaves no event, so the trace has less
+    reuse than the engine. Only events of the GPU's cache and of the first KV group count.
 
     Memory: proportional to the blocks in the GPU's cache.
     """
@@ -101,7 +101,7 @@ class KVEvents(Source):
         return remarks
 
     def _counts(self, kind: str, event: dict[str, Any]) -> bool:
-        """Return True for events of the GPU's first KV group; `BadLineError` for another block size."""
+        """Return True for events of the GPU's first KV group. Raises `BadLineError` for wrong block sizes."""
         if kind == "AllBlocksCleared":
             return True
         if event.get("medium") not in (None, "GPU") or event.get("group_idx") not in (None, 0):

@@ -25,10 +25,11 @@ class Lengths(Source):
     """A table with columns for time, prompt tokens and generated tokens; `reuse` is the assumed sharing.
 
     - `none`: prompts share nothing. This is the lower bound of reuse.
-    - `continued`: a prompt continues the longest context (prompt and answer of an earlier request) that fits,
-      was last used within `within_s` seconds, and has not been continued. This is nearly the upper bound.
-    - `sessions`: requests with the same session id and gaps below `within_s` are one conversation. A prompt
-      shorter than the last context starts a new context.
+    - `continued`: a prompt continues a context: prompt and answer of an earlier request. The context is the
+      longest that fits, was used in the last `within_s` seconds, and has not been continued. This is nearly
+      the upper bound.
+    - `sessions`: requests with the same session id form one conversation, if the gaps are below `within_s`
+      seconds. A prompt that is shorter than the last context starts a new context.
     """
 
     name = "lengths"

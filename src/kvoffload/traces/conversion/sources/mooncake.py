@@ -1,4 +1,4 @@
-"""Source: traces of Mooncake or kvoffload, to hash their ids or to add a header."""
+"""Source: traces of Mooncake or kvoffload. The conversion hashes their ids, or adds a header."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Mooncake(Source):
         return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints, session)]
 
     def _compare(self, header: Header) -> None:
-        """Raise `BadLineError` if a header differs from the first header, which the trace already has."""
+        """Raise `BadLineError` if a later header differs from the file's first header."""
         for name in ("block_tokens", "assumed", "in_order"):
             value, first = getattr(header, name), getattr(self.given.header, name)
             if value != first:
