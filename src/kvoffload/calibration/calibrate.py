@@ -1,4 +1,4 @@
-"""Measures a machine: RAM, and optionally a GPU, a disk and an engine's server."""
+"""Measures a machine: RAM, the GPU if there is one, and optionally a disk and an engine's server."""
 
 from __future__ import annotations
 

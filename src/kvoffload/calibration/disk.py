@@ -29,8 +29,8 @@ def disk_speed(
 ) -> dict[str, Quantity]:
     """Measure rate and latency of durable writes and verified reads.
 
-    Returns the quantities ``disk_{read,write}_bytes_per_s`` and ``disk_{read,write}_latency_s``. Uses a
-    temporary directory below `directory`, and up to three times the bytes of one pass.
+    Returns the quantities ``disk_{read,write}_bytes_per_s`` and ``disk_{read,write}_latency_s``. Writes to a
+    temporary directory below `directory`. Needs up to three times the bytes of one pass.
 
     Raises:
         ConfigError: the directory cannot be used, has too little room, or its disk fails.

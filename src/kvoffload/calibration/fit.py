@@ -1,4 +1,4 @@
-"""Fits prefill times to the cost of a step, of a token, and of attention, by least squares."""
+"""Fits prefill times by least squares. Determines the costs of a step, of a token, and of attention."""
 
 from __future__ import annotations
 

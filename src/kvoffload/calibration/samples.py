@@ -31,7 +31,7 @@ def quantity_of(samples: Sequence[float], label: str, value: float | None = None
 def rate_and_latency(
     batch_s: Sequence[float], batch_bytes: int, block_s: Sequence[float], block_bytes: int, label: str
 ) -> tuple[Quantity, Quantity]:
-    """Return the rate of batches in bytes/s, and the latency of one block in seconds.
+    """Return the transfer rate of batches, in bytes/s, and the latency of one block, in seconds.
 
     The latency is the block's time minus its transfer time at that rate.
     """

@@ -149,7 +149,8 @@ class ServerTimes:
 
     Attributes:
         model: name of the served model.
-        rounds: per round, the prompt lengths in tokens and the seconds to the first token of each.
+        rounds: for each round, the prompt lengths in tokens, and the seconds to the first token of each
+            prompt.
         decode_rates: tokens/s of each answer with two or more tokens.
     """
 

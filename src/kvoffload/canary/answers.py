@@ -1,4 +1,4 @@
-"""Answers with log-probabilities, and the difference of two answers to one prompt."""
+"""Answers with log-probabilities, and the difference between two answers to the same prompt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 LEAST_LOGPROB = -100.0
-"""Lower limit of log-probabilities. For a probability of 0 servers send various large negative numbers."""
+"""Smaller log-probabilities are raised to this value. For a probability of 0, servers send various large
+negative numbers."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Difference:
     Positions after the first different token are not compared, because their contexts differ.
 
     Attributes:
-        size: difference of the log-probabilities of `token`; a lower bound if one answer does not list it.
+        size: difference of the log-probabilities of `token`. A lower bound if one answer does not list the
+            token.
         position: number, from 0, of the generated token with this difference.
         token: the token whose log-probabilities differ most.
         logprobs: log-probability of `token` in the reference and in the other answer; None if not listed.
@@ -63,8 +65,9 @@ def compare(reference: Answer, other: Answer) -> Difference:
 
 
 def _difference(expected: Mapping[str, float], actual: Mapping[str, float], token: str) -> float:
-    """Return the difference of a token's log-probabilities; if one list lacks the token, a lower bound of
-    the difference; if one list is empty, 0.
+    """Return the difference between two log-probabilities of a token.
+
+    Returns a lower bound of the difference if one list lacks the token, and 0 if one list is empty.
     """
     if not expected or not actual:
         return 0.0

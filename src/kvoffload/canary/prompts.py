@@ -1,7 +1,7 @@
 """Prompts of the canary: generated around block and chunk boundaries, or read from a file.
 
-A generated prompt is a list of records with a question about one of them, so that every part of its KV
-matters for some answer.
+A generated prompt is a list of records with a question about one of the records. So every part of a prompt's
+KV matters for some answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _CITIES = [
 ]
 _CHARACTERS_PER_TOKEN = 4
 _FAMILY_SHARE = 3
-"""Number of prompts in a family: prompts with a common beginning, or the turns of one conversation."""
+"""Number of prompts in a family. A family shares a beginning, or consists of the turns of one
+conversation."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class PromptSizes:
     Args:
         block_tokens: tokens of a KV block.
         chunk_tokens: chunk sizes of the engine's prefill and of its connector.
-        longest: longest prompt that the server accepts beside the answer.
+        longest: longest prompt that leaves room for the answer.
     """
 
     block_tokens: int
@@ -99,7 +100,10 @@ def generated(
     tokenize: Tokenize,
     token_ids: range | None = None,
 ) -> list[Prompt]:
-    """Generate prompts: half are single, a quarter share beginnings, a quarter are turns of conversations.
+    """Generate prompts.
+
+    Half of the prompts are single prompts, a quarter share beginnings, and a quarter are turns of
+    conversations.
 
     With `token_ids`, each prompt has random token ids of this range, for servers whose tokenizer knows no
     English. Raises `ConfigError` if the server's tokenizer maps the generated English text to too few
@@ -148,7 +152,7 @@ class _Builder:
         return contents
 
     def _records(self, length: int) -> list[Any]:
-        """Return `length` token ids, or pieces of text of about one token each."""
+        """Return `length` elements: token ids, or pieces of text of about one token."""
         if self._ids is not None:
             return [self._rng.choice(self._ids) for _ in range(length)]
         text = ""
@@ -185,7 +189,7 @@ class _Builder:
 
 
 def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
-    """Return a new random prompt, which no cache has: about `length` tokens, drawn from the prompt `like`."""
+    """Return a random prompt that no cache has: about `length` tokens, drawn from the prompt `like`."""
     if isinstance(like.content, str):
         pieces = like.content.split() or ["filler"]
         return Prompt("filler", " ".join(rng.choice(pieces) for _ in range(length)), "filler")

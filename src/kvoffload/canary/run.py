@@ -1,4 +1,4 @@
-"""A run of the canary: each prompt is answered from computation, from the device and from the tiers."""
+"""A run of the canary. Each prompt is answered three ways: computed, from the device, and from the tiers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ class CanaryOptions:
     """Options of a run.
 
     Args:
-        seed: of prompts, salts and fillers.
+        seed: seed of the prompts, salts and fillers.
         answer_tokens: generated tokens compared for each prompt.
         concurrency: requests at a time in the concurrent phases.
-        may_reset: empty the device's cache with ``POST /reset_prefix_cache`` instead of filler prompts.
-        device_tokens: tokens of the device's KV cache, for fillers; None asks the server.
-        filler_tokens: longest filler prompt.
+        may_reset: True to empty the device's cache with ``POST /reset_prefix_cache``; False to use filler
+            prompts.
+        device_tokens: size of the device's KV cache in tokens, which fillers must exceed. None: ask the
+            server.
+        filler_tokens: length of a filler prompt, in tokens.
     """
 
     seed: int
@@ -52,8 +54,9 @@ class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         requests: prompts sent, without fillers.
-        tier_tokens, device_tokens: prompt tokens from the tiers and from the device's cache.
-        differing: answers with another token than the reference.
+        tier_tokens, device_tokens: prompt tokens loaded from the tiers, and prompt tokens found in the
+            device's cache.
+        differing: number of answers in which a token differs from the reference.
         median, largest: median and largest difference from the reference, in log-probability.
     """
 
@@ -88,7 +91,7 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
         threshold: differences above it are alarms.
         confidence: see `verdict.Judgement`.
         differences: the largest differences of answers from caches, in descending order.
-        tokens_sent: prompt tokens, with fillers.
+        tokens_sent: number of prompt tokens sent, including fillers.
     """
 
     url: str
@@ -108,7 +111,7 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class _Phase:
-    """Answers to all prompts; None where a prompt has no answer of this kind."""
+    """Answers of one phase to all prompts. An answer is None if its phase does not apply to the prompt."""
 
     name: str
     answers: list[Answer | None]
@@ -175,7 +178,10 @@ class Canary:
         return _Phase(name, answers, self._server.counters().since(before))
 
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
-        """Send each prompt twice in a row; return the second answers that came from the device alone."""
+        """Send each prompt twice in a row; return the second answers.
+
+        A second answer that did not come from the device alone is None.
+        """
         name = "from the device"
         self._on_phase(name)
         answers: list[Answer | None] = []

@@ -25,10 +25,10 @@ class Counters:
     """Counters of a server; None where the server has no such metric.
 
     Attributes:
-        tier_tokens: prompt tokens loaded from behind the device.
+        tier_tokens: prompt tokens loaded from the tiers behind the device.
         device_tokens: prompt tokens found in the device's prefix cache.
-        preemptions: requests that lost their blocks while they ran. The tiers may load these blocks again,
-            which vLLM does not count as hits.
+        preemptions: number of times that running requests lost their blocks. The tiers may load these blocks
+            again; vLLM does not count such loads as hits.
     """
 
     tier_tokens: float | None
@@ -73,7 +73,7 @@ class Server:
         url: with or without ``/v1``.
         model: None for the first model of the server.
         timeout_s: for one request.
-        tier_hits_metric: Prometheus counter of tokens loaded from tiers; None for vLLM's.
+        tier_hits_metric: Prometheus counter of tokens loaded from tiers; None: vLLM's counter.
 
     Thread: any. Every method raises `CanaryError` if the server does not answer as needed.
     """
@@ -101,8 +101,8 @@ class Server:
         """Return the completion of a prompt at temperature 0.
 
         Args:
-            salt: separates the request from cached blocks of requests with another salt, on servers that
-                know ``cache_salt``.
+            salt: value of ``cache_salt``. On servers that know it, the request does not use cached blocks of
+                requests with another salt.
         """
         content = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         num_tokens = len(content) // 4 if isinstance(content, str) else len(content)
@@ -149,7 +149,7 @@ class Server:
         return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
-        """Return the tokens of a block and of the device's KV cache, from vLLM's metrics; None if unknown."""
+        """Return two sizes in tokens: a block, and the device's KV cache. A size is None if unknown."""
         for sample in self._samples():
             if sample.name == "vllm:cache_config_info":
                 labels = sample.labels

@@ -8,7 +8,7 @@ from kvoffload.canary.run import CanaryReport
 from kvoffload.canary.verdict import Verdict
 
 FAILED = "failed"
-"""Name of runs without a verdict, beside the verdicts."""
+"""Result of a run that has no verdict."""
 
 
 def text_metrics(report: CanaryReport | None, counts: Mapping[str, int], now_s: float) -> str:
@@ -16,7 +16,7 @@ def text_metrics(report: CanaryReport | None, counts: Mapping[str, int], now_s: 
 
     Args:
         report: None if the server did not answer.
-        counts: runs by verdict, and by ``failed``.
+        counts: number of runs for each verdict, and for ``failed``.
         now_s: Unix time of the end of the run.
     """
     return "".join(f"{line}\n" for line in _lines(report, counts, now_s))

@@ -1,4 +1,4 @@
-"""Verdict of a canary run: differences of answers from tiers, judged against the engine's own noise."""
+"""Verdict of a canary run. Differences of answers from the caches are compared with the engine's noise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 
 NOISE_FACTOR = 4.0
-"""A difference is an alarm if it exceeds this many times the largest difference of sound answers."""
+"""A difference is an alarm if it exceeds this multiple of the largest difference between sound answers."""
 LEAST_ALARM = 0.02
-"""Smallest threshold of an alarm, in log-probability: a noise of 0 can grow in the next run."""
+"""Smallest threshold of an alarm, in log-probability. Needed because a noise of 0 can grow in the next
+run."""
 LEAST_DEVICE_ALARM = 0.5
-"""`LEAST_ALARM` for answers from the device's cache: they round differently from all answers in the noise."""
+"""`LEAST_ALARM` for answers from the device's cache. Their rounding differs from that of all answers in the
+noise."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
@@ -33,16 +35,16 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The comparison of a cache's differences with the noise.
+    """Result of comparing the differences of answers from a cache with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`, or if at least half of the differences exceed all
-            noise, and these are too many for chance.
+        is_alarm: True if a difference exceeds `threshold`. Also True if at least half of the differences
+            exceed all noise, and this is too many for chance.
         threshold: in log-probability.
         noise: largest difference of sound answers.
         largest: largest difference of answers from the cache.
-        confidence: 1 minus the probability that chance puts as many differences above all noise; 0 if no
-            difference is above.
+        confidence: 1 minus the probability that as many differences exceed all noise by chance; 0 if no
+            difference exceeds all noise.
     """
 
     is_alarm: bool
@@ -69,9 +71,10 @@ def judge(noise: Sequence[float], measured: Sequence[float], least_alarm: float 
 
 
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
-    """Return 1 minus the probability that in a random order the k largest differences are all `measured`.
+    """Return 1 minus the probability that, by chance, the k largest differences are all in `measured`.
 
-    The exact permutation test for the number k of measured differences above all noise.
+    This is the exact permutation test. k is the number of measured differences that exceed all noise; if k is
+    0 or there is no noise, returns 0.
     """
     loudest = max(noise, default=0.0)
     above = sum(size > loudest for size in measured)

@@ -13,8 +13,8 @@ from kvoffload.text import duration, percent, size
 from kvoffload.traces.trace import Trace
 
 HIT_POINTS, TTFT_SHARE, BYTES_SHARE, REQUESTS_SHARE = 0.02, 0.15, 0.1, 0.02
-"""Largest differences that count as close: for hits a share of the prompt tokens, for other quantities a
-share of the server's value."""
+"""Largest differences that count as close. For hits, the difference is a share of the prompt tokens; for
+other quantities, a share of the server's value."""
 _PLACE_TEXTS = {GPU: "hits on the GPU", RAM: "hits in RAM", TIERS: "hits in tiers"}
 
 
@@ -27,7 +27,7 @@ class Verdict(Enum):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted totals, named as in `Served`; None where the replay has no such number."""
+    """The predicted totals, with the names of `Served`. A total is None if the replay does not predict it."""
 
     requests: int
     prompt_tokens: int
@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: name for users. unit: ``requests``, ``tokens``, ``share``, ``bytes``, ``s``.
         server, predicted: the two values.
-        difference: predicted - server, divided by the server's value; for the unit ``share`` not divided.
+        difference: (predicted - server) / server; for the unit ``share`` predicted - server.
         limit: largest absolute difference that counts as close.
         is_close: True if the difference is within the limit.
     """
@@ -115,7 +115,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A server compared with the prediction of its recording; the fields are the keys of the JSON object.
+    """Comparison of a server with the prediction from its recording; its fields are the JSON keys.
 
     Attributes:
         verdict: ``close``: every row is within its limit. ``different``: a row exceeds its limit.
@@ -130,7 +130,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check(server: Served, predicted: Prediction) -> Check:
-    """Compare a server with the prediction of its recording."""
+    """Compare a server with the prediction from its recording."""
     rows = [
         _relative("requests", "requests", server.requests, predicted.requests, REQUESTS_SHARE),
         _relative("prompt tokens", "tokens", server.prompt_tokens, predicted.prompt_tokens, REQUESTS_SHARE),

@@ -29,10 +29,10 @@ class Served:
         hit_tokens: prompt tokens by place: `GPU`, `RAM`, `TIERS`.
         loaded_bytes, stored_bytes: bytes copied from RAM to the GPU, and from the GPU to RAM.
         ttft_sum_s, ttft_requests: sum of the times to first token, and their number.
-        capacity_blocks: slots of RAM, of all engines together; 0 if the server does not report it.
-        device_blocks, device_block_tokens: usable blocks of one engine's GPU cache, and tokens of a block; 0
-            if unknown.
-        policies: names of the eviction policies of RAM; only of policies that report a state.
+        capacity_blocks: slots of RAM, summed over all engines; 0 if the server does not report them.
+        device_blocks, device_block_tokens: number of usable blocks in one engine's GPU cache, and tokens in a
+            block; 0 if unknown.
+        policies: names of RAM's eviction policies. A policy that reports no state is missing.
     """
 
     requests: float

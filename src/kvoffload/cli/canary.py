@@ -126,7 +126,7 @@ def canary(options: Options) -> None:
 
 
 def _attempt(server: Server, options: Options) -> CanaryReport | None:
-    """Run once for ``--watch``; print the error and return None if the server does not answer."""
+    """Run the canary once, for ``--watch``. Returns None, after an error message, if there is no answer."""
     try:
         report = _run(server, options)
     except CanaryError as error:

@@ -32,7 +32,7 @@ def show_checked(
     is_json: bool,
     output: Path | None,
 ) -> None:
-    """Print a report and its check, if there is one; as JSON the check is the field ``check``."""
+    """Print a report and the check, if there is one. In JSON the check is the field ``check``."""
     json = report.to_json()
     if checked is not None:
         table = Group(table, _table(checked))
@@ -42,7 +42,7 @@ def show_checked(
 
 
 def exit_with(checked: Check | None) -> None:
-    """Exit with the code of a check; return if everything is close, or nothing was checked."""
+    """Exit with the code of a check. Returns if everything is close, or if there is no check."""
     if checked is not None and (code := _EXIT_CODES[Verdict(checked.verdict)]):
         raise SystemExit(code)
 

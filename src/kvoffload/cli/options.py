@@ -84,10 +84,10 @@ def argument(default: Any = dataclasses.MISSING, **details: Any) -> Any:
 
 
 def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
-    """Add the options of the dataclass `kind` to a command, which receives an instance of `kind`.
+    """Return a decorator that adds the options of the dataclass `kind` to a command.
 
-    A method ``check`` of `kind` can check options that depend on each other. During ``check`` each invalid
-    option has its default value.
+    The command receives an instance of `kind`. A method ``check`` of `kind` can check options that depend on
+    each other. During ``check`` each invalid option has its default value.
     """
     described: Any = kind
     hints = typing.get_type_hints(kind, include_extras=True)
@@ -113,7 +113,7 @@ def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
 
 
 def _owner(kind: type[Any], name: str) -> int:
-    """Return the index in the MRO of `kind` of the class that declares a field."""
+    """Return the class that declares a field, as an index into the MRO of `kind`."""
     declares = (name in inspect.get_annotations(base) for base in kind.__mro__)
     return next(position for position, declared in enumerate(declares) if declared)
 
@@ -140,7 +140,7 @@ def _read(kind: type[T], values: dict[str, Any], hints: dict[str, Any]) -> T:
 
 
 def _number(value: Any) -> Any:
-    """Return text as a number if it is one, so that messages show it without quotes."""
+    """Convert text to a number if possible, so that messages show the number without quotes."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(value)
@@ -159,7 +159,7 @@ def _name(declared: dataclasses.Field[Any]) -> str:
 
 
 def _is_text(hint: Any) -> bool:
-    """Return True if click passes the option's value on as text, for `convert`."""
+    """Return True if click passes the value of the option as text, which `convert` reads."""
     hint = without_none(hint)
     return hint not in (bool, str, Path) and typing.get_origin(hint) is not tuple
 
@@ -260,7 +260,7 @@ class ModelOptions:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn, once a command, if a model has sliding windows: a GPU then holds more tokens than computed."""
+    """Warn if a model has sliding windows: a GPU then holds more tokens than computed. Once per command."""
     context = click.get_current_context(silent=True)
     count, num_layers = kv_bytes.sliding_layers(model)
     if count and context is not None and not context.meta.get(_WARNED_OF_WINDOWS):
@@ -273,7 +273,7 @@ def warn_of_windows(model: str) -> None:
 
 
 def _warn_of_small_tokens(num_bytes: int) -> None:
-    """Warn, once a command, if the bytes of a token are implausibly few."""
+    """Warn if the bytes of a token are implausibly few. Once per command."""
     context = click.get_current_context(silent=True)
     if num_bytes < _FEWEST_TOKEN_BYTES and context is not None and not context.meta.get(_WARNED):
         context.meta[_WARNED] = True

@@ -85,7 +85,7 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
 
 @contextlib.contextmanager
 def tiers_silenced() -> Iterator[None]:
-    """Hide warnings of simulated tiers, because the report has the same facts."""
+    """Hide the warnings of simulated tiers. The report has the same facts."""
     log = logging.getLogger("kvoffload.tiering")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -99,7 +99,7 @@ _STYLES = {"good": "bold green", "bad": "bold red", "cannot": "dim"}
 
 
 class Lines:
-    """Sentences for the terminal, one on a line: indented, wrapped at words, but not before a unit."""
+    """Sentences for the terminal, each on a new line. They are wrapped at words, but not before a unit."""
 
     def __init__(self, lines: Iterable[str], style: str = "", indent: str = "  ") -> None:
         self._lines, self._style, self._indent = list(lines), style, indent
@@ -116,7 +116,7 @@ class Lines:
 
 
 class _TerminalTable:
-    """A table, or in a narrow terminal a list of its rows."""
+    """A table. In a narrow terminal it is shown as a list of its rows."""
 
     def __init__(self, table: Table, width: int | None, pad_edge: bool) -> None:
         self._table, self._width, self._pad_edge = table, width, pad_edge
@@ -135,7 +135,8 @@ class _TerminalTable:
 def terminal_table(table: Table, *, width: int | None = None, pad_edge: bool = True) -> RenderableType:
     """Render a table for the terminal; the last column takes the remaining width and may fold.
 
-    Below 60 columns a table that does not fit becomes a list: no cell is cut off.
+    If the terminal has less than 60 columns, a table that does not fit becomes a list, so that no cell is cut
+    off.
     """
     return _TerminalTable(table, width, pad_edge)
 

@@ -15,7 +15,7 @@ from kvoffload.plan.rows import PlanRow
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
-"""Terminal width that fits all columns of the table, and the number of columns in a narrower terminal."""
+"""Terminal width in which all columns of the table fit; number of columns in a narrower terminal."""
 
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
@@ -49,7 +49,10 @@ def _first_columns(table: Table, count: int) -> Table:
 
 
 def _worth_a_line(answer: PlanAnswer) -> list[PlanRow]:
-    """Return the frontier, and the infeasible rows that save more than every row before them."""
+    """Return the rows to show: the frontier, the recommended row, and some infeasible rows.
+
+    An infeasible row is shown if it saves more than every row that is shown before it.
+    """
     shown: list[PlanRow] = []
     most_infeasible = 0.0
     for row in answer.purchases:

@@ -12,7 +12,8 @@ from kvoffload.text import duration, outside_blocks, percent, size
 from kvoffload.whatif.setting import CURRENT
 
 _ENOUGH_TO_MEASURE = 10_000
-"""Minimum of references to show the time per reference. With fewer references start-up time dominates."""
+"""The time per reference is shown only for at least this many references. With fewer, start-up time
+dominates."""
 
 
 def table(report: ReplayReport) -> RenderableType:

@@ -34,12 +34,12 @@ class Resumable(Protocol):
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a run as Ctrl-C does."""
+    """SIGTERM was received. It ends a run like Ctrl-C."""
 
 
 @contextlib.contextmanager
 def stopping_cleanly(run: Resumable) -> Iterator[None]:
-    """Exit with code 130 after Ctrl-C, 143 after SIGTERM and 1 after a `SweepError`; report the kept rows."""
+    """Report the kept rows and exit: code 130 after Ctrl-C, 143 after SIGTERM, 1 after a `SweepError`."""
     with _sigterm_raises() as was_terminated:
         try:
             yield

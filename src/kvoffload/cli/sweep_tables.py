@@ -1,4 +1,4 @@
-"""Terminal form of a sweep: a table for each trace and device, policies down, capacities across; verdicts."""
+"""Terminal form of a sweep: verdicts, and a table of policies and capacities for each trace and device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WIDEST = 100
 """Most characters per line; a wider table continues below."""
 
 _OF_A_COLUMN, _OF_A_TABLE = 3, 1
-"""Characters that rich adds to the width of each column, and of the table."""
+"""Characters that rich adds to the width of each column, and to the width of the table."""
 
 
 class _Cell(NamedTuple):
@@ -39,7 +39,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """True for each axis with several values: labels must name the value."""
+    """True for each axis that has several values. Labels must name the value on such an axis."""
 
     stores: bool
     tiers: bool

@@ -32,7 +32,7 @@ _BAR_CELLS = 6
 _MOST_NAME = 14
 _MOST_TENANTS = 8
 _UNITS = ((1e7, 1e6, "M"), (1e4, 1e3, "k"))
-"""Smallest rate that is shown in the unit, size of the unit, name of the unit."""
+"""For each unit: smallest rate that is shown in the unit, size of the unit, name of the unit."""
 _FAULTS = {
     "verification_failures": "damaged in RAM",
     "failed_load_blocks": "failed loads",
@@ -114,7 +114,7 @@ def _scrape(url: str) -> Reading:
 
 
 def _watch(url: str, before: Reading, interval_s: float) -> None:
-    """Show intervals until the user presses q. The error of a failed scrape stays until the next scrape."""
+    """Show intervals until the user presses q. A scrape's error is shown until the next scrape."""
     console = Console(highlight=False)
     with (
         _keys() as keyboard,
@@ -149,7 +149,7 @@ def _keys() -> Iterator[int | None]:
 
 
 def _quits(keyboard: int | None, timeout_s: float) -> bool:
-    """Wait for the next interval; True as soon as the user presses q."""
+    """Wait for the next interval. Returns True at once if the user presses q, else False."""
     if keyboard is None:
         time.sleep(timeout_s)
         return False
@@ -210,7 +210,7 @@ def _hits_of_tiers(engine: EngineRates) -> float | None:
 
 
 def _short_tier(name: str) -> str:
-    """Return a tier's name; a long name loses its middle, but neither place nor number."""
+    """Return a tier's name. The middle of a long name is cut out, but not its place and number."""
     shown, half = printable(name), _MOST_NAME // 2
     return shown if len(shown) <= _MOST_NAME else f"{shown[: half - 1]}~{shown[-half:]}"
 

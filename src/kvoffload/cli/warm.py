@@ -12,7 +12,7 @@ import kvoffload
 from kvoffload.structures.jit import compile_all
 
 _WITHOUT_KERNELS = ("kvoffload.integrations", "kvoffload.testing", "kvoffload.cli")
-"""Packages without kernels that are slow to import."""
+"""Packages that have no kernels, and are slow to import."""
 
 
 @click.command()

@@ -17,7 +17,8 @@ RUNBOOK: Final = "docs/operations.md"
 _PREFIX = "PREFIX_"
 """Placeholder in expressions for the prefix of the metrics."""
 _SCOPE = "job, namespace, model_name, manager"
-"""Labels that survive a restart. Expressions sum over instances and engines. A missing label is empty."""
+"""Labels that do not change at a restart. Expressions sum over instances and engines. A missing label counts
+as empty."""
 _ENGINE = f"instance, engine, {_SCOPE}"
 
 
@@ -27,7 +28,7 @@ class Alarm:
 
     Attributes:
         template: PromQL, with a placeholder for the prefix of the metrics.
-        hold: time for which the expression must be true, as ``10m``; empty to fire at once.
+        hold: time for which the expression must be true, such as ``10m``; empty: the alarm fires at once.
         summary: one line, with the value and labels as Prometheus templates.
     """
 
@@ -102,8 +103,8 @@ def _lookups(period: str, offset: str = "") -> str:
 def _grew(counter: str, period: str) -> str:
     """Return PromQL that is true if a counter grew in the period, or was above 0 when first scraped in it.
 
-    vLLM shows a counter from the first step on, so `increase` misses events of that step. The comparison with
-    earlier values prevents a second alarm for old events after hours without a scrape.
+    vLLM exports a counter only from the first step on, so `increase` misses the events of that step. The
+    comparison with earlier values prevents a second alarm for old events, if there was no scrape for hours.
     """
     return (
         f"increase(PREFIX_{counter}[{period}]) > 0\n"
@@ -117,7 +118,7 @@ _CANARY_FAILS = f"""{_CANARY_FAILED}
 and ignoring (result) changes((
   kvoffload_canary_last_run_timestamp_seconds and ignoring (result) {_CANARY_FAILED}
 )[2d:5m]) > 0"""
-"""At least two runs in two days failed, among them the last run."""
+"""True if at least two runs in two days failed, including the last run."""
 
 _HALVED = f"""({_ratio("1h")} < 0.5 * ({_ratio("1h", "1d")}))
 unless ({_ratio("1h")} >= 0.5 * ({_ratio("1h", "7d")}))

@@ -22,7 +22,7 @@ ENGINE_COUNTERS = (
     "lost_blocks",
     "internal_errors",
 )
-"""Counters that a manager does not know: the engine counts them with `Collector.count`."""
+"""Counters that a manager cannot maintain. The engine counts them with `Collector.count`."""
 _LABEL = "manager"
 
 

@@ -1,4 +1,4 @@
-"""Values of the metrics that a manager knows, from its counters."""
+"""Values of metrics, computed from the counters of a manager."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvoffload.tiering.manager import AnyManager, TieredManager
 
 
 class Value(NamedTuple):
-    """A value of the metric family `name`, with the values of the family's labels."""
+    """A value of a metric: the name of the metric family, the values of its labels, and the number."""
 
     name: str
     labels: tuple[str, ...]

@@ -68,7 +68,7 @@ TENANT_COUNTERS = {
     "tenant_evicted_blocks": "With tenants: blocks of the tenant that were evicted.",
 }
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
-"""Metrics with the label ``tenant``: each tenant with a quota, and ``other`` for all other tenants.
+"""Metrics with the label ``tenant``. Values: each tenant with a quota, and ``other`` for all other tenants.
 
 In a shared pool whose engines have shares the tenants are ``own`` (this engine), ``others`` and ``ended``.
 """
@@ -130,7 +130,7 @@ class Family:
     Attributes:
         is_counter: False for a gauge. Prometheus appends ``_total`` to the names of counters.
         values: the values of the only label, with their meanings; empty if any value may occur.
-        is_of_vllm: True if only the plug-in for vLLM has the metric.
+        is_of_vllm: True if only vLLM's plug-in reports the metric.
     """
 
     name: str

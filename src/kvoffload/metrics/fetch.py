@@ -37,7 +37,8 @@ def fetch(address: str, timeout_s: float, *, field: str = "url") -> str:
 
     Args:
         address: as for `metrics_url`.
-        timeout_s: for the whole reply. A server that stops in the middle may take twice as long.
+        timeout_s: time limit for the whole reply, in seconds. If the server stops in the middle, the call may
+            take twice as long.
         field: the option, for messages.
 
     Raises: `UnavailableError` without a complete answer of at most `MAX_BYTES`; `ConfigError` as

@@ -1,4 +1,4 @@
-"""Rates of a server between two scrapes of its metrics, for each engine and tier.
+"""Rates of a server, for each engine and tier. Computed from two scrapes of its metrics.
 
 Knows names of metrics; fetches nothing.
 """
@@ -33,7 +33,7 @@ _VLLMS = {
     "vllm:kv_offload_load_bytes_total": "load_bytes",
     "vllm:kv_offload_store_bytes_total": "store_bytes",
 }
-"""vLLM's own counters, and their names here."""
+"""vLLM's name of a counter -> name in this module."""
 _LABELS_OF_ENGINES = ("model_name", "engine", "manager")
 _OWN_LABELS = ("tier", "reason", "name", "setting", "tenant")
 _TIER_FAULTS = ("failed", "mismatches", "timeouts", "errors")
@@ -45,7 +45,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Reading:
-    """A scrape: the values of each engine, by metric and label.
+    """A scrape. Has the values of each engine, by metric and label.
 
     Attributes:
         time_s: monotonic time of the scrape.
@@ -57,7 +57,7 @@ class Reading:
 
 
 def read(samples: list[Sample], time_s: float) -> Reading:
-    """Sort the samples of a scrape by engine.
+    """Group the samples of a scrape by engine.
 
     Skips engines without metrics of kvoffload, and values that are not finite.
     """
@@ -95,7 +95,7 @@ _KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAM
 
 @dataclass(frozen=True)
 class TierRates:
-    """A tier in an interval. Rates are per second; `faults` count since the server's start.
+    """Rates of a tier in an interval, per second. `faults` is a count since the server's start.
 
     A rate is None in the tier's first interval. A gauge is None if the server does not report it.
 
@@ -118,7 +118,7 @@ class TierRates:
 
 @dataclass(frozen=True)
 class WhatIfShown:
-    """The estimates for a setting, as last reported: a hit ratio, a gain, and half their 95 % intervals."""
+    """The last reported estimates for a setting: a hit ratio and a gain, each with half a 95 % interval."""
 
     setting: str
     hit_ratio: float | None
@@ -139,17 +139,19 @@ class TenantShown:
 
 @dataclass(frozen=True)
 class EngineRates:
-    """An engine in an interval. Rates are blocks per second unless named; `faults` count since the start.
+    """Rates of an engine in an interval, in blocks per second unless the name has another unit.
 
-    A rate is None unless the server reported the metric at the start and at the end of the interval.
+    A rate is None unless the server reported the metric at the start and at the end of the interval. `faults`
+    is a count since the server's start.
 
     Attributes:
-        hit_ratio: hits over looked-up blocks of the interval; None without lookups.
+        hit_ratio: hits in the interval, divided by the blocks looked up; None without lookups.
         ram_hits: hits that came from RAM.
         what_if: estimates for the current setting of RAM, then for each setting to try; empty without
             ``what_if``.
-        tenants: tenants with quotas, or the engines of a shared pool with shares, most blocks first.
-        is_restarted: True if a counter fell, because the engine counts from 0 again.
+        tenants: tenants with quotas or, if engines of a shared pool have shares, these engines; most blocks
+            first.
+        is_restarted: True if a counter decreased: the engine was restarted, and counts from 0 again.
     """
 
     engine: str
@@ -268,7 +270,7 @@ class _Engine:
         return self._after.get((metric, label))
 
     def _rate(self, metric: str, label: str = "") -> float | None:
-        """Return the increase per second; None if a scrape lacks the metric. A fall means a restart at 0."""
+        """Return the increase per second; None if a scrape lacks the metric. Lower values mean a restart."""
         value, before = self._value(metric, label), self._before.get((metric, label))
         if value is None or before is None:
             return None

@@ -1,4 +1,4 @@
-"""KV bytes per token of a model, from its configuration, to convert sizes such as ``64GiB`` to blocks."""
+"""KV bytes per token of a model, from its configuration. They convert sizes such as ``64GiB`` to blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
 """Layers, KV heads and head size of some models, by name without -Instruct."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Values of vLLM's ``--kv-cache-dtype``, with the bytes of one element; 0: the model's."""
+"""Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element; 0: as in the model."""
 
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HYBRID = {
@@ -74,7 +74,7 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
 
 
 def sliding_layers(model: str) -> tuple[int, int]:
-    """Return the number of layers with a sliding window, and of all layers; (0, 0) if unknown.
+    """Return the number of layers with a sliding window, and the number of all layers; (0, 0) if unknown.
 
     vLLM frees the blocks of such layers outside the window, so a GPU holds more tokens of the model.
     """

@@ -26,7 +26,7 @@ _HINT = "give the weights a name, the same on every machine: identity=NAME"
 
 
 def files_of(model: str) -> list[tuple[str, int, int]]:
-    """Return name, size and modification time of a local model's files; empty for a name of the hub."""
+    """Return name, size and modification time of each file of a local model; empty for a model of the hub."""
     path = Path(model)
     if not model or not path.exists():
         return []

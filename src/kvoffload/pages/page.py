@@ -1,4 +1,4 @@
-"""Reports as one offline HTML file: text, tables, charts, and plotly.js (compressed), which draws the charts.
+"""Reports as one offline HTML file. It has text, tables and charts, and plotly.js, which draws the charts.
 
 Does not know plans or sweeps. plotly.js comes from the package plotly (`pip install 'kvoffload[report]'`).
 """
@@ -50,9 +50,10 @@ class Table:
     """Table of text, for a page or a terminal.
 
     Attributes:
-        headings: a ``#`` at the end marks a column of numbers, which are aligned right.
+        headings: heading of each column. A ``#`` at the end marks a column of numbers, which is aligned
+            right.
         marks: a mark for each row (``chosen``, ``cannot``, ``good``, ``bad``, or empty), or no marks.
-        notes: lines below the table of a page.
+        notes: lines below the table, on a page only.
     """
 
     title: str

@@ -14,7 +14,7 @@ from kvoffload.text import duration, interval, percent, size
 
 _GIB = 2**30
 _MANY_MINUTES_S = 3 * 3600
-"""Duration above which the time axis has hours."""
+"""Duration in seconds above which the time axis is in hours."""
 _PURCHASES = "Purchases, the best use of each; * is recommended, x is infeasible"
 
 
@@ -45,7 +45,7 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
 
 
 def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: object) -> dict[str, object]:
-    """Build a chart's trace of the saving over `x`; hovering shows the purchase."""
+    """Build a chart trace of the savings as a function of `x`. Hovering over a point shows the purchase."""
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],
@@ -100,7 +100,7 @@ _SAVED = {"title": {"text": "saved, % of the prefill"}, "rangemode": "tozero"}
 
 
 def _over_ram(answer: PlanAnswer) -> Chart:
-    """Build the chart of the saving over RAM; every point is measured.
+    """Build the chart of the savings as a function of RAM. Every point is measured.
 
     The best setup of each size and the recommended setup are drawn. A click on the legend draws other setups.
     """

@@ -1,4 +1,4 @@
-"""HTML page of a sweep: verdicts in sentences, hits and writes of each configuration over capacity."""
+"""HTML page of a sweep: verdicts in sentences, and charts of hits and writes as functions of the capacity."""
 
 from __future__ import annotations
 

@@ -38,10 +38,12 @@ OF_ENGINES = (
     "what_if",
     "what_if_sample",
 )
-"""Options that an engine reads from the environment and from a file. vLLM's flag alone sets other options."""
+"""Options that an engine reads from the environment and from a file. All other options can be set only in
+vLLM's flag."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options that together set the admission rule. If a layer has one of them, lower layers cannot set any."""
+"""Options that together set the admission rule. If a layer sets one of these options, all of them are ignored
+in lower layers."""
 
 
 def gathered(
@@ -53,8 +55,8 @@ def gathered(
         names: options to take from environment and file. Other options in the file are ignored.
         other_names: aliases of options in `given`: alias -> option.
 
-    Raises: `ConfigError` for a file that cannot be read or has an unknown option, and for a variable whose
-    name is nearly an option's.
+    Raises: `ConfigError` for a file that cannot be read or has an unknown option, and for a variable that
+    looks like a misspelt option.
     """
     _check_environment()
     given = {name: value for name, value in given.items() if value is not None}

@@ -41,7 +41,7 @@ _UNITS = {
 }
 MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
-"""Assumed number of unique blocks, to check capacities before the trace is read."""
+"""Number of unique blocks that is assumed when capacities are checked before the trace is read."""
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
 _CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
 
@@ -67,7 +67,7 @@ def parse_size(field: str, text: str) -> int:
 
 
 def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks: int) -> int:
-    """Parse a capacity in blocks: ``5000``, ``5%`` of the trace's unique blocks (rounded down), or ``4GiB``.
+    """Parse a capacity; return blocks. ``5000``, ``5%`` of the unique blocks (rounded down), or ``4GiB``.
 
     Args:
         block_bytes: bytes of one block, for sizes such as ``4GiB``; None if unknown.
@@ -251,7 +251,7 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 
 def option_names(kind: type[Any]) -> dict[str, str]:
-    """Map each option name of a dataclass to its attribute.
+    """Return the options of a dataclass: option name -> attribute.
 
     The option name is the field's name, or ``metadata={"option": ...}``.
     """
@@ -300,7 +300,7 @@ def read_options(
 
 
 def within(field: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Read a group of options that is the value of the option `field`; errors name ``field.option``."""
+    """Read the value of the option `field`, which is a group of options. Errors name ``field.option``."""
     try:
         return read_options(options, given, field)
     except CombinedConfigError as several:

@@ -1,4 +1,4 @@
-"""Registry of policy and admission classes, which users select by name and parameters: ``reuse:2``."""
+"""Registry of policy and admission classes. Users select a class by name and parameters: ``reuse:2``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Parameter(NamedTuple):
 
 
 class Registry(Generic[T]):
-    """Classes that implement one contract, by name; a `Parser` of their names.
+    """Classes that implement one contract, by name. Also a `Parser` of these names.
 
     A built-in class has the name of its file in `package`, without a leading underscore (``_2q``). Installed
     packages add entry points in the group `package`. Any other class is ``module:Class`` or
@@ -74,7 +74,7 @@ class Registry(Generic[T]):
         return sorted({*self._built_in(), *(point.name for point in self._entry_points())})
 
     def find(self, spec: str | type[T]) -> type[T]:
-        """Return the class with the name `spec`; if `spec` has parameters, a subclass with these as defaults.
+        """Return the class named by `spec`. If `spec` has parameters, return a subclass with these defaults.
 
         Raises: `ConfigError` with the allowed values and the nearest name.
         """
@@ -120,7 +120,7 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class, and the text after the colon of a known name; None without such text."""
+        """Return the class, and the text after the colon that follows a known name; None without a colon."""
         known, colon, text = name.partition(":")
         value = text if colon else None
         # Built-in classes first: entry points are read from the files of every installed package.

@@ -14,14 +14,14 @@ from kvoffload.settings.read import read_options
 
 T = TypeVar("T")
 INTERVAL_S = 1.0
-"""Shortest time between two looks at the file."""
+"""Shortest time between two checks of the file, in seconds."""
 
 
 class WatchedFile(Generic[T]):
     """A JSON object in a file, read again whenever the file changes.
 
-    A missing file is no error: the user has given no settings yet. To change the file, write a new file and
-    rename it to `path`, so that no incomplete version is read.
+    A missing file is no error: it means that the user has not given settings yet. To change the file, write a
+    new file and rename it to `path`, so that no incomplete version is read.
 
     Args:
         path: the file.

@@ -6,7 +6,7 @@
         def make(self):
             return MyRule(window=1000)
 
-The suite does not check that a rule admits the *right* blocks; use `kvoffload replay`, or a twin.
+The suite does not check that a rule admits the *right* blocks. Use `kvoffload replay` or a twin for this.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdmissionConformance:
 
     Attributes:
         max_examples: number of Hypothesis examples.
-        remembers_keys: number of new keys after which the state of a rule stops growing.
+        remembers_keys: number of new keys after which the state of the rule must not grow any more.
     """
 
     max_examples: ClassVar[int] = 20
@@ -127,7 +127,7 @@ def _keys(numbers: list[int]) -> Keys:
 
 
 def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
-    """Return the answers of `admit`, before the first step of a script and after each step."""
+    """Return the answers of `admit` before a script, and after each of its steps."""
     answers = [rule.admit(_keys([*range(16)])).tolist()]
     for action, _, numbers in script:
         keys = _keys(numbers)

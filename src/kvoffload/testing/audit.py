@@ -1,7 +1,8 @@
 """Checks of a manager's internal invariants, in O(capacity).
 
-The only module that may read private attributes of other modules. Call `audit` after every step of a test.
-The `AssertionError` of a failure names the structures that disagree, and the slots or keys.
+This is the only module that may read private attributes of other modules. Call `audit` after every step of a
+test. If invariants are violated, the `AssertionError` names the structures that disagree, and the slots or
+keys.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvoffload.structures.structs import Struct
 def audit(manager: Any) -> None:
     """Check all invariants that hold between two calls of a manager. Changes nothing.
 
-    For every policy, checks its attributes of the types `Lists`, `KeyLists` and `PathRuns`, and its `order`.
+    Also checks the policy: its `order`, and its attributes of the types `Lists`, `KeyLists` and `PathRuns`.
 
     Raises:
         AssertionError: names the violated invariant.
@@ -89,11 +90,11 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
 
 
 def state_of(thing: Any) -> bytes | Any:
-    """Return the whole state of a policy or an admission rule, in a form that can be compared with ``==``.
+    """Return the whole state of a policy or an admission rule, as a value that can be compared with ``==``.
 
-    Unlike `snapshot`, handles cycles and foreign objects (`random.Random`). Compare only states of the same
-    object, because equal objects may give different states. A policy's `index` is left out, because it
-    belongs to the manager.
+    Unlike `snapshot`, this function handles cycles and foreign objects (`random.Random`). Compare only states
+    of one object at different times, because equal objects may have different states. The `index` of a policy
+    is left out, because it belongs to the manager.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -190,7 +191,7 @@ def _audit_index(what: str, index: Index, positions: set[int]) -> None:
 
 @kernel
 def _first_fault(links: I32Matrix, num_positions: int) -> int:
-    """Walk every list; return a row with wrong links or size, `len(links)` if a row is lost, -1 if sound."""
+    """Walk every list; return a faulty row, `len(links)` if a listed row was not reached, or -1 if sound."""
     num_listed = 0
     for sentinel in range(num_positions, links.shape[0]):
         row, size = sentinel, 0

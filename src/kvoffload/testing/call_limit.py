@@ -10,14 +10,15 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """Error of a policy's call that does not return. Hypothesis does not shrink a `BaseException`."""
+    """A call of a policy does not return. A `BaseException`, because Hypothesis does not shrink these."""
 
 
 class CallLimit:
-    """A CPU time limit, twice `cpu_s`, for each call of a policy. Active from `begin` to `end`.
+    """A CPU time limit of at most twice `cpu_s` for each call of a policy. Active from `begin` to `end`.
 
-    Every `cpu_s` a timer checks if the policy is still in the same call. Loops in compiled code are not
-    detected, because Python delays signals until the code returns. Thread: main; other threads have no limit.
+    Every `cpu_s` seconds of CPU time, a timer checks if the policy is still in the same call. Loops in
+    compiled code are not detected, because Python delays signals until the code returns. Thread: main. In
+    other threads there is no limit.
     """
 
     def __init__(self, cpu_s: float) -> None:

@@ -78,7 +78,8 @@ class PolicyConformance:
         twin: another policy that must make the same decisions, or None.
         admissions: admission rules to combine with the policy, ``all`` first.
         max_examples: number of Hypothesis examples in each check.
-        remembers_blocks: number of new blocks after which a policy for 16 blocks stops growing.
+        remembers_blocks: number of new blocks after which the state of a policy for 16 blocks must not grow
+            any more.
         call_cpu_s: largest CPU time of one call of a policy in Python.
         failed_check: name of the fatal check that failed; set by the suite.
     """

@@ -1,4 +1,4 @@
-"""A fast check of a policy with short scripts, and a bounded reduction of a failing script.
+"""A fast check of a policy with short scripts. A failing script is reduced in bounded time.
 
 Finds the worst faults (a victim that may not leave, a leaked slot, a method that raises) in about a second.
 State machines search deeper and need longer.
@@ -111,7 +111,7 @@ def _described(step: Step) -> str:
 
 
 def _place_in_policy(error: Exception) -> str:
-    """Return the innermost method of the policy that the error passed, or an empty text."""
+    """Return the name of the innermost policy method in the error's traceback; empty if there is none."""
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         policy = frame.f_locals.get("self")
         if isinstance(policy, EvictionPolicy):

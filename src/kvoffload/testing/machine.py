@@ -1,9 +1,9 @@
-"""A Hypothesis state machine of a manager, compared with a model of two dicts and a list.
+"""A Hypothesis state machine that compares a manager with a model of two dicts and a list.
 
-The completion, failure and loss of jobs are rules, so a single-threaded test explores every interleaving of
-completions. The model checks that every victim was evictable, that duplicates of a victim tier leave first,
-and that nothing else changes. The model has no order of eviction: only tests of a policy check that the
-victims are *right*.
+Completion, failure and loss of a job are rules of the machine. So a single-threaded test explores the
+interleavings of completions. The model checks that every victim was evictable, that duplicates in a victim
+tier are evicted first, and that nothing else changes. The model does not know the order of eviction: only
+tests of a policy check that the victims are *right*.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
 """
@@ -41,7 +41,7 @@ from kvoffload.testing.scripts import colliding_keys, known_of_requests
 NUM_KEYS = 16
 WRITING, READY = LookupResult.HIT_PENDING, LookupResult.HIT
 _SCRATCH = ("dropped", "givers", "usable_free", "is_owed", "on_path")
-"""Fields that a refused store may change: its count, and numbers that every store sets."""
+"""Fields that a refused store may change: a counter, and values that every store sets."""
 COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped", "kept", "discarded")
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
@@ -419,7 +419,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def _limit(
         self, request: Request, num_missing: int, may_leave: set[bytes], num_free: int
     ) -> tuple[int, int]:
-        """Return the room of a store and the usable free slots. Quotas remove blocks from `may_leave`."""
+        """Return the number of blocks that a store has room for, and the number of free slots it may use.
+
+        Subclasses with quotas remove blocks from `may_leave`.
+        """
         return num_free + len(may_leave), num_free
 
     @property
@@ -427,7 +430,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return duplicate_slots(self.manager) is not None
 
     def _admitted(self, missing: list[bytes]) -> list[bytes]:
-        """Return the absent blocks that the admission rule admits independently."""
+        """Return the blocks of `missing` that the admission rule admits, each judged separately."""
         if self.manager.admission is None:
             return missing
         # A copy of the rule, because a call of `admit` may change its state.
@@ -435,7 +438,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
 
     def _mark_duplicates(self, keys: list[bytes]) -> None:
-        """Record, for a victim tier, that the device also holds these blocks, as far as they are ready."""
+        """In a victim tier, mark the ready blocks of `keys` as duplicates: the device also holds them."""
         if self._is_victim_tier:
             latest = [key for key in dict.fromkeys(keys) if self.state.get(key) is READY]
             self.duplicates = [*latest, *(key for key in self.duplicates if key not in latest)]
@@ -458,7 +461,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return PrefixLookup(ready, (*states, READY)[ready])
 
     def _expect_all(self, ctx: RequestContext) -> bool:
-        """Expect the keys of a request, head first, while there is room; return False if room ran out."""
+        """Expect the keys of a request, head first. Returns False if there is no room for all of them."""
         expected, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
         for key in list(ctx.keys())[len(own) :]:
             if len(expected | {key}) > self.manager.capacity_blocks * 7 // 8:

@@ -18,7 +18,7 @@ from kvoffload.transfer import Blocks, Rows
 
 
 class ScriptMisuseError(BaseException):
-    """A breach of the tier's contract by the code under test. No `except Exception` hides it."""
+    """The code under test broke the contract of a tier. No `except Exception` hides this error."""
 
 
 @dataclass(eq=False)
@@ -27,9 +27,10 @@ class ScriptedJob:
 
     Attributes:
         pool: memory to read into or to write from; None for a probe.
-        void: True after a `clear`: a write stores nothing, and a read or probe updates no presence cache.
+        void: True if the tier was cleared after the job began. Then a write stores nothing, and a read or a
+            probe does not update the presence cache.
         fail: keys of blocks whose read, write or probe will fail.
-        seconds: duration to report.
+        seconds: duration of the job that is reported.
     """
 
     number: int
@@ -49,8 +50,8 @@ class ScriptedTier(SecondaryTier):
         immediate: True to end each job when it is submitted.
         blocks: the bytes under each key.
         jobs: jobs in flight; `end` ends a job.
-        durable: the blocks that would survive a crash: `blocks` at the end of the last `drain`.
-        takes: False for a busy tier, which accepts no writes.
+        durable: blocks that would survive a crash: a copy of `blocks` at the last `drain`.
+        takes: False if the tier is busy and accepts no writes.
         room: capacity of the write queue, in blocks; blocks beyond the capacity are rejected.
         used: the path of each finished request.
         on_call: called at the start of each method with the method's name; may raise, to simulate a failure.

@@ -1,4 +1,4 @@
-"""Random scripts for managers, and logs of the managers' decisions, to compare policies.
+"""Random scripts for managers, and logs of the decisions. Used to compare policies.
 
 A script is data, so that several managers can play it. Steps refer to requests, keys and jobs by numbers that
 are valid for every manager. Managers with equal decisions give equal logs.
@@ -52,7 +52,7 @@ def scripts(num_keys: int = 12, num_requests: int = 3, max_steps: int = 60) -> s
 
 
 def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]:
-    """Generate a long script from a seed. With `settle`, every job and request ends."""
+    """Generate a long script from a seed. If `settle`, the script ends every job and request."""
     rng = random.Random(seed)
     script: list[Step] = []
     for _ in range(num_steps):
@@ -75,9 +75,9 @@ def play(
     after_step: Callable[[OffloadingManager], Any] = lambda manager: None,
     hints: Sequence[Hints] = (NO_HINTS,),
 ) -> list[Any]:
-    """Play a script; return each step's name, decision, and result of `after_step`.
+    """Play a script. Returns for each step: its name, the decision, and the result of `after_step`.
 
-    Each beginning and end of a request takes the next element of `hints`, cyclically.
+    Each time a request begins or ends, it gets the next element of `hints`, cyclically.
     """
     player = Player(manager, hints)
     return [(step[0], player.play(step), after_step(manager)) for step in script]

@@ -57,7 +57,7 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
 
 
 class _Limit:
-    """Raises `_TimeIsUp` after an example, when the first failure was more than `SHRINK_CPU_S` ago.
+    """Raises `_TimeIsUp` if more than `SHRINK_CPU_S` of CPU time have passed since the first failure.
 
     Raises only after an example, because Hypothesis requires that equal examples draw equally.
     """

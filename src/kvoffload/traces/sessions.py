@@ -110,8 +110,7 @@ class _Server:
         *,
         is_sub_agent: bool = False,
     ) -> int:
-        """Append the requests of a conversation and its sub-agents to `requests`; returns the end time in ms.
-        """
+        """Append the requests of a conversation and its sub-agents; returns the end time in ms."""
         workload = self._workload
         mean_turns = workload.sub_agent_turns if is_sub_agent else workload.turns
         prompts: list[_Context] = []
@@ -135,8 +134,7 @@ class _Server:
                 time_ms = self._converse(session, requests, time_ms, task, opening, is_sub_agent=True)
 
     def _continues(self, turns: int, mean_turns: float) -> bool:
-        """Decide at random if another turn follows. The numbers of turns have a beta-geometric distribution.
-        """
+        """Decide at random if another turn follows. The distribution of turns is beta-geometric."""
         a, b = (mean_turns - 1) * (self._workload.turns_shape - 1), self._workload.turns_shape
         return self._random() * (a + b + turns - 1) < a + turns - 1
 
@@ -184,8 +182,7 @@ def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int
 
 
 def _exp(x: float) -> float:
-    """Compute ``e**x`` for ``abs(x) < 24`` as ``(1 + x/4096)**4096``. Reproducible, but 0.1 % too low at 3.
-    """
+    """Compute ``e**x`` for ``abs(x) < 24`` as ``(1 + x/4096)**4096``: reproducible, but 0.1 % low at 3."""
     power = 1 + x / 4096
     for _ in range(12):
         power *= power

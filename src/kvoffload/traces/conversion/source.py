@@ -110,8 +110,9 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the requests that are complete after this record. All calls together keep the order of
-        arrival.
+        """Return the requests that are complete after this record.
+
+        The requests of all calls together are in order of arrival.
 
         Raises:
             BadLineError: a field is wrong; the state is unchanged.
