@@ -66,7 +66,7 @@ def result_of(
 
 
 def _evicted(manager: OffloadingManager, slots: list[int], plan: LoadPlan | StorePlan | None) -> list[str]:
-    """Return the keys that were in these slots before the call."""
+    """Return the keys of the blocks that were in these slots before the call, in hexadecimal."""
     evicted: dict[int, bytes] = {}
     if isinstance(plan, StorePlan) and plan.num_evicted:
         evicted = dict(zip(plan.slots[-plan.num_evicted :].tolist(), plan.evicted, strict=True))

@@ -33,7 +33,7 @@ HASHES, WHOLE = "hashes", "whole"
 HEADER, CALLS, END = 1, 2, 3
 """Kinds of frames: the header, records of calls, the end mark."""
 CLOSED = "closed"
-"""The reason in the end mark of a recording that was closed by its manager."""
+"""Reason in the end mark: the manager has closed the recording."""
 MAX_FRAME_BYTES = 1 << 30
 _FRAME = struct.Struct("<4sIIIqQ")
 """``KVOF``, kind, number of bytes, number of words, time in ns since 1970, checksum."""
@@ -107,7 +107,7 @@ def header_of(manager: OffloadingManager, policy: object, admission: object) -> 
 
 
 def is_ours(rule: object) -> bool:
-    """Return True for a policy or admission rule of this package, which reads only hashes of keys."""
+    """Return True for a policy or admission rule of this package. These read only hashes of keys."""
     return type(rule).__module__.startswith("kvoffload.")
 
 

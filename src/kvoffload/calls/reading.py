@@ -31,7 +31,7 @@ class Record(NamedTuple):
     """A decoded record.
 
     Attributes:
-        number: number of the call, from 1. A record of another kind has the number of the next call.
+        number: number of the call, from 1. A record without a call, such as hints: number of the next call.
         call: kind of the record.
         flags: sum of `ADMITTED` and `FAILED`, or 0.
         subject: number of the request, or of the plan that ends.
