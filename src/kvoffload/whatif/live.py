@@ -141,8 +141,7 @@ class LiveShadows:
         Returns an empty list at other times, and before any lookup. Estimates include the requests that
         the thread has served.
 
-        At the end of a period the log gets advice if a setting is better than the current one by more than
-        its error.
+        At the end of a period advice is logged if the gain of a setting exceeds its error.
         """
         if self._shadows is None or now_s - self._reported_s < REPORT_S or self._background.is_busy:
             return []

@@ -1,8 +1,8 @@
 """The shadows of one serving manager: their common sample, their work, their estimates.
 
 The serving side reports each finished request in one short call, which records the request's sampled blocks.
-The shadows run all recorded requests later, in one call per shadow, which another thread may make. A request
-that exceeds the limits of the sample is left out and counted.
+The shadows run all recorded requests later, in one call per shadow. Another thread may make these calls. A
+request that exceeds the limits of the sample is left out and counted.
 """
 
 from __future__ import annotations
