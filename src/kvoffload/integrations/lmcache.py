@@ -87,8 +87,8 @@ class KVOffloadAdapter(L2AdapterInterface):
         params: the options, `AdapterOptions`.
         l1_memory_desc: LMCache's L1 memory; not used.
 
-    Raises: `ConfigError` for impossible options. A directory or server that cannot be used now is logged, and
-        the adapter runs without it.
+    Raises: `ConfigError` for impossible options. If a directory or server cannot be used now, an error is
+        logged, and the adapter runs without this tier.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:

@@ -28,7 +28,7 @@ from kvoffload.transfer.copies import copy_blocks
 
 OBJECT_KEY_BYTES = 32
 KEY_BYTES = OBJECT_KEY_BYTES + 2
-"""Bytes of a block's key: the key of its object, and the number of the block in the object."""
+"""Length of a block's key in bytes. The key is the object's key, then the block's number in the object."""
 MOST_PARTS = 1 << 16
 STORE_DEADLINES = 5
 """A store may take this many times as long as a load."""
@@ -383,7 +383,7 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield three arrays for each extent: view of the staging buffer, the caller's memory, its rows."""
+        """Yield for each extent: (1) a view of the staging buffer, (2) the caller's memory, (3) its rows."""
         assert batch.buffer.memory is not None
         flat = batch.buffer.memory.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes

@@ -36,7 +36,7 @@ class StorageOptions:
 
     @property
     def allows_zero_copy(self) -> bool | None:
-        """`ObjectStore`'s argument `zero_copy`."""
+        """The option `zero_copy` as an argument of `ObjectStore`. None: ``auto``."""
         return {ALWAYS: True, NEVER: False}.get(self.zero_copy)
 
 

@@ -141,7 +141,7 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
 def _arguments() -> dict[str, Any] | None:
     """Return SGLang's arguments in this process; None if unknown.
 
-    Values are as the user gave them, except `RESOLVED`.
+    The values are the user's. The arguments in `RESOLVED` have SGLang's resolved values.
     """
     try:
         from sglang.srt.runtime_context import get_server_args

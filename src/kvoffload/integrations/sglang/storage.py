@@ -50,8 +50,8 @@ class KVOffloadStorage(HiCacheStorage):
     The tiers open when SGLang has registered its host pools, and close when SGLang detaches the backend.
 
     Raises: `ConfigError` at construction for impossible options, and from `on_host_pools_registered` for an
-        engine whose pages cannot be identified. A directory or server that cannot be used now is logged, and
-        SGLang runs without it.
+        engine whose pages cannot be identified. If a directory or server cannot be used now, an error is
+        logged, and SGLang runs without this tier.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -110,7 +110,7 @@ class KVOffloadStorage(HiCacheStorage):
 
     @contained(False)
     def clear(self) -> bool:
-        """Forget all pages in all tiers, for all machines; False if a tier has not confirmed it."""
+        """Forget all pages in all tiers, for all machines. Returns False if a tier has not confirmed."""
         self._paths.clear()
         self._chains.clear()
         confirmed = self.store is not None and self.store.clear()

@@ -26,9 +26,9 @@ _WITHOUT_EFFECT = {
 def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     """Return the layout of a model's KV, from a forward pass of one token.
 
-    Raises: `ConfigError` for a model whose KV is not a key and a value for each token and layer:
-    encoder-decoders, linear attention, paged attention, rope that depends on the total length,
-    layers of different shapes or devices; and for a model in training mode.
+    Raises: `ConfigError` for a model in training mode, and for a model whose KV is not one key and one value
+    for each token and layer: encoder-decoders, linear attention, paged attention, rope that depends on the
+    total length, layers of different shapes or devices.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")

@@ -22,7 +22,7 @@ from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, chec
 
 
 class KVOffloadConnector(OffloadingConnector):
-    """Looks up a whole prefix in one call; can store blocks that the GPU drops (`store: on-device-eviction`).
+    """Connector with lookups of whole prefixes. `store: on-device-eviction` stores blocks that the GPU drops.
 
         {"kv_connector": "KVOffloadConnector", "kv_connector_module_path":
          "kvoffload.integrations.vllm.connector", "kv_role": "kv_both", "kv_connector_extra_config":
@@ -37,8 +37,8 @@ class KVOffloadConnector(OffloadingConnector):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Check the options and return False.
 
-        With CUDA graphs vLLM calls this before it starts a process, so wrong options stop the engine before
-        weights are loaded.
+        With CUDA graphs vLLM calls this method before it starts a process. So wrong options stop the engine
+        before weights are loaded.
         """
         checked_options(extra_config)
         return False

@@ -55,8 +55,8 @@ class VLLMPolicy(CachePolicy):
     Three decisions differ from our own manager: vLLM stores a whole offer or nothing, vLLM's admission rule
     applies, and a policy cannot refuse a block.
 
-    A request never evicts blocks of its own path. When it finishes, its whole path counts as used, including
-    blocks that the device served. vLLM's own policies see only blocks that were loaded or offered.
+    A request never evicts blocks on its own path. When the request finishes, the whole path counts as used,
+    including blocks that the device served. vLLM's own policies see only blocks that were loaded or offered.
 
     Thread: the scheduler's. Cost: the cost of our manager plus vLLM's single calls.
     """

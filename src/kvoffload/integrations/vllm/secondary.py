@@ -69,7 +69,7 @@ class KVOffloadTier(SecondaryTierManager):
     Options: ``url`` and its parameters, or the options of a disk, as for a tier of `KVOffloadSpec`.
     Raises `ConfigError` when the engine starts.
 
-    Thread: the scheduler's. Since vLLM 0.33 also the thread that polls other tiers, which looks up blocks for
+    Thread: the scheduler's, and since vLLM 0.33 the thread that polls other tiers: it looks up blocks for
     requests of peers. vLLM's lock serializes the calls, and no method depends on the calling thread.
 
     Attributes:
@@ -163,7 +163,7 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def on_request_finished(self, req_context: Any) -> None:
-        """Report the request's path to the tier as used."""
+        """Report to the tier that the path of the request was used."""
         record = self._records.pop(req_context.req_id, None)
         self._waits.pop(req_context.req_id, None)
         path = path_of(req_context)
@@ -195,15 +195,15 @@ class KVOffloadTier(SecondaryTierManager):
             self._probes[job] = {*new}
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to write the blocks that the tier accepts."""
+        """Start to write the blocks of a job that the tier accepts."""
         self._submit(job_metadata, is_store=True)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin to read these blocks into vLLM's RAM."""
+        """Start to read the blocks of a job into vLLM's RAM."""
         self._submit(job_metadata, is_store=False)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Return the results of finished jobs; a failed load names its sound blocks."""
+        """Return the results of finished jobs. The result of a failed load lists the sound blocks."""
         self._take_finished()
         finished, self._finished = self._finished, []
         return finished
@@ -265,7 +265,7 @@ class KVOffloadTier(SecondaryTierManager):
             )
 
     def shutdown(self) -> None:
-        """Close the tier; its blocks remain."""
+        """Close the tier. The stored blocks remain."""
         try:
             for tier in self._opened:
                 tier.close()

@@ -48,10 +48,10 @@ Allocating a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
-"""True while a connector is constructed that offers blocks before the GPU drops them."""
+"""True during the construction of a connector that offers blocks before the GPU drops them."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""True while a connector is constructed that passes requests to our manager; vLLM's connector does not."""
+"""True during the construction of our connector, which passes requests to the manager; vLLM's does not."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:

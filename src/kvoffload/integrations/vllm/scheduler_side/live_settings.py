@@ -134,7 +134,7 @@ class LiveSettings:
             self._num_blocks, self._is_resizing = num_blocks, True
 
     def _blocks_of(self, ram_bytes: int, capacity_blocks: int) -> int:
-        """Convert bytes of RAM to blocks. Raises `ConfigError` for a result beyond 1 to `capacity_blocks`."""
+        """Convert bytes of RAM to blocks. Raises `ConfigError` for 0 or more than `capacity_blocks`."""
         num_blocks = ram_bytes * capacity_blocks // self._ram_bytes
         if not 0 < num_blocks <= capacity_blocks:
             why = f"allowed: from one block to the {self._ram_bytes} bytes with which the engine has started"

@@ -640,7 +640,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(False)
     def has_pending_work(self) -> bool:
-        """Return True if vLLM must continue to step while no request runs: a request may wait for a tier."""
+        """Return True if vLLM must step although no request runs, because a request may wait for a tier."""
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
@@ -745,7 +745,7 @@ class KVOffloadManager(OffloadingManager):
         self._pool.close()
 
     def stop_after_error(self, method: str) -> None:
-        """Log and count an internal error: the engine continues without offloading."""
+        """Log and count an internal error. The engine continues without offloading."""
         self.broken, self._lookups.ahead = True, []
         self.metrics.counts["internal_errors"] += 1
         if self._node_pool is not None:

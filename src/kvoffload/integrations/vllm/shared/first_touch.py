@@ -1,4 +1,4 @@
-"""Allocation of a shared mapping's pages, before use, by the process that will use the pages.
+"""Allocates the pages of a shared mapping before use, in the process that will use the pages.
 
 The kernel allocates a page on the NUMA node of the thread that touches the page first.
 """
@@ -42,7 +42,7 @@ def has_several_nodes() -> bool:
 
 
 def num_threads(num_workers: int) -> int:
-    """Return the number of allocating threads for each worker, when all workers allocate at once."""
+    """Return the number of threads for each of `num_workers` workers that allocate at the same time."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers))
 
 

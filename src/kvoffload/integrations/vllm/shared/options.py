@@ -104,9 +104,9 @@ class RamOptions:
 
     Attributes:
         size: bytes, for all workers of the engine together, as vLLM counts.
-        shared: ``node``: all engines of this user on this machine with equal blocks share one pool of this
-            size. Empty: the engine has its own pool.
-        keep_s: seconds for which a shared pool survives its last engine; 0 removes it at once.
+        shared: ``node``: one pool of this size for all engines of the user on this machine, if their blocks
+            are equal. Empty: the engine has its own pool.
+        keep_s: seconds for which a shared pool remains after its last engine; 0: the pool is removed at once.
         share: bytes of a shared pool that belong to this engine while it runs; unused bytes are lent to the
             other engines. None: no share.
     """

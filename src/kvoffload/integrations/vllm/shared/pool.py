@@ -54,7 +54,7 @@ class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
     A slot has a *part* for each worker, which only that worker writes. The first process to attach creates
-    the pool and sets its geometry; later processes must match it.
+    the pool and sets its geometry; later processes must use the same geometry.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
@@ -171,7 +171,7 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
-        """Create the file, with a temporary name until it is complete, because the process may be killed."""
+        """Create the file. Its name is temporary until the file is complete: the process may be killed."""
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
@@ -279,7 +279,7 @@ class SharedPool:
         return most_serious
 
     def close(self) -> None:
-        """Release the memory, which is unmapped when its last view is gone. Idempotent."""
+        """Release the memory. The memory is unmapped when the last view is gone. Idempotent."""
         if self._map is None:
             return
         memory, self._map = self._map, None

@@ -211,7 +211,7 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
 
 
 def cpu_instructions() -> str:
-    """Return the instruction set of this CPU. The layout of KV pages depends on it: AMX packs keys."""
+    """Return this CPU's instruction set, because the layout of KV pages depends on it: AMX packs keys."""
     torch = sys.modules.get("torch")
     has_amx = getattr(getattr(torch, "cpu", None), "_is_amx_tile_supported", bool)()
     return cpu_capability() + (" with AMX" if has_amx else "")

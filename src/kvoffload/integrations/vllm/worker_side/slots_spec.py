@@ -54,7 +54,9 @@ def slots_per_group(keys: Keys) -> list[int]:
 def without_torn_groups(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[Any, SlotsSpec, SlotArray]:
-    """Remove KV groups with incomplete chunks from a store. Returns blocks, slots, and removed slots.
+    """Remove KV groups with incomplete chunks from a store.
+
+    Returns the remaining blocks, the remaining slots, and the removed slots.
 
     Before the store, the first blocks of a chunk may have left the sliding window. vLLM then stores only the
     other blocks of the chunk, so the slot would keep old bytes, and a later load would return them. If blocks
