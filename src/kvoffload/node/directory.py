@@ -46,9 +46,9 @@ _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
 _ENGINE, _PID, _JOINED, _DEAD_SINCE, _HAS_MANAGER = range(5)
-"""Words of a record: digest of the engine's id, 0 for a free record; pid of the first process; time of the
-start; time when the engine's end was first noticed, or 0; 1 if the engine has, or had, a manager. Times are
-float64 seconds since 1970."""
+"""Words of a record: (1) digest of the engine's id, 0 for a free record; (2) pid of the engine's first
+process; (3) start time; (4) time when the engine's end was first noticed, or 0; (5) 1 if the engine has or
+had a manager. Times are float64 seconds since 1970."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -91,9 +91,9 @@ class PoolDirectory:
         root: Path = SHARED_MEMORY,
         has_keeper: bool = True,
     ) -> PoolDirectory:
-        """Find or create the pool for these facts, and join it as a process of this engine.
+        """Find or create the pool for these facts, and join the pool as a process of this engine.
 
-        If another process of the engine has joined a pool, the result is that pool.
+        All processes of an engine get the pool that the engine's first process has joined.
 
         Args:
             facts: settings that must be equal in all engines of the pool; texts and numbers.
@@ -153,7 +153,7 @@ class PoolDirectory:
         """Return the numbers of dead engines before `bury`: all processes of these engines have ended.
 
         Args:
-            for_s: minimum of the seconds since a process first noticed the end.
+            for_s: return only engines whose end was first noticed at least `for_s` seconds ago.
 
         Cost: a system call for each engine.
         """
@@ -189,8 +189,8 @@ class PoolDirectory:
     def close(self) -> None:
         """End the membership of this process. Idempotent.
 
-        The last process removes the pool if its `keep_s` is 0, or if it has no state file because the first
-        start failed.
+        The last process removes the pool if the pool's `keep_s` is 0. It also removes a pool without a state
+        file, which results from a failed first start.
         """
         if self._fd < 0:
             return
@@ -294,7 +294,7 @@ def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
 
 
 def find(name: str, root: Path = SHARED_MEMORY) -> PoolStatus:
-    """Return the pool with this name. Raises: `ConfigError` that names the pools."""
+    """Return the pool with this name. Raises: `ConfigError` for an unknown name, with a list of the pools."""
     known = {pool.name: pool for pool in pools(root)}
     if name not in known:
         raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
@@ -386,7 +386,7 @@ def _wait_for(fd: int, path: Path, until: float) -> None:
 
 
 def _create(path: Path, facts: Mapping[str, Any], keep_s: float) -> None:
-    """Create the directory of a pool under another name, and rename it when it is complete."""
+    """Create the directory of a pool under a temporary name, and rename the complete directory."""
     new = path.with_name(f".{path.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     header = np.zeros(_NUM_BYTES // 8, np.uint64)

@@ -1,9 +1,9 @@
-"""The keeper of a pool: a small process that removes the pool when no engine has used it for long enough.
+"""The keeper of a pool: a small process that removes the pool after the pool's keep time without use.
 
-Runs as a script, without this package and numpy, to need little memory (9 MiB). Owns the names, words and
-byte locks of the file ``members`` that the keeper needs.
+Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Owns the parts
+of the file ``members`` that the keeper needs: names, words and byte locks.
 
-Args: the pool's directory, and seconds between two checks.
+Command-line arguments: the pool's directory, and the seconds between two checks.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _is_over(fd: int) -> bool:
 
 
 def _remove(pool: str, fd: int) -> bool:
-    """Remove the pool and return True; False if a process has joined, or holds the lock of all pools."""
+    """Remove the pool and return True; False if a process has joined the pool, or holds the pools' lock."""
     root, name = os.path.split(pool)
     path = os.path.join(root, f".{name.rsplit('-', 1)[0]}.lock")
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -46,15 +46,16 @@ if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
 
 PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
-"""Longest wait for the lock, in a call and in `reset`. After a time-out, calls try the lock without waiting
-until one call gets it."""
+"""Longest wait for the lock in a call, and in `reset`, in seconds. After a time-out, calls try the lock
+without waiting, until a call gets the lock."""
 MOST_DEFERRED = 1000
-"""Limit of deferred reports of uses. The next call with the lock executes all, while other engines wait."""
+"""Limit of deferred reports of uses. The next call that gets the lock executes all deferred reports, and
+other engines wait meanwhile."""
 REPORT_S = 1.0
-"""Seconds without the lock before a warning is logged. A busy system can stop any process for less."""
+"""Seconds without the lock before a warning is logged. Shorter waits are normal on a busy system."""
 CHECK_S, GRACE_S = 0.5, 1.0
-"""Interval of the checks for dead engines; delay between an engine's end and the reuse of its slots, in case
-a device still copies."""
+"""Two times in seconds: the interval of the checks for dead engines, and the delay between an engine's end
+and the reuse of its slots. During the delay a device may still copy."""
 _UNKNOWN = -1
 _BEFORE_A_CHANGE = (MisuseError, ValueError, TypeError)
 """Exceptions for wrong arguments, which a call raises before it changes the state."""
@@ -62,7 +63,7 @@ logger = logging.getLogger("kvoffload.node")
 
 
 class NodeManager(OffloadingManager):
-    """An `OffloadingManager` whose blocks all engines of a pool use: one policy, one index, one set of slots.
+    """An `OffloadingManager` of RAM that all engines of a pool share: one policy, one index, one set of slots.
 
     Every call holds the pool's lock. The differences to a manager of one process:
 
@@ -76,9 +77,9 @@ class NodeManager(OffloadingManager):
     - `reset` empties the pool for all engines. Events and `stats` cover all engines, `counters` only this
       engine.
     - The admission rule of each engine counts only that engine's requests.
-    - Engines can have shares of the pool, which limit evictions as the minimums of tenants do
+    - Engines can have shares of the pool. A share limits evictions as the minimum of a tenant does
       (`OffloadingManager.set_tenants`); an engine is the tenant of all its requests. Blocks of ended engines
-      are evicted first, unless another engine loads the blocks and so becomes their owner.
+      are evicted first. An engine that loads such a block becomes the block's owner.
 
     Args:
         directory: the membership in the pool. `close` does not close it.
@@ -94,8 +95,8 @@ class NodeManager(OffloadingManager):
     Thread: one in each process. Cost: about 0.5 us a call more than an `OffloadingManager`.
 
     Raises:
-        ConfigError: for policies that are not compiled, for a victim tier (it follows a single device), and
-            if the shares of the running engines exceed the pool.
+        ConfigError: for a policy that is not compiled, for a victim tier (a victim tier follows a single
+            device), and if the shares of the running engines exceed the pool.
         UnavailableError: if ``/dev/shm`` is full, the pool has another version, or a process is stopped
             inside a call.
     """
@@ -205,7 +206,10 @@ class NodeManager(OffloadingManager):
     # ---- the lock
 
     def _acquired(self, result: int, patience_s: float) -> bool:
-        """Handle the result of `try_lock`: wait, repair a torn state, catch up. False on time-out."""
+        """Handle a result of `try_lock` other than success: wait, repair a torn state, catch up.
+
+        Returns True if this process now holds the lock, False on time-out.
+        """
         if result == BUSY:
             result = self._mutex.wait(patience_s)
         if result not in (ACQUIRED, NEWS, OWNER_DIED):
@@ -311,7 +315,10 @@ class NodeManager(OffloadingManager):
     # ---- ends of other engines
 
     def _look_around(self) -> None:
-        """Release pins and slots of dead engines. Cost: a comparison; every `CHECK_S` a few system calls."""
+        """Release pins and slots of dead engines.
+
+        Cost: a comparison; once in `CHECK_S` also a few system calls.
+        """
         now = self._clock()
         if now < self._next_check:
             return
@@ -321,7 +328,7 @@ class NodeManager(OffloadingManager):
             self._bury(number)
 
     def _bury(self, number: int) -> None:
-        """Release the pins and slots of a dead engine, and forget the blocks that it was writing."""
+        """Release the pins and slots of a dead engine, and forget the blocks that the engine was writing."""
         holds, slots = self._file.holds_of(number), self.slots
         writing = np.flatnonzero(holds == WRITING).astype(np.int32)
         pinned = np.flatnonzero(holds > 0).astype(np.int32)
@@ -461,9 +468,10 @@ class NodeManager(OffloadingManager):
     # ---- reports
 
     def stats(self) -> ManagerStats:
-        """Return the counters of all engines, use of the slots, and statistics of the policy, as a copy.
+        """Return a copy of three statistics: counters of all engines, use of the slots, and the policy's own.
 
-        If an engine has a share, `tenants` has the keys ``own`` (this engine), ``others`` and ``ended``.
+        If an engine of the pool has a share, `tenants` has the keys ``own`` (this engine), ``others`` (other
+        running engines) and ``ended``.
         """
         stats = super().stats()
         if self._state.has_tenants:
@@ -569,11 +577,13 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "count_misses": _no_lock_all_busy,
     "take_events": lambda self: [],
 }
-"""Calls that need an answer, and the answer if the lock is not free in time."""
+"""Calls that must return something, by name, with the value to return if the lock is not free in time."""
 _REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
-"""Calls that report something. If the lock is not free in time, they are deferred until a call gets it."""
+"""Calls that report something. If the lock is not free in time, such a call is deferred until another call
+gets the lock."""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
-"""Calls deferred as `_REPEATED`, but at most `MOST_DEFERRED`, because a stop may be long."""
+"""Calls deferred as `_REPEATED`. At most `MOST_DEFERRED` calls are deferred, because a process that holds the
+lock may be stopped for long."""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -610,7 +620,8 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that defers calls of `method`. One argument of `method` is a request.
 
-    Beyond `MOST_DEFERRED` only the removal of a request from the queue is deferred; its uses are lost.
+    After `MOST_DEFERRED` deferred calls, only the removal of a request from the queue is deferred; the uses
+    of the request are lost.
     """
     name = method.__name__
 

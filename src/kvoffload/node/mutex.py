@@ -1,4 +1,4 @@
-"""A lock in memory that processes share. The kernel reports a process that died while it held the lock.
+"""A lock in memory that processes share. If a process dies while it holds the lock, the kernel reports it.
 
 A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
 `acquire` makes no system call.
@@ -17,7 +17,7 @@ from kvoffload.structures.jit import I64Array, kernel
 from kvoffload.structures.structs import Struct, call_c
 
 MUTEX_BYTES = 64
-"""At least the size of ``pthread_mutex_t`` (40 bytes on x86-64, 48 on aarch64)."""
+"""Bytes reserved for a ``pthread_mutex_t``, which takes 40 bytes on x86-64 and 48 on aarch64."""
 ACQUIRED, OWNER_DIED, BUSY, NEWS = 0, errno.EOWNERDEAD, errno.EBUSY, -1
 _CALLS_WITHOUT_NEWS = 16
 _ROBUST = _SHARED = 1
@@ -26,10 +26,11 @@ _SPINS = 200
 
 
 class Door(Struct):
-    """The state of one process at a mutex, for kernels.
+    """One process's view of a mutex, for compiled functions.
 
     Attributes:
-        mutex, try_lock, unlock: addresses in this process: the mutex, and two functions of the C library.
+        mutex: address of the mutex in this process.
+        try_lock, unlock: addresses of the C library's functions in this process.
         news: a number in shared memory that grows with each change that members must read.
         seen: the last value of `news` that this process has handled.
         num_calls: calls of `try_lock` since `NEWS` was returned.
@@ -92,7 +93,7 @@ class Mutex:
         return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the lock after `try_lock` has returned `BUSY`; return as `acquire`."""
+        """Wait for the lock after `try_lock` has returned `BUSY`. Return values as of `acquire`."""
         if timeout_s <= 0:
             return BUSY
         clock = time.CLOCK_MONOTONIC if self._has_clock else time.CLOCK_REALTIME
@@ -114,7 +115,7 @@ class Mutex:
         self._state.seen = int(self._state.news[0])
 
     def forget(self) -> None:
-        """Cause the next `try_lock` that gets the lock to return `NEWS`."""
+        """Mark the news as unread: the next `try_lock` that gets the lock returns `NEWS`."""
         self._state.seen = -1
 
     def repaired(self) -> None:
@@ -136,7 +137,8 @@ def check_platform() -> None:
 def try_lock(door: Door) -> int:
     """Lock without waiting; return `ACQUIRED`, `OWNER_DIED`, `BUSY`, or `NEWS`.
 
-    `NEWS`: acquired, and `Door.news` has changed, or this is the 16th call since the last `NEWS`.
+    `NEWS` means that the lock is acquired, and either `Door.news` has changed or this is the 16th call since
+    the last `NEWS`.
     """
     result: int = call_c(door.try_lock, door.mutex)
     attempt = 0
@@ -153,6 +155,6 @@ def try_lock(door: Door) -> int:
 
 @kernel
 def unlock(door: Door) -> int:
-    """Unlock."""
+    """Release the lock, which this thread holds."""
     result: int = call_c(door.unlock, door.mutex)
     return result

@@ -1,4 +1,4 @@
-"""Shares of a pool's engines: the engines are the tenants of the pool's blocks.
+"""Shares of engines in a pool. Each engine is a tenant, the owner of its blocks in the pool.
 
 Owns the mapping of engine numbers to tenants. Tenant 0 stands for all engines that cannot have a share.
 """
@@ -14,7 +14,7 @@ from kvoffload.core.tenants import MAX_TENANTS, UNLIMITED, Tenants, TenantStats
 from kvoffload.errors import ConfigError
 
 MAX_OWNERS = MAX_TENANTS - 1
-"""Number of engines that can own blocks. Engines with this number or a larger one own none."""
+"""Limit of engines that can own blocks. Engines whose number is `MAX_OWNERS` or larger own no blocks."""
 
 KINDS = ("own", "others", "ended")
 """Keys of the dictionary that `shares_of` returns."""
@@ -26,9 +26,9 @@ def owner_of(number: int) -> int:
 
 
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
-    """Set the share, in blocks, of an engine that joins. The engine owns the existing blocks of its tenant.
+    """Set the share, in blocks, of an engine that joins. The engine also inherits the blocks of its tenant.
 
-    A restarted engine usually gets its old number, and so its old blocks.
+    A restarted engine usually gets its former number, and therefore its former blocks.
 
     Args:
         running: numbers of the engines that run.
@@ -61,9 +61,9 @@ def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
 
 
 def shares_of(tenants: Tenants, own: int) -> dict[str, TenantStats]:
-    """Return the counts of an engine (``own``), of the other engines, and of engines that have ended.
+    """Return the counts of one engine (``own``), of all other running engines, and of all ended engines.
 
-    `loaded` and `evicted` are 0 except for ``own``: a sum over engines would fall when an engine ends.
+    `loaded` and `evicted` are 0 except for ``own``, because sums over engines would fall when an engine ends.
     """
     kinds = np.full(MAX_TENANTS, 1)
     kinds[[bool(tenants.orphans >> owner & 1) for owner in range(MAX_TENANTS)]] = 2

@@ -27,7 +27,8 @@ _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
 _LISTENING_AT, _HAS_HOLDS_AT = _HEADER_BYTES - MAX_MEMBERS, _HEADER_BYTES - 2 * MAX_MEMBERS
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
-"""Words of the header, after magic, format, number of bytes, and the four words of the signature."""
+"""Positions of two words in the header. Before them are magic, format, number of bytes, and four words of the
+signature."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
 """Names of the counters at the end of a `Cache`."""
 DEPARTED = MAX_MEMBERS
@@ -42,7 +43,7 @@ class Numbers(Struct):
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: events that were ever written to the ring.
-        has_shares: 1 after the first engine with a share has joined; from then on blocks have owners.
+        has_shares: 1 after the first engine with a share has joined. From then on blocks have owners.
         num_buried: engines that ended without leaving. num_died_inside: engines that died inside a call.
     """
 
@@ -63,8 +64,9 @@ class StateFile:
         numbers: see `Numbers`.
         listening: ``(MAX_MEMBERS,)`` bool: members that take events.
         labels: digests of hints (`hints.Labels`).
-        counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: of each member, and of departed members.
-        events: ``(num, 1 + words_per_key)`` uint64: a ring of events; the first word is 1 for a removal.
+        counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: a row for each member, and the row `DEPARTED`.
+        events: ``(num, 1 + words_per_key)`` uint64: a ring of events. The first word is 1 for a removal and 0
+            for a store; the key follows.
         created: True if this call created the file, and copied the structs to the file.
 
     A file that is incomplete, damaged, or of another version, size or geometry is replaced if `is_alone`.
@@ -124,9 +126,9 @@ class StateFile:
         header[_IS_COMPLETE_AT] = 1
 
     def holds_of(self, number: int) -> npt.NDArray[np.int32]:
-        """Return the `Cache.holds` of a member; zeros for a member that has not adopted its record.
+        """Return the `Cache.holds` of a member; zeros if the member has not called `adopt`.
 
-        The memory of a record that was not adopted may not exist: even a read could kill the process.
+        Before `adopt`, the memory of the record may not exist, and a read could kill the process.
         """
         return self._holds[number] if self._has_holds[number] else np.zeros(self._capacity, np.int32)
 
@@ -143,7 +145,7 @@ class StateFile:
         return holds
 
     def close(self) -> None:
-        """Close the file, and unmap its memory unless a view of the memory is left. Idempotent."""
+        """Close the file. Also unmap the memory, unless a view of the memory still exists. Idempotent."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -152,7 +154,10 @@ class StateFile:
             self._map.close()
 
     def _allocate(self, start: int, num_bytes: int) -> None:
-        """Allocate memory now: a write to memory that does not exist would kill the process."""
+        """Allocate memory of the file now. A later write to unallocated memory could kill the process.
+
+        Raises `UnavailableError`.
+        """
         try:
             os.posix_fallocate(self._fd, start, num_bytes)
         except OSError as error:
@@ -161,7 +166,7 @@ class StateFile:
 
 
 def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
-    """Return True if the file is complete and begins with these facts."""
+    """Return True if the file has this length, begins with these facts and is marked as complete."""
     if not os.path.lexists(path):
         return False
     fd = open_own(path, os.O_RDWR)
@@ -173,10 +178,10 @@ def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
 
 
 def read_counts(path: Path) -> dict[str, int]:
-    """Return the sums of all engines' counters, and the ``capacity`` and ``blocks`` of the pool.
+    """Return the counters, summed over all engines, and the pool's ``capacity`` and number of ``blocks``.
 
-    Reads without the lock, so counters can be one call apart. Returns an empty dictionary without a
-    state of this version.
+    Reads without the lock, so counters can be one call apart. Returns an empty dictionary if the file is
+    missing or of another version.
     """
     stride, first = aligned(8 * Cache.num_words), Cache.fields["stored"].at
     try:
