@@ -63,7 +63,7 @@ logger = logging.getLogger("kvoffload.node")
 
 
 class NodeManager(OffloadingManager):
-    """An `OffloadingManager` of RAM that all engines of a pool share: one policy, one index, one set of slots.
+    """An `OffloadingManager` of RAM that all engines of a pool share, with one policy and one index.
 
     Every call holds the pool's lock. The differences to a manager of one process:
 

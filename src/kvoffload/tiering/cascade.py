@@ -1,4 +1,4 @@
-"""The cascade: offers RAM's blocks to the tiers behind RAM, which write in the background.
+"""The cascade: offers RAM's blocks to the tiers behind RAM. The tiers write in the background.
 
 Owns the blocks that are pinned for writes, and the queue of each busy tier. The admission rule and policy of
 a tier decide which blocks the tier keeps.
@@ -22,12 +22,12 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _LOGGER = logging.getLogger("kvoffload.tiering")
 _MIN_WEIGHT = 0.25
-"""Smallest weight of a slow tier, relative to the fastest tier. With too few blocks in flight, writes do not
-overlap, and the measured speed is too low."""
+"""Smallest weight of a slow tier, relative to the fastest tier. With a smaller weight too few blocks would be
+in flight: writes would not overlap, and the measured speed would be too low."""
 
 
 class Cascade:
-    """Writes of ready blocks from RAM to the tiers behind it.
+    """Writes ready blocks from RAM to the tiers behind RAM.
 
     Thread: the scheduler's. Cost: nothing while no block is offered or queued.
     """
@@ -48,8 +48,8 @@ class Cascade:
             self.offer(lane, keys, wait)
 
     def offer(self, lane: TierLane, keys: Keys, wait: TierWait | None) -> None:
-        """Offer ready blocks to a tier. Pins accepted blocks until they are written; queues blocks beyond the
-        tier's room.
+        """Offer ready blocks to a tier: accepted blocks are pinned until the write ends, blocks beyond the
+        tier's room are queued.
 
         Args:
             wait: the request that used the blocks, if known.
@@ -88,7 +88,7 @@ class Cascade:
         self._stack.ram.unpin(plan)
 
     def stop(self) -> None:
-        """Clear the queues. Log a warning for each tier with blocks that were lost or are still queued."""
+        """Clear the queues. Log a warning for each tier that has lost blocks or still has queued blocks."""
         for lane in self._stack.lanes:
             keys = self._stack.ram.pack([*lane.waiting])
             missing = keys.take(~lane.tier.contains(keys))
@@ -108,9 +108,10 @@ class Cascade:
                 )
 
     def _offer_waiting(self, lane: TierLane) -> None:
-        """Offer the oldest queued blocks that are still in RAM, once.
+        """Remove the oldest blocks from a tier's queue, and offer the blocks that are still in RAM.
 
-        No loop, because a closed tier accepts nothing: a loop would offer all of RAM in one step.
+        Offers once, without a loop: because a closed tier accepts no block, a loop would offer all of RAM in
+        one step.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return
@@ -124,7 +125,7 @@ class Cascade:
         self.offer(lane, keys.take(is_here), None)
 
     def _let_wait(self, lane: TierLane, keys: Keys) -> None:
-        """Queue blocks for a busy tier. Beyond RAM's capacity the oldest entries are removed as lost."""
+        """Queue blocks for a busy tier. Beyond RAM's capacity, the oldest queued blocks count as lost."""
         lane.waiting.update(dict.fromkeys(keys))
         num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
         for key in [*islice(lane.waiting, num_lost)]:
@@ -160,9 +161,9 @@ class Cascade:
 def write_room(lanes: Sequence[TierLane], row: int, budget: int) -> int:
     """Return the number of further blocks that may be pinned for writes to tier `row`.
 
-    The tiers divide `budget` (blocks) in proportion to their write speeds, within a factor of four. A tier of
-    unknown speed counts as the fastest. Each share is at least one block. A slow or hanging tier pins only
-    its own share.
+    The tiers divide `budget` (blocks) in proportion to their write speeds; a slow tier's weight is at least a
+    quarter of the fastest tier's. A tier of unknown speed counts as the fastest. Each share is at least one
+    block. A slow or hanging tier pins only its own share.
     """
     share = budget
     if len(lanes) > 1:

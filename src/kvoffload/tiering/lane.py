@@ -1,4 +1,4 @@
-"""A tier behind RAM, its unfinished jobs, its speed and its health.
+"""A tier behind RAM, with its unfinished jobs, speed and health.
 
 Measures only: promotion and cascade decide what to do about a slow tier.
 """
@@ -59,16 +59,16 @@ class LaneJob:
 
 
 class TierLane:
-    """A tier behind RAM, its unfinished jobs and its speed.
+    """A tier behind RAM, with its unfinished jobs and speed.
 
     Attributes:
-        tier: the tier, guarded: no call raises.
+        tier: the tier in a `GuardedTier`, so that no call raises.
         row: position in the stack, from 0 for the fastest tier.
         jobs: unfinished jobs by their number.
         num_reading, num_writing: blocks in flight.
         write_s_per_block: recent average, including time in the tier's queue; 0 before the first write.
         probing: blocks of the probes in flight.
-        waiting: queued blocks of RAM, to offer in this order when the tier has room.
+        waiting: queue of blocks in RAM, oldest first; the cascade offers them when the tier has room.
         num_accepted: blocks that the tier has accepted for writing.
         num_lost: queued blocks that left RAM before the tier accepted them.
     """
@@ -86,7 +86,7 @@ class TierLane:
         self.probing: set[bytes] = set()
 
     def probe(self, keys: Keys, now: float) -> None:
-        """Probe a shared tier for blocks that no probe in flight covers."""
+        """Probe a shared tier for blocks, except blocks that a probe in flight covers."""
         is_new = np.array([key not in self.probing for key in keys], np.bool_)
         if not is_new.any():
             return
@@ -97,19 +97,21 @@ class TierLane:
             self.probing.update(new)
 
     def is_stalled(self, now: float, deadline_s: float) -> bool:
-        """Return True if the oldest job is older than four deadlines: then the tier gets no new jobs."""
+        """Return True if the oldest job is older than four deadlines. A stalled tier gets no new jobs."""
         if not self.jobs:
             return False
         oldest = next(iter(self.jobs.values()))
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_failing(self, now: float) -> bool:
-        """Return True for 10 s after the third read in a row without a block, and after each further one."""
+        """Return True for 10 s after each failed read, from the third consecutive failure on."""
         return now < self._next_try
 
     def end_read(self, result: JobResult, now: float) -> None:
-        """Update speed and health after a read. Failed blocks do not count for speed, because a failure may
-        be immediate. A read with stale blocks (`JobResult.stale`) is not a failure.
+        """Update speed and health after a read.
+
+        Speed counts only sound blocks, because a failure may be immediate. A read with stale blocks
+        (`JobResult.stale`) is no failure.
         """
         self.num_reading -= len(result.ok)
         if num_sound := int(np.count_nonzero(result.ok)):
@@ -129,11 +131,15 @@ class TierLane:
             self.write_s_per_block = latest if past == 0.0 else past + (1.0 - _WRITE_DECAY) * (latest - past)
 
     def read_s(self, num_blocks: Any) -> Any:
-        """Predict the seconds until a read of `num_blocks` (number or array), started now, has ended."""
+        """Predict the seconds for a read that starts now, behind the reads in flight.
+
+        `num_blocks`: number of blocks, or an array of numbers. Returns 0 before the tier's first read.
+        """
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True at most once in 10 s: then the caller reads although computing should be faster."""
+        """Return True at most once in 10 s. The caller then reads as a trial, although computing should be
+        faster."""
         if now < self._next_trial:
             return False
         self._next_trial = now + _RETRY_AFTER_S

@@ -35,21 +35,21 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
 class TieredManager:
-    """A manager of RAM with tiers behind it: the calls of an `OffloadingManager`, and `poll` once a step.
+    """A manager of RAM with tiers behind it. It has the calls of an `OffloadingManager`, and `poll`.
 
-    **Cascade.** Every tier is offered a block when the block's store is complete, and again when a request
-    that used the block finishes while the block is in RAM. The tier's admission rule decides. The write pins
-    the block in RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is not written.
-    No request waits for a write. A block that RAM's admission rule refuses reaches no tier. RAM's policy
-    refuses blocks only if its ``write_cost`` is set.
+    **Cascade.** A block is offered to every tier when the block's store is complete. It is offered again when
+    a request that used the block finishes while the block is in RAM. The tier's admission rule decides. The
+    write pins the block in RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is
+    not written. No request waits for a write. A block that RAM's admission rule refuses reaches no tier.
+    RAM's policy refuses blocks only if its ``write_cost`` is set.
 
-    **Promote.** If a looked-up prefix continues in a tier, slots of RAM are reserved for the blocks that fit,
-    and the blocks are read and verified; meanwhile the answer is RETRY. Afterwards sound blocks are HIT, and
-    failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's admission rule nor
-    RAM's policy can refuse a promoted block.
+    **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
+    that fit, and reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound blocks
+    are HIT, and failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's admission
+    rule nor RAM's policy can refuse a promoted block.
 
-    **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the rest
-    of the path; meanwhile the answer is RETRY, for at most the tier's `probe_timeout_s` in all.
+    **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the
+    remaining path. Meanwhile `lookup` returns RETRY, for at most the tier's `probe_timeout_s` in all.
 
     **Do no harm.** A read that is expected to take longer than computing the blocks is shortened until it
     pays, or skipped. Every 10 s one read runs in full, as a trial. If several tiers have a block, the read
@@ -65,9 +65,9 @@ class TieredManager:
         tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
         deadline_s: longest time that a request waits for tiers.
         recompute_s_per_block: seconds to compute a block; None while unknown. May be set at any time.
-        max_in_flight: share of RAM's slots in use (`usable_blocks`) that the writes of all tiers together may
-            pin; 1.0 for no limit. Slow tiers get smaller parts of the share. Reads may reserve as many slots,
-            and a read that runs alone twice as many, up to half of the slots in use.
+        max_in_flight: share of `usable_blocks` that the writes of all tiers together may pin; 1.0 for no
+            limit. Slow tiers get smaller parts of the share. Reads may reserve the same number of slots. A
+            read that runs alone may reserve twice as many, up to half of `usable_blocks`.
         clock: monotonic seconds.
         make_ram_manager: creates the manager of RAM; `NodeManager` for RAM that processes share.
 
@@ -216,9 +216,9 @@ class TieredManager:
     def distrust(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For wrong blocks with a valid checksum. A shared server keeps the blocks for other processes, so the
-        keys are remembered until a reset. After more than `MOST_DISTRUSTED` keys nothing is loaded from tiers
-        until the reset.
+        For wrong blocks with a valid checksum. A shared server still has the blocks, for other processes.
+        This process therefore remembers the keys until a reset. After more than `MOST_DISTRUSTED` keys,
+        nothing is loaded from tiers until the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:
@@ -234,7 +234,8 @@ class TieredManager:
                 self.leave_out_tiers(ctx)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
-        """Return the source of a block until its load is complete: 0 for RAM, or the tier's number from 1."""
+        """Return the source of a block: 0 for RAM, or the number of a tier, from 1. Valid until the block's
+        load is complete."""
         wait = self.waits.get(ctx)
         return wait.came_from.get(key, 0) if wait is not None else 0
 
@@ -245,14 +246,14 @@ class TieredManager:
             wait.restart()
 
     def has_promoted(self, ctx: RequestContext) -> bool:
-        """Return True if blocks were promoted for this request and their load is not complete."""
+        """Return True if the request has promoted blocks whose load is not complete."""
         wait = self.waits.get(ctx)
         return wait is not None and bool(wait.came_from)
 
     # ---- lookup and load
 
     def lookup(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> PrefixLookup:
-        """Look up a prefix, see `OffloadingManager.lookup`, and begin to promote its blocks from tiers.
+        """Look up a prefix, see `OffloadingManager.lookup`, and start to promote its blocks from tiers.
 
         Returns RETRY if the next block is being promoted or probed for. Without a request only RAM is
         searched.
@@ -273,9 +274,10 @@ class TieredManager:
         return in_ram
 
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
-        """Look up a block, see `OffloadingManager.lookup_key`; RETRY if a tier has it or may have it.
+        """Look up a block, see `OffloadingManager.lookup_key`.
 
-        The next `poll` starts to promote all such blocks of the request together, and sends one probe.
+        Returns RETRY if a tier has the block or may have it. The next `poll` promotes all such blocks of the
+        request together, and probes for all of them at once.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:
@@ -292,7 +294,8 @@ class TieredManager:
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
         """Count blocks that a request will compute, see `OffloadingManager.count_misses`.
 
-        Blocks in a tier count as ``tier_gave_up``, or as ``behind_a_gap`` if an earlier block is nowhere.
+        A block in a tier counts as ``tier_gave_up``. If an earlier block is neither in RAM nor in a tier, the
+        block counts as ``behind_a_gap``.
         """
         count = self.ram_manager.count_misses(ctx, start, keys)
         wait = self.waits.get(ctx)
@@ -304,7 +307,7 @@ class TieredManager:
         return count
 
     def _given_up(self, keys: Keys, wait: TierWait) -> Mask:
-        """Return a mask of the blocks of tiers for which this request has stopped waiting."""
+        """Return a mask of the blocks in tiers that this request no longer waits for."""
         late: Collection[bytes] = self.promotion.promoting if wait.gave_up else ()
         if not (late or wait.given_up):
             return np.zeros(len(keys), np.bool_)
@@ -348,9 +351,9 @@ class TieredManager:
     # ---- jobs
 
     def poll(self) -> bool:
-        """End the jobs that tiers have finished and begin new jobs; returns True while jobs are in flight.
+        """Process the jobs that tiers have finished, and start new jobs. Call it once a step.
 
-        Call it once a step. Cost: O(1) while there are no jobs.
+        Returns True while jobs are in flight. Cost: O(1) while there are no jobs.
         """
         for lane in self.lanes:
             if lane.jobs:
@@ -374,7 +377,7 @@ class TieredManager:
         return bool(self.promotion.asking) or any(lane.jobs or lane.waiting for lane in self.lanes)
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until no job is in flight; False on time-out. For tests, replays and shutdown."""
+        """Wait until no job is in flight; return False on time-out. For tests, replays and shutdown."""
         until = time.monotonic() + timeout_s
         while self.poll():
             if not self._stack.drain(until):
@@ -382,7 +385,8 @@ class TieredManager:
         return True
 
     def offer_all(self) -> None:
-        """Queue all blocks of RAM for every tier that lacks them; `poll` offers them, `flush` also waits."""
+        """Queue all blocks of RAM for every tier that lacks them. Later calls of `poll` offer the blocks;
+        `flush` also waits for the writes."""
         keys = self.index.keys_at(self.slots.ready())
         for lane in self.lanes:
             lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
@@ -398,19 +402,20 @@ class TieredManager:
         return self.settle(timeout_s) and self._stack.drain(until) and self._num_lost() == num_lost
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no tier has a job and all blocks, deletions and resets of the tiers are durable.
+        """Wait until no tier has a job, and the blocks, deletions and resets of all tiers are durable.
 
-        Returns False on time-out, and for a tier that failed to clear or is closed.
+        Returns False on time-out, or if a tier is closed or has failed to clear.
         """
         return self._stack.drain(time.monotonic() + timeout_s)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
-        """Forget every block of RAM, see `OffloadingManager.reset`, and of the tiers.
+        """Forget every block in RAM and in the tiers, see `OffloadingManager.reset`.
 
-        `drop_in_flight` covers the caller's transfers, not the tiers' jobs. With `drop_in_flight` the call
-        first waits up to `deadline_s` for the tiers' jobs. If a job still runs then, slots in flight stay
-        reserved. Finally the call waits up to `deadline_s` until every tier's reset is durable. Without
-        `drop_in_flight` the call does not wait: call `drain` for a durable reset.
+        Without `drop_in_flight` the call does not wait; call `drain` for a durable reset.
+
+        `drop_in_flight` is a promise about the caller's transfers, not about the tiers' jobs. With it, the
+        call first waits up to `deadline_s` for the tiers' jobs. If a job still runs then, slots in flight
+        stay reserved. The call then waits up to `deadline_s` until the resets of all tiers are durable.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()
@@ -443,10 +448,10 @@ class TieredManager:
     # ---- reports
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return the events of RAM, see `OffloadingManager.take_events`, and then of the shared tiers.
+        """Return RAM's events, see `OffloadingManager.take_events`, followed by events of the shared tiers.
 
-        A shared tier reports, under its name, the blocks that this manager wrote there, and later their loss
-        when a probe or read notices it. Blocks of other writers are not reported.
+        A shared tier reports two events, under its name: this manager has written a block there, and a probe
+        or read has found that such a block is gone. Blocks of other writers are not reported.
         """
         events = self.ram_manager.take_events()
         if self._reports_events:
@@ -466,7 +471,7 @@ class TieredManager:
         return [lane.tier.name for lane in self.lanes]
 
     def tier_stats(self) -> list[TierStats]:
-        """Return the counters of each tier; blocks of jobs that a tier did not begin count as failed."""
+        """Return the counters of each tier. Blocks of a job that the tier could not start count as failed."""
         return [lane.tier.stats() for lane in self.lanes]
 
     # ---- inside
@@ -475,7 +480,7 @@ class TieredManager:
         return self.counts.not_offered + sum(stats.failed + stats.dropped for stats in self.tier_stats())
 
     def _end_if_complete(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report a request's blocks to the tiers, if it has finished and its stores have ended."""
+        """Report a request's blocks to the tiers if the request has finished and its stores have ended."""
         if not wait.finished or wait.num_storing:
             return
         del self.waits[ctx]

@@ -10,12 +10,12 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return the change of the miss counts, by code, from a recount of a prefix with the blocks of tiers.
+    """Return the corrections of a prefix's miss counts, by code. RAM has counted the prefix without tiers.
 
     Args:
-        codes: `miss_record` code of each block of the prefix, as RAM counted it.
-        in_tier: mask of the blocks that a tier has and RAM lacks. They count as `TIER_GAVE_UP`, or as
-            `BEHIND_A_GAP` behind the first block that is nowhere.
+        codes: `miss_record` code that RAM counted for each block of the prefix.
+        in_tier: mask of the blocks that a tier has and RAM lacks. Up to the first block that is neither in
+            RAM nor in a tier, such blocks count as `TIER_GAVE_UP`; behind it, as `BEHIND_A_GAP`.
     """
     gaps = np.flatnonzero((codes != READY) & ~in_tier)
     first_gap = int(gaps[0]) if len(gaps) else len(codes)

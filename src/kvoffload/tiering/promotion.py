@@ -25,13 +25,13 @@ MOST_DISTRUSTED = 10_000
 
 
 class Promotion:
-    """Reads of blocks from tiers into RAM, and the requests that wait for them.
+    """Reads blocks from tiers into RAM, for requests that wait.
 
     Attributes:
-        promoting: blocks that are being read, with the number of their tier, from 1.
-        asking: requests with single keys to promote in the next step.
+        promoting: for each block that is being read, the number of its tier, from 1.
+        asking: requests that have looked up single keys since the last `poll`.
         ahead: requests in the engine's queue whose blocks have not been read ahead yet.
-        trusts_no_tier: True after too many wrong blocks to remember.
+        trusts_no_tier: True after more than `MOST_DISTRUSTED` wrong blocks.
 
     Thread: the scheduler's. Cost: nothing while no tier is read.
     """
@@ -48,7 +48,7 @@ class Promotion:
         self._distrusted: set[bytes] = set()
 
     def poll(self) -> None:
-        """Start the reads for this step's single-key lookups, and one read-ahead."""
+        """Start reads for the single keys looked up in this step, and read ahead for one queued request."""
         asking, self.asking = self.asking, {}
         for ctx, wait in asking.items():
             wanted, wait.wanted = wait.wanted, []
@@ -58,7 +58,7 @@ class Promotion:
             self._read_ahead()  # one request a step: a burst of requests must not make a step long
 
     def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
-        """Start reads of the blocks that tiers have and RAM lacks, as far as reads pay and RAM has room.
+        """Start to read blocks that RAM lacks from tiers, if the reads are worthwhile and RAM has room.
 
         Args:
             max_blocks: limit of reserved blocks while no other read runs; None for the usual limit.
@@ -74,7 +74,10 @@ class Promotion:
             self._read(plan, sources[: len(plan.keys)], wait)
 
     def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
-        """Queue a single key for promotion or a probe; returns MISS if no tier can have the block."""
+        """Queue a single key for promotion or a probe in the next `poll`.
+
+        Returns RETRY. Returns MISS if no tier can have the block, or the request has waited too long.
+        """
         keys = self._stack.ram.pack([key])
         for lane in self._stack.lanes:
             lane.tier.missed(keys)
@@ -88,7 +91,7 @@ class Promotion:
         return self.result_for([key], wait) if is_below else LookupResult.RETRY
 
     def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
-        """Return RETRY for blocks that are being read, or MISS after the request's longest wait."""
+        """Return the lookup result of blocks in tiers: RETRY, or MISS after the request's longest wait."""
         had_given_up = wait.gave_up
         if not wait.keeps_waiting(self._stack.clock(), self._stack.deadline_s):
             self._stack.counts.gave_up += not had_given_up
@@ -129,7 +132,8 @@ class Promotion:
     # ---- wrong blocks with intact bytes
 
     def distrust(self, keys: Sequence[bytes]) -> bool:
-        """Stop reading these blocks; return True if from now on no tier is trusted (`MOST_DISTRUSTED`)."""
+        """Never read these blocks again. Returns True if the blocks exceed `MOST_DISTRUSTED`, so that from
+        now on no tier is trusted."""
         if self.trusts_no_tier:
             return False
         self._distrusted.update(keys)
@@ -148,7 +152,7 @@ class Promotion:
         return ~self.is_distrusted(keys)
 
     def is_distrusted(self, keys: Sequence[bytes]) -> Mask:
-        """Return a mask of the blocks that `distrust` has listed, even if no tier is trusted."""
+        """Return a mask of the blocks that `distrust` has remembered, regardless of `trusts_no_tier`."""
         if not self._distrusted:
             return np.zeros(len(keys), np.bool_)
         return np.array([key in self._distrusted for key in keys], np.bool_)
@@ -156,7 +160,10 @@ class Promotion:
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
-        """Return the blocks worth reading, in prefix order, and the tier of each; None if no block is."""
+        """Return the blocks worth reading, in prefix order, and the row of each block's tier.
+
+        Returns None if no block is worth reading. Also sends probes, and updates the limits in `wait`.
+        """
         stack = self._stack
         in_ram = stack.ram.contains(keys, ctx)
         in_tiers, below = stack.below(keys, wait)
@@ -191,8 +198,10 @@ class Promotion:
     def _reserve(
         self, missing: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None
     ) -> StorePlan | None:
-        """Reserve slots of RAM for the leading blocks that fit; None if no block fits. The request gives up
-        the other blocks."""
+        """Reserve slots of RAM for the leading blocks that fit; return None if no block fits.
+
+        The request no longer waits for the other blocks.
+        """
         stack = self._stack
         room = stack.max_in_flight - self._num_reading
         if self._num_reading == 0:
@@ -208,7 +217,7 @@ class Promotion:
         return plan if num_reserved else None
 
     def _read(self, plan: StorePlan, sources: Rows, wait: TierWait) -> None:
-        """Begin to read the blocks of a plan, each from its tier."""
+        """Start to read the blocks of a plan. `sources`: row of each block's tier."""
         rows = sorted(set(sources.tolist()))
         # Splitting a plan costs as much as reading it, so a plan for a single tier stays whole.
         shares = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])
@@ -226,9 +235,9 @@ class Promotion:
             self.promoting.update(dict.fromkeys(share.keys, row + 1))
 
     def _read_ahead(self) -> None:
-        """Start reads for the request that has waited longest in the engine's queue; remove it from `ahead`.
+        """Start reads for the oldest request in `ahead`, and remove the request from `ahead`.
 
-        The request's lookup may still read the blocks that cannot be read now.
+        Blocks that cannot be read now can still be read at the request's lookup.
         """
         ctx, wait = next(iter(self.ahead.items()))
         del self.ahead[ctx]
@@ -245,7 +254,10 @@ class Promotion:
     # ---- probes of shared tiers
 
     def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
-        """Probe each shared tier for blocks of unknown presence, up to the first block that is nowhere."""
+        """Probe each shared tier for blocks of unknown presence.
+
+        The probe of a tier ends before the first block that is neither reachable nor unknown in this tier.
+        """
         for lane, unknown in self._unknown(keys, wait):
             gaps = np.flatnonzero(~(reachable | unknown))
             end = int(gaps[0]) if len(gaps) else len(keys)
@@ -254,7 +266,7 @@ class Promotion:
                 lane.probe(keys.take(wanted), self._stack.clock())
 
     def _unknown(self, keys: Keys, wait: TierWait) -> list[tuple[TierLane, Mask]]:
-        """Return each usable shared tier with a mask of the blocks whose presence needs a probe."""
+        """Return pairs: each usable shared tier, and a mask of the blocks whose presence needs a probe."""
         now = self._stack.clock()
         return [
             (lane, lane.tier.unknown(keys, wait.records[lane.row]))
@@ -263,7 +275,7 @@ class Promotion:
         ]
 
     def _awaits_probe_of(self, keys: Keys, wait: TierWait) -> bool:
-        """Return True if presence needs a probe and the request still waits for probes."""
+        """Return True if the presence of a block needs a probe and the request still waits for probes."""
         if not any(unknown.any() for _, unknown in self._unknown(keys, wait)):
             return False
         return wait.waits_for_probe(self._stack.clock(), self._probe_timeout_s, self._stack.deadline_s)

@@ -9,16 +9,17 @@ _DECAY = 0.95
 
 
 class ReadSpeed:
-    """Seconds of a read as a linear function of its blocks: least squares with exponential forgetting.
+    """Duration of a read as a linear function of its number of blocks, fitted by least squares.
 
-    Reads of a single size do not determine the fixed cost; then the line passes through the origin.
+    Older reads count exponentially less. If all reads had one size, the fixed cost is unknown, and the line
+    passes through the origin.
     """
 
     def __init__(self) -> None:
         self._weight = self._blocks = self._seconds = self._blocks_squared = self._product = 0.0
 
     def learn(self, num_blocks: int, seconds: float) -> None:
-        """Add a read. Cost: O(1)."""
+        """Add a read to the model. Cost: O(1)."""
         self._weight = _DECAY * self._weight + 1.0
         self._blocks = _DECAY * self._blocks + num_blocks
         self._seconds = _DECAY * self._seconds + seconds

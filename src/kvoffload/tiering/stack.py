@@ -24,8 +24,8 @@ class TierStack:
     Attributes:
         ram: the manager of RAM's slots.
         memory: the memory of RAM's slots.
-        in_flight_share: share of RAM's usable slots that may be pinned for writes; as many may be reserved
-            for reads.
+        in_flight_share: share of RAM's usable slots that may be pinned for writes. The same number of slots
+            may be reserved for reads.
         compute_s: seconds to compute a block; None while unknown.
     """
 
@@ -40,18 +40,20 @@ class TierStack:
 
     @property
     def max_in_flight(self) -> int:
-        """`in_flight_share` in blocks. Follows a resize of RAM."""
+        """Limit of blocks that may be pinned for writes: `in_flight_share` of RAM's present usable slots."""
         return share_of(self.in_flight_share, self.ram.usable_blocks)
 
     def follow(self, ctx: RequestContext, wait: TierWait) -> None:
-        """Report a request's path, as far as known, to the tiers that keep blocks in groups."""
+        """Report the known part of a request's path to the tiers that store blocks in groups."""
         for lane in self.lanes:
             if lane.tier.group_blocks > 1:
                 lane.tier.follow(wait.records[lane.row], ctx.keys())
 
     def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
-        """Return a mask of the blocks in each tier, and a mask of the blocks in any tier. Tiers that are
-        silent, or left out for the request, count as empty."""
+        """Return (1) for each tier a mask of its blocks, and (2) one mask of the blocks that any tier has.
+
+        A tier counts as empty if it is silent, or if the request has left it out.
+        """
         now = self.clock()
         in_tiers = [
             np.zeros(len(keys), np.bool_)
@@ -62,17 +64,20 @@ class TierStack:
         return in_tiers, np.logical_or.reduce(in_tiers)
 
     def is_silent(self, lane: TierLane, now: float) -> bool:
-        """Return True if a tier gets no reads now, because it does not answer or its reads fail."""
+        """Return True if a tier must not be read now, because it does not answer or its reads fail."""
         return lane.is_stalled(now, self.deadline_s) or lane.is_failing(now)
 
     def drain(self, until: float) -> bool:
-        """Drain every tier, even if one hangs; False if any tier exceeds the deadline."""
+        """Drain every tier, even if another tier hangs. Returns False if a tier exceeds the deadline.
+
+        `until`: the deadline, of `time.monotonic`.
+        """
         drained = [lane.tier.drain(max(0.0, until - time.monotonic())) for lane in self.lanes]
         return all(drained)
 
 
 def share_of(max_in_flight: float, capacity_blocks: int) -> int:
-    """Convert a share of RAM to blocks, at least 1."""
+    """Return a share of RAM as a number of blocks, at least 1."""
     return max(1, int(max_in_flight * capacity_blocks))
 
 

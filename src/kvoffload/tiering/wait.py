@@ -11,14 +11,14 @@ class TierWait:
     """The wait of one request for blocks in tiers.
 
     Attributes:
-        records: each tier's record of the request.
+        records: for each tier, the tier's record of the request.
         wanted: single keys to promote or probe in the next step.
         given_up: keys that the request no longer waits for.
-        came_from: tier number, from 1, of each block promoted for this request.
+        came_from: for each block promoted for this request, the number of its tier, from 1.
         left_out: rows of the tiers from which this request loads nothing.
         num_storing: blocks of the request in flight to RAM.
-        may_wait_s: longest wait for blocks.
-        gave_up: True if the request no longer waits for anything, until `restart`.
+        may_wait_s: longest wait for blocks, in seconds.
+        gave_up: True after the wait has exceeded `may_wait_s`, until `restart`.
         finished: True after `finish_request`.
     """
 
@@ -42,8 +42,10 @@ class TierWait:
         self._last_asked = self._last_probed = -math.inf
 
     def keeps_waiting(self, now: float, deadline_s: float) -> bool:
-        """Return False after a wait of `may_wait_s`. A pause between calls longer than `deadline_s` starts a
-        new wait."""
+        """Return True if the request still waits for blocks: for at most `may_wait_s`.
+
+        If more than `deadline_s` has passed since the last call, a new wait starts.
+        """
         if now - self._last_asked > deadline_s:
             self._since = now
         self._last_asked = now
@@ -51,8 +53,10 @@ class TierWait:
         return not self.gave_up
 
     def waits_for_probe(self, now: float, timeout_s: float, deadline_s: float) -> bool:
-        """Return False after a wait of `timeout_s` for all probes together. A pause between calls longer than
-        `deadline_s` starts a new wait."""
+        """Return True if the request still waits for probes: for at most `timeout_s`, all probes together.
+
+        If more than `deadline_s` has passed since the last call, a new wait starts.
+        """
         if now - self._last_probed > deadline_s:
             self._probing_since = now
         self._last_probed = now

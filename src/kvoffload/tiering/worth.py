@@ -1,4 +1,4 @@
-"""Chooses the blocks worth reading, and the tier of each block. Begins no read."""
+"""The choice of the blocks that are worth reading, and of the tier for each block. Starts no read."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Rows: TypeAlias = npt.NDArray[np.intp]
 def fastest_source(
     lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_s: float | None
 ) -> Rows:
-    """Choose for each block the tier with the shortest expected read.
+    """Choose for each block the tier with the shortest expected read; returns the row of each block's tier.
 
-    While the time to compute a block is unknown, as in a replay, choose the first tier that has the block.
+    While the time to compute a block is unknown, as in a replay, the first tier that has the block is chosen.
 
     Args:
-        in_tiers: shape ``(tiers, blocks)``.
+        in_tiers: shape ``(tiers, blocks)``; True if the tier has the block.
     """
     if len(lanes) == 1 or compute_s is None:
         first: Rows = in_tiers.argmax(axis=0)
@@ -43,8 +43,11 @@ def num_worth_reading(
     now: float,
     spent_s: float = 0.0,
 ) -> int:
-    """Return the number of leading blocks worth reading: reading them takes no longer than computing all
-    blocks that become reachable. Returns all blocks if a trial is due.
+    """Return the number of leading blocks that are worth reading.
+
+    Leading blocks are worth reading if the read takes no longer than computing all blocks that become
+    reachable. If no blocks are worth reading, returns 0, or the number of all blocks if a trial is due. While
+    `compute_s` is None, all blocks are worth reading.
 
     Args:
         sources: tier of each block.
