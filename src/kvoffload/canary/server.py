@@ -41,7 +41,7 @@ class Counters:
         return bool(self.tier_tokens or self.preemptions)
 
     def since(self, before: Counters) -> Counters:
-        """Return the growth since an earlier reading."""
+        """Return the increase of all counters since an earlier reading."""
         return self.plus(Counters(*(None if value is None else -value for value in astuple(before))))
 
     def plus(self, other: Counters) -> Counters:

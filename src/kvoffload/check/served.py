@@ -15,7 +15,7 @@ from kvoffload.metrics.scrape import Sample, samples
 GPU, RAM, TIERS = "gpu", "ram", "tiers"
 PLACES = (GPU, RAM, TIERS)
 _PLACE_OF_SOURCE = {"device": GPU, "host": RAM}
-"""vLLM's names of sources. Other names are tiers behind RAM, or other engines."""
+"""vLLM's name of a source -> place. Other names are tiers behind RAM, or other engines."""
 _TIMEOUT_S = 10.0
 _NEEDED = "vLLM's metrics with offloading by kvoffload"
 
@@ -53,7 +53,7 @@ class Served:
         return self.ttft_sum_s / self.ttft_requests if self.ttft_requests else None
 
     def since(self, before: Served) -> Served:
-        """Return the growth since an earlier scrape.
+        """Return the increase of all totals since an earlier scrape.
 
         Raises: `ConfigError` if a total has shrunk, because the server was restarted.
         """

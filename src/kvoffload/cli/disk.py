@@ -133,7 +133,7 @@ def rm(options: DeleteOptions) -> None:
 
 @dataclass(frozen=True)
 class _Verified:
-    """Result of verifying one slab; `why` is set if the slab cannot be used."""
+    """Result of verifying one slab. `why` has the reason if the slab cannot be used."""
 
     slab: Path
     num_blocks: int = 0

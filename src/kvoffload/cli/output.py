@@ -69,7 +69,7 @@ def check_new(field: str, path: Path, *, force: bool) -> None:
 
 @contextlib.contextmanager
 def progress_bar(what: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
-    """Show a progress bar, if standard error is a terminal. Yields a function that takes the amount done."""
+    """Show a progress bar, if standard error is a terminal. Yields a function to report the amount done."""
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
     with Progress(*bar_columns(), console=console, transient=True, disable=hidden) as bar:

@@ -90,7 +90,7 @@ def _remarks(outcome: Outcome) -> list[str]:
 
 
 def _first_difference(difference: Difference) -> list[RenderableType]:
-    """Show the call, both results, its blocks and the latest calls of its request."""
+    """Show the call, both results, the blocks of the call, and the latest calls of the request."""
     written = datetime.datetime.fromtimestamp(difference.time_ns / 1e9, datetime.timezone.utc)
     subject = "plan" if difference.kind in _OF_PLANS else "request"
     title = (
@@ -127,7 +127,7 @@ _OF_PLANS = {call.name.lower() for call in (Call.COMPLETE_LOAD, Call.UNPIN, Call
 
 
 def _short(value: Any) -> str:
-    """Format a result; long lists end with their length."""
+    """Format a result. Long lists are cut, and end with their length."""
     if isinstance(value, list) and len(value) > _SHOWN_NUMBERS:
         return f"{', '.join(map(str, value[:_SHOWN_NUMBERS]))}, ... ({len(value):,})"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -19,7 +19,7 @@ from kvoffload.sweep.verdict import Verdict, ram_of
 from kvoffload.text import outside_blocks, percent, size
 
 _WIDEST = 100
-"""Most characters per line; a wider table continues below."""
+"""Maximum number of characters per line. A wider table continues below."""
 
 _OF_A_COLUMN, _OF_A_TABLE = 3, 1
 """Characters that rich adds to the width of each column, and to the width of the table."""
@@ -115,7 +115,7 @@ def _title(rows: list[Row], several: _Several) -> Text:
 
 
 def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
-    """Build the rows of the optimum, by store mode, and of a cache without limit."""
+    """Build the rows of the optimum, and the row of an unlimited cache."""
     bounds: dict[str, _Line] = {}
     for row in rows:
         if row.optimum_hit_ratio is not None:

@@ -59,7 +59,7 @@ class BenchOptions(ServerOptions, ModelOptions):
     )
 
     def check(self) -> None:
-        """Check that a prefill speed comes with the bytes of a token. Raises `ConfigError`."""
+        """Check that the bytes of a token are given if a prefill speed is given. Raises `ConfigError`."""
         if self.prefill_tokens_per_s is not None and self.known_block_bytes(1) is None:
             why = "give --model or --bytes-per-token"
             raise ConfigError("prefill-tokens-per-s", self.prefill_tokens_per_s, why)
@@ -172,7 +172,7 @@ def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
 def _connected(
     options: ValkeyOptions, server_url: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
-    """Connect to each server; return address, a division of the server (None without cluster), connection."""
+    """Connect to each server. Returns address, division of the server (None without cluster), connection."""
     connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
     nodes: dict[Address, int | None] = dict.fromkeys(server_url.nodes)
     if server_url.is_cluster:

@@ -22,7 +22,7 @@ from kvoffload.settings.read import OneOf, Positive
 
 _HOME = "kvoffload.integrations.vllm"
 _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "all_tokens"}
-"""vLLM's names of our options."""
+"""vLLM's name of an option -> our name."""
 _FLAGS = {"tiers": "tier"}
 _LEAST_RAM_BYTES = 2**20
 """Smallest RAM accepted: a smaller number probably lacks its unit."""

@@ -29,7 +29,7 @@ def warm() -> None:
 
 
 def compile_package() -> int:
-    """Import every module that has kernels, and compile them; return their number."""
+    """Import every module that has kernels, and compile the kernels; return the number of kernels."""
     for module in pkgutil.walk_packages(kvoffload.__path__, "kvoffload.", onerror=lambda name: None):
         if module.name.startswith(_WITHOUT_KERNELS):
             continue

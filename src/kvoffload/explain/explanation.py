@@ -109,7 +109,7 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
-    """Hits of the replay with a multiple of the capacity of RAM and tiers.
+    """Hits of the replay if RAM and tiers have a multiple of their capacity.
 
     Attributes:
         factor: the multiple.
@@ -371,7 +371,7 @@ def _ranks(trace: Trace) -> _Int64s:
 
 
 def _differing(misses: Misses) -> list[Differing]:
-    """Group the requests that differ from an earlier prompt by reason and place of the difference."""
+    """Group requests that differ from an earlier prompt, by reason and by place of the difference."""
     trace, compared = misses.trace, misses.beginnings
     request_of = np.repeat(np.arange(trace.requests), np.diff(trace.offsets))
     groups: dict[tuple[str, int, int | None], list[int]] = {}

@@ -1,6 +1,6 @@
 """The missing blocks of a replay, each with exactly one reason.
 
-Joins the histories of all managers (`explain.history`) and the comparison of prompts (`explain.prompts`).
+Combines the histories of all managers (`explain.history`) with the comparison of prompts (`explain.prompts`).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _joined(
 
 
 def _kinds(trace: Trace, compared: Beginnings) -> npt.NDArray[np.int64]:
-    """Return the reason of the first uses of each request."""
+    """Return, for each request, the reason for the first uses in it."""
     kinds = np.where(compared.nearest != NO_REQUEST, NUMBERS[PREFIX_DIFFERS], NUMBERS[NEW_PROMPT])
     is_alike = np.zeros(trace.requests, np.bool_)
     for request, difference in compared.differences.items():

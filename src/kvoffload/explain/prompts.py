@@ -37,7 +37,7 @@ class BlockTokens:
     Attributes:
         ids: shape ``(unique_blocks, block_tokens)``, int64; token ids of each block.
         prefixes: shape ``(unique_blocks,)``, int64; number of the token prefix that ends with the block.
-            Equal prefixes have equal numbers, even with different `cache_salt` and so different block ids.
+            Equal token prefixes have equal numbers, even if their block ids differ because of `cache_salt`.
     """
 
     ids: Tokens
@@ -171,7 +171,7 @@ class _Continuations:
         self._several: dict[int, deque[tuple[int, int]]] = {}
 
     def of(self, parent: int) -> Sequence[tuple[int, int]]:
-        """Return pairs of a next block and its request, the latest last."""
+        """Return the continuations of a block as pairs (next block, request), the latest last."""
         if parent in self._several:
             return self._several[parent]
         request = int(self._first_request[parent])

@@ -120,7 +120,7 @@ TIER_GAUGES = {
     "circuit_open": "Nodes of a shared tier whose circuit breaker is open.",
     "write_budget_bytes": "Bytes that may still be written in these 24 hours, if there is a limit.",
 }
-"""Metrics of each tier behind RAM, with `TIER` in front of their names and the label ``tier``."""
+"""Metrics of each tier behind RAM. Their names begin with `TIER`; their label is ``tier``."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class EngineRates:
 
 
 def rates(before: Reading, after: Reading) -> list[EngineRates]:
-    """Return the rates of each engine of the later scrape, by name."""
+    """Return the rates of each engine of the later scrape, sorted by the engine's name."""
     return [
         _Engine(engine, before.engines.get(engine, {}), values, after.time_s - before.time_s).rates()
         for engine, values in sorted(after.engines.items())

@@ -23,7 +23,7 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
     "qwen/qwen3-8b": (36, 8, 128),
     "qwen/qwen3-32b": (64, 8, 128),
 }
-"""Layers, KV heads and head size of some models, by name without -Instruct."""
+"""Name without -Instruct -> number of layers, number of KV heads, and head size, for some models."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element; 0: as in the model."""
@@ -93,7 +93,7 @@ def sliding_layers(model: str) -> tuple[int, int]:
 
 
 def _config_file(model: str) -> Path | None:
-    """Return the path of a model's configuration; None for a built-in or an unknown model."""
+    """Return the path of a model's configuration file; None for a built-in or an unknown model."""
     place = Path(model)
     if place.is_dir():
         place = place / "config.json"

@@ -237,7 +237,7 @@ def _over_time(answer: PlanAnswer) -> Chart:
 
 
 def _with_short_reasons(table: Table, rows: Sequence[PlanRow]) -> Table:
-    """Replace the reasons of infeasible rows by short names, with an example of each below the table."""
+    """Replace the reasons of infeasible rows by short names; show an example of each below the table."""
     cells = [
         shown if row.feasible else [*shown[:-1], row.exceeds]
         for shown, row in zip(table.rows, rows, strict=True)

@@ -215,7 +215,7 @@ class Clock:
         return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
 
     def _with_servers(self, row: PlanRow) -> Machine:
-        """Return the machine with a connection to the servers in place of its disk.
+        """Return the machine with its disk replaced by a connection to the servers.
 
         Each engine has an equal share of the links of hosts and servers. The engines of a RAM pool share one
         connection.
@@ -236,7 +236,7 @@ class Clock:
         )
 
     def _with_drives(self, drives: int) -> Machine:
-        """Return the machine with an engine's share of `drives` drives per host."""
+        """Return the machine with one engine's share of a host's `drives` drives."""
         if not drives:
             return self._machine
         fleet, ssd = self._fleet, self._fleet.prices.ssd

@@ -87,7 +87,7 @@ class _Limits(NamedTuple):
 
 
 def _limits_of(row: PlanRow, fleet: Fleet, evidence: Evidence) -> _Limits:
-    """Compute the limits of a row with a write budget, from the hits of all replicas."""
+    """Compute the limits of a row with a write budget. The hits of all replicas are added up."""
     cell = Cell(row.purchase, row.setup)
     per_day = cell.max_writes_per_day(fleet)
     assert per_day is not None, "the row has a write budget"

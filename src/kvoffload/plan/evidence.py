@@ -75,7 +75,7 @@ class Evidence:
 
     @property
     def ceiling_apart(self) -> float:
-        """Prefix-hit ratio of unlimited caches of replicas that share nothing."""
+        """Prefix-hit ratio of unlimited caches, if replicas share nothing."""
         return self.apart_hits / self.block_refs
 
     @property
@@ -179,7 +179,7 @@ def _window_ends(shares: Sequence[Trace], count: int) -> tuple[float, ...]:
 
 
 def _outside_blocks(shares: Sequence[Trace]) -> float | None:
-    """Compute the share of all replicas' prompt tokens that are in no whole block; None if it is unknown."""
+    """Compute the share of prompt tokens, of all replicas, that are in no whole block; None if unknown."""
     prompts = [int(share.prompt_tokens.sum()) for share in shares if share.prompt_tokens is not None]
     if len(prompts) < len(shares):
         return None

@@ -45,5 +45,5 @@ class Findings:
         return self.fleet.prices.currency
 
     def difference(self, row: Measured, baseline: Measured) -> Interval | None:
-        """Compute the paired interval of a row's savings minus the baseline's."""
+        """Compute the paired interval of a row's savings minus the savings of `baseline`."""
         return difference(self.evidence, row, baseline)

@@ -15,7 +15,7 @@ from kvoffload.simulate.machine import Machine
 
 _MOST_GPUS = 4096
 SERVER_BYTES_PER_BYTE = 1.03
-"""Server memory per byte of blocks: 1.003 to 1.029, measured (docs/cluster.md, How large)."""
+"""Bytes of server memory for each byte of blocks. Measured: 1.003 to 1.029 (docs/cluster.md, How large)."""
 
 
 class Purchase(NamedTuple):
@@ -129,15 +129,15 @@ class Fleet:
         return round(blocks * self.block_bytes * self.scale)
 
     def ram_bytes(self, purchase: Purchase) -> int:
-        """RAM for blocks on all hosts."""
+        """Bytes of RAM for blocks, on all hosts."""
         return self.hosts * purchase.modules * self.prices.ram.module_bytes
 
     def ssd_bytes(self, purchase: Purchase) -> int:
-        """SSD capacity on all hosts."""
+        """Bytes of SSD capacity, on all hosts."""
         return self.hosts * purchase.drives * self.prices.ssd.drive_bytes
 
     def server_bytes(self, purchase: Purchase) -> int:
-        """Memory of all servers."""
+        """Bytes of memory of all servers."""
         return purchase.servers * self.prices.server.memory_bytes
 
     def server_blocks(self, purchase: Purchase) -> int:

@@ -11,16 +11,16 @@ from kvoffload.plan.rows import PlanRow
 LIFE_DAYS = 5 * 365
 """Assumed life of hardware, in days. A purchase with a longer payback time does not pay."""
 NO_MORE = 0.0005
-"""Share below which a difference is printed as 0.0%."""
+"""Smaller shares are printed as 0.0%."""
 LEAST_GPUS = 0.005
-"""GPUs below this number are printed as 0.00."""
+"""Smaller numbers of GPUs are printed as 0.00."""
 
 
 class Payback(msgspec.Struct, frozen=True, kw_only=True):
     """Worth of a purchase, at the price of a GPU-hour.
 
     Attributes:
-        gpus: number of GPUs whose work the purchase does (`gpus_saved`).
+        gpus: number of GPUs that the purchase replaces (`gpus_saved`).
         saved_a_year: price of the hours of these GPUs in a year.
         days: days until the price of these hours equals the price of the purchase. Null if `gpus` is less
             than `LEAST_GPUS`.
@@ -39,7 +39,7 @@ def saves_less_in_time(row: PlanRow, timed: InTime | None) -> bool:
 
 
 def gpus_saved(row: PlanRow, timed: InTime | None) -> float | None:
-    """Return the number of GPUs whose work a purchase does; None without speeds or times.
+    """Return the number of GPUs that a purchase replaces; None without speeds or times.
 
     Less than `PlanRow.gpus_worth` if the timed replay saves less than the untimed replay.
     """

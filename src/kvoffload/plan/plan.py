@@ -1,6 +1,6 @@
-"""The plan of a purchase for a fleet of engines, from a recording of its requests.
+"""The plan of a purchase for a fleet of engines. Input: a recording of the fleet's requests.
 
-Owns the sequence of steps and the contents of the answer. The search is in `plan.search`, the columns in
+Controls the sequence of steps, and assembles the answer. The search is in `plan.search`, the columns in
 `plan.rows`, the choice in `plan.targets`, the sentences in `plan.words`.
 """
 
@@ -77,8 +77,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
         needed: share of the prefill to save; null without this target.
         needed_ttft_p90_s: limit for the time to first token; null without this target.
-        ceiling, ceiling_apart, by_gpus: savings of unlimited caches, of unlimited caches that engines do not
-            share, and of the GPUs alone.
+        ceiling, ceiling_apart, by_gpus: savings of unlimited caches; savings of unlimited caches that engines
+            do not share; savings of the GPUs alone.
         share_outside_blocks: share of the prompt tokens that are in no whole block. Savings do not count
             these tokens. Null if unknown.
         footprint_bytes: size of all blocks of all replicas.
@@ -88,10 +88,11 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         one_in: the search used one session in this many, because the recording is long; 1: all sessions.
         sampled: rows of the search on a sample.
         over_time: savings in each window of the recording.
-        payback: worth of the purchase; null without a purchase, a speed of the GPUs, times or a price of
-            GPU-hours.
+        payback: worth of the purchase. Null if nothing is purchased, or if the speed of the GPUs, the times
+            or the price of a GPU-hour is unknown.
         endurance: savings lost through the rating of SSDs; null if no feasible row has a write budget.
-        in_time: timed replays; null without a machine or times, and with shared RAM on several hosts.
+        in_time: timed replays. Null without a machine or times, or if the purchase has shared RAM on several
+            hosts.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         warnings: faults of the recording that change the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.

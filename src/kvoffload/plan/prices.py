@@ -27,7 +27,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules. `slots`: slots per host for modules that hold blocks, besides the host's own RAM."""
+    """RAM modules. `slots`: slots per host for modules that hold blocks, without the host's own RAM."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0
@@ -96,7 +96,7 @@ class Prices(_Part, frozen=True, kw_only=True):
     """Prices and hardware.
 
     Attributes:
-        currency, source, date: origin of the prices, shown in answers.
+        currency, source, date: currency and origin of the prices. Answers show them.
         gpu_hour: price of an hour of one GPU; 0: unknown, and no payback is computed.
         gpus_per_host: GPUs that share a host's RAM and SSDs.
         link_per_s: bandwidth between a GPU and its host, in each direction.

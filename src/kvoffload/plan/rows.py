@@ -24,7 +24,7 @@ from kvoffload.tiers.kinds.simulated import SimulatedOptions
 
 _A_DAY_S = 86_400
 WEAR = "SSD wear"
-"""Name of the limit of drive writes per day."""
+"""Short name of the limit for drive writes per day."""
 SERVER_POLICY = "lru"
 """Eviction policy of servers, which evict on their own (docs/cluster.md, Settings of the server)."""
 
@@ -33,9 +33,9 @@ SERVER_POLICY = "lru"
 class Setup:
     """Store mode, policies and admission rules of a purchase.
 
-    `ssd_policy` and `ssd_admission` are empty without SSDs, `server_admission` without servers.
-    `ssd_write_budget`: drive writes per day to which the SSD tier limits itself; 0: no limit.
-    `shared_ram`: the engines of a host share one RAM pool; without SSDs only.
+    `ssd_policy` and `ssd_admission` are empty without SSDs. `server_admission` is empty without servers.
+    `ssd_write_budget`: drive writes per day to which the SSD tier limits itself; 0: no limit. `shared_ram`:
+    the engines of a host share one RAM pool; without SSDs only.
     """
 
     store: str
@@ -360,7 +360,7 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limi
 
 
 def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
-    """List the limits of the servers' and the hosts' networks that a row exceeds."""
+    """List the network limits that a row exceeds: of the servers, and of the hosts."""
     server = fleet.prices.server
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
         return [
@@ -385,7 +385,7 @@ def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
 
 
 def difference(evidence: Evidence, row: Measured, baseline: Measured) -> Interval | None:
-    """Compute the paired interval of a row's savings minus the baseline's."""
+    """Compute the paired interval of a row's savings minus the savings of `baseline`."""
     return evidence.draws.difference(row.hits, baseline.hits)
 
 

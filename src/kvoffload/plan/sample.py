@@ -19,7 +19,7 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
-"""Fewest sessions in a representative sample: of short sessions, and of long sessions."""
+"""Fewest sessions in a representative sample. First value: short sessions. Second value: long sessions."""
 LONG_SESSION = 20
 """Mean number of requests above which sessions count as long, as the sessions of agents do. In a sample of
 half of 454 such sessions, hit ratios were up to 1.7 points too low."""
@@ -47,5 +47,5 @@ def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
 
 
 def scaled(fleet: Fleet, evidence: Evidence, sample: Evidence) -> Fleet:
-    """Return the fleet with caches scaled down to a sample's share of the block references."""
+    """Return the fleet with scaled caches, in proportion to the sample's share of the block references."""
     return replace(fleet, scale=fleet.scale * evidence.block_refs / sample.block_refs)

@@ -1,7 +1,7 @@
 """Search of a plan, from coarse to fine.
 
-Measures a few purchases with all setups, then all coarse purchases with the best setups, then the purchases
-near the answer. Owns the order of the measurements. Knows cells and rows, but no replays or prices.
+First measures a few purchases with all setups, then all coarse purchases with the best setups, and finally
+the purchases near the answer. Knows cells and rows, but no replays or prices.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Space:
     edge: Sequence[Purchase] = ()
 
     def cells(self, purchases: Iterable[Purchase], setups: Iterable[Setup]) -> list[Cell]:
-        """List all allowed purchases with all setups that fit them."""
+        """List all combinations of an allowed purchase and a setup that fits it."""
         return [
             Cell(purchase, setup)
             for purchase, setup in itertools.product(purchases, setups)
@@ -82,7 +82,7 @@ class Space:
 
     @property
     def purchases(self) -> list[Purchase]:
-        """Coarse purchases, which are measured before the neighbourhood of the answer is known."""
+        """Coarse purchases. They are measured before the search looks near the answer."""
         alone = [Purchase(0, 0), *(axis.with_ram(0, n) for axis in self.tiers for n in axis.counts)]
         steps = [purchase._replace(modules=modules) for modules in self.modules for purchase in alone]
         return [purchase for purchase in dict.fromkeys((*steps, *self.edge)) if self.allowed(purchase)]
@@ -163,7 +163,7 @@ def confirm(
     rows: Sequence[Measured],
     guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
-    """Measure on all sessions what a search on a sample has chosen; returns the rows and the choice.
+    """Measure the choice of a search on a sample, on all sessions; returns the rows and a new choice.
 
     1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
        the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).
@@ -345,7 +345,7 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
     """Return a list with the setup that writes least (`min`) or most (`max`) to RAM.
 
-    Such a setup also writes least or most to lower tiers. The list is empty without rows.
+    This setup also writes least or most to lower tiers. The list is empty without rows.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

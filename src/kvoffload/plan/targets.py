@@ -219,5 +219,5 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Return True if the interval of a lead contains 0 or less; False without an interval."""
+    """Return True if the interval of a lead is not above 0; False without an interval."""
     return lead is not None and lead.low <= 0

@@ -60,7 +60,7 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
 
 @dataclass(frozen=True)
 class _Limit:
-    """A limit for the 90th percentile of the time to first token, with the clock that times rows."""
+    """A limit for the 90th percentile of the time to first token, and the clock that times rows."""
 
     most_s: float
     clock: Clock

@@ -41,7 +41,7 @@ _CERTAINTIES = {
 
 
 class Section(msgspec.Struct, frozen=True):
-    """Sentences of the answer under a title, which is empty for the recommendation."""
+    """Sentences of the answer under a title. The title of the recommendation is empty."""
 
     title: str
     sentences: list[str]
@@ -154,7 +154,7 @@ def certainty(lead: Interval | None) -> str:
 def _saving(row: PlanRow, timed: InTime | None) -> str:
     """Describe savings: ``saves 31.4% of the prefill (28.0% to 34.2%): 12.0% by ..., 19.4% by RAM``.
 
-    If the timed replay of all engines saves less, its saving comes first and determines the GPUs' work.
+    If the timed replay of all engines saves less, its savings come first and determine the number of GPUs.
     """
     places = [f"{percent(row.by_gpus)} by the GPUs' own memory", f"{percent(row.by_ram)} by RAM"]
     places += [f"{percent(row.by_ssds)} by SSDs"] if row.ssd_drives else []
@@ -394,7 +394,7 @@ def _same_purchase(measured: Measured, rival: Measured | None) -> bool:
 
 
 def _sharing(findings: Findings, rival: Measured) -> str:
-    """Compare a choice that has servers with a rival that has none, and vice versa."""
+    """Compare a choice that has servers with a rival without servers, or vice versa."""
     chosen = findings.choice.chosen
     points = 100 * (rival.row.saved - chosen.row.saved)
     lead = findings.difference(rival, chosen) if points > 0 else findings.difference(chosen, rival)
@@ -472,7 +472,7 @@ def _points(chosen: Measured, other: Measured) -> str:
 
 
 def _more_ssds(row: PlanRow, rows: Sequence[Measured]) -> list[str]:
-    """Report that more SSDs behind the same RAM would save nothing; empty if they would save more."""
+    """Report that more SSDs behind the same RAM save nothing. The list is empty if they save more."""
     saved = [measured.row.saved for measured in rows
              if (measured.row.ram_modules, measured.row.servers) == (row.ram_modules, row.servers)
              and measured.row.ssd_drives > row.ssd_drives]  # fmt: skip

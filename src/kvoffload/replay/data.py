@@ -1,7 +1,7 @@
 """Data plane of a replay: moves real bytes between a device and the RAM tier, and verifies every byte.
 
 Owns the device memory, the RAM tier and the injection of damage. Contents are computed from keys
-(`replay.content`). So every wrong byte is detected, even if the tier's checksums fail.
+(`replay.content`). So every wrong byte is detected, even if the tier's checksums do not detect it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiers.memory import MemoryTier
 
 _DEVICE_BYTES = 32 << 20
-"""Size of the device memory; larger plans are processed in pieces."""
+"""Size of the device memory, in bytes. Larger plans are processed in pieces."""
 
 
 class DataPlane:

@@ -60,7 +60,7 @@ class DecisionLog:
             self._flush()
 
     def blocks(self, request: int, kind: str, ids: npt.NDArray[np.int64]) -> None:
-        """Append a line that ends in block ids; no line without ids."""
+        """Append a line that ends in block ids. Appends nothing if `ids` is empty."""
         if len(ids) == 0:
             return
         while _blocks(self._lines.memory, request, kind.encode(), ids) == _FULL:

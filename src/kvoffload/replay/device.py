@@ -1,8 +1,8 @@
 """LRU device caches in front of the replayed tiers: the blocks that the devices serve and drop.
 
-After every request, the engine's device holds the request's blocks; it does not matter if they were loaded or
-computed. So hits and drops depend only on the trace, and are computed before the tiers are replayed. The
-result equals a run of an `OffloadingManager` with ``lru``, but takes a fraction of the time.
+After every request, the engine's device holds the request's blocks, loaded or computed. So hits and drops
+depend only on the trace, and are computed before the tiers are replayed. The result equals a run of an
+`OffloadingManager` with ``lru``, but takes a fraction of the time.
 """
 
 from __future__ import annotations

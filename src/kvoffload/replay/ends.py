@@ -20,7 +20,7 @@ End = tuple[int, RequestContext]
 
 
 DecodeSpeed: TypeAlias = NotNegative
-"""Tokens per second; 0: requests end when served."""
+"""Tokens per second. 0: a request ends as soon as it is served."""
 
 
 class EndsAtOnce:

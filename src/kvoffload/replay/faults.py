@@ -20,8 +20,8 @@ from kvoffload.transfer import Rows
 class Injection:
     """Damages each written block with a fixed probability.
 
-    Reproducible: Python guarantees the sequence of `random.Random.random` for a seed, on every version and
-    machine.
+    Equal seeds damage equal blocks on every machine: Python guarantees the sequence of
+    `random.Random.random`.
 
     Attributes:
         kind: a key of `KINDS`.

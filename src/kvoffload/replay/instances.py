@@ -185,8 +185,10 @@ class SharedReplay:
         )
 
     def _combined_tier(self, level: int, reports: Sequence[TierReport]) -> TierReport:
-        """Add one tier's counters of all instances. For the shared tier only the hits are added: its other
-        counters are already totals."""
+        """Add up the counters of one tier over all instances.
+
+        For the shared tier only the hits are added up. Its other counters are already totals.
+        """
         hits = sum(report.hit_blocks for report in reports)
         if level and level == len(self._config.tiers):
             return msgspec.structs.replace(reports[-1], hit_blocks=hits)

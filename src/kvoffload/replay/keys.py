@@ -9,7 +9,7 @@ from kvoffload.structures.keys import Keys, KeyWords
 from kvoffload.traces.trace import Trace
 
 KEY_BYTES = 32
-"""Length of a key, as of an engine's block hashes (SHA-256)."""
+"""Length of a key in bytes. Equal to an engine's block hashes (SHA-256)."""
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
 """Producer of the blocks of every replay. It is equal in all replays, so that a replay can read blocks of an
@@ -25,7 +25,7 @@ _LAST = np.uint64(31)
 
 
 class TraceKeys:
-    """32-byte keys of all blocks of a trace, as one array (splitmix64 of the block id)."""
+    """32-byte keys of all blocks of a trace, in one array. A key is splitmix64 of the block id."""
 
     def __init__(self, trace: Trace) -> None:
         lanes = np.arange(1, KEY_BYTES // 8 + 1, dtype=np.uint64) * _STEP
@@ -43,7 +43,7 @@ class TraceKeys:
 
     @staticmethod
     def ids(keys: Keys) -> npt.NDArray[np.int64]:
-        """Recover the block ids from the first words of keys of this class."""
+        """Compute the block ids from the first words of keys that this class made."""
         words = _shifted_back(keys.words[:, 0], _LAST)
         for shift, _, inverse in reversed(_ROUNDS):
             words = _shifted_back(words * inverse, shift)

@@ -95,10 +95,10 @@ class Observer(Protocol):
         """Called when the leading `num_hits` blocks of a request are loaded, before blocks are stored."""
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
-        """Called for each decision about blocks, made while this request is served."""
+        """Called for each decision about blocks that is made while this request is served."""
 
     def ended(self, codes: Codes, places: Places) -> None:
-        """Called when all jobs of the tiers have ended, with the blocks that they may have been offered."""
+        """Called with blocks that may have been offered to the tiers, after all jobs of the tiers."""
 
 
 class Watch:
@@ -126,7 +126,7 @@ class Watch:
             self.observer.decided(request, decision, codes)
 
     def stored(self, request: int, missing: Codes, plan: StorePlan) -> None:
-        """Report the decisions of a store; `missing` are the absent blocks, in the order of the plan."""
+        """Report the decisions of a store. `missing`: the absent blocks, in the order of the plan."""
         stored, num_admitted = len(plan), len(missing) - plan.num_refused
         # Blocks that the policy refused come before the blocks that the rule refused.
         num_passed = len(missing) - self._manager.store_mode.num_not_admitted
@@ -158,7 +158,7 @@ class Watch:
         self._offered.append(codes)
 
     def settled(self) -> None:
-        """Report the recorded blocks. Call it when all jobs of the tiers have ended."""
+        """Report the blocks that `offered` recorded. Call this when all jobs of the tiers have ended."""
         for codes in self._offered:
             self.observer.ended(codes, self.places)
         self._offered.clear()

@@ -1,4 +1,4 @@
-"""Offline optimum: the upper bound for the hit ratio of any policy on a trace.
+"""Offline optimum: an upper bound of the hit ratio. No policy exceeds it on the trace.
 
 Knows the whole trace; no managers, slots or policies.
 """
@@ -134,7 +134,7 @@ def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None
 
 
 def _tree_starts(positions: int) -> _Int64s:
-    """Compute the first word of each level of a tree over `positions` bits, leaves first, and the end."""
+    """Compute the first word of each level of a tree over `positions` bits, leaves first; then the end."""
     starts, words = [0], max(positions, 1)
     while len(starts) == 1 or words > 1:
         words = (words + 63) // 64

@@ -143,7 +143,7 @@ class ReplayConfig:
         }
 
     def columns(self) -> dict[str, Any]:
-        """Return the fields that reports of a replay and rows of a sweep also have."""
+        """Return the fields that are also columns of replay reports and of sweep rows."""
         return {
             "admission": self.admission,
             "store": self.store,
@@ -156,7 +156,7 @@ class ReplayConfig:
 
 
 def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], one_in: int) -> Shadows:
-    """Create the shadows of a replay. Raises `ConfigError` unless it is on-compute with one instance."""
+    """Create the shadows of a replay. Raises `ConfigError` unless `config` is on-compute, one instance."""
     problems = Problems("replay")
     with problems:
         if config.store != ON_COMPUTE:
@@ -182,7 +182,7 @@ def recorded_s(trace: Trace) -> float:
 
 
 def slots_needed(trace: Trace, capacity_blocks: int) -> int:
-    """Return the slots that a cache of this capacity can use: at most one per unique block, at least one."""
+    """Return the number of slots that a cache can use: at least 1, at most one slot per unique block."""
     return max(1, min(capacity_blocks, trace.unique_blocks))
 
 
@@ -482,7 +482,7 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """Return this thread's CPU time for bytes and tiers, to subtract it from the time of decisions."""
+        """Return this thread's CPU time for bytes and tiers. It is subtracted from the time of decisions."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:

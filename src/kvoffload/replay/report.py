@@ -43,8 +43,8 @@ class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         setting: the changed options; ``current`` for none.
         hit_ratio, error: the hit ratio, and half the width of its 95 % interval.
-        gain, gain_error: `hit_ratio` minus the hit ratio of ``current``, and half the width of the gain's 95
-            % interval.
+        gain, gain_error: `hit_ratio` minus the hit ratio of ``current``, and half the width of the gain's own
+            interval.
         is_better: true if the gain is larger than its error.
     """
 

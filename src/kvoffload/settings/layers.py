@@ -73,7 +73,7 @@ def gathered(
 
 
 def _check_environment() -> None:
-    """Refuse misspelt variables. Other names with the prefix are allowed: they may have another purpose."""
+    """Refuse misspelt variables. Other variables with the prefix may have another purpose."""
     known = {name.upper() for name in (*OF_ENGINES, "config")}
     names = (name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in names:

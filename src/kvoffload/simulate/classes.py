@@ -59,7 +59,7 @@ DEFAULT_PARAMETERS = 8e9
 _PREFILL_SHARE, _DECODE_SHARE, _LINK_SHARE = 0.5, 0.4, 0.8
 """Assumed shares of the peak rates of arithmetic, memory and link that an engine reaches."""
 _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
-"""Assumed seconds to schedule and launch a step of vLLM, and to launch a batch of copies."""
+"""Assumed times in seconds: to schedule and launch a step of vLLM, and to launch a batch of copies."""
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74

@@ -88,7 +88,7 @@ class _Generating:
         self.tokens, self._at_s = self.tokens + 1.0, now
 
     def advance(self, now: float) -> float:
-        """Generate until now, between steps; returns the seconds of generation."""
+        """Advance the generation between steps to `now`; returns its duration in seconds."""
         seconds, self._at_s = now - self._at_s, now
         if not self._ends:
             return 0.0
@@ -172,7 +172,7 @@ class Engine:
         self.wake()
 
     def _admit(self, request: _Request, again: deque[_Request]) -> bool:
-        """Start, load or defer a request; False if there is no room for it."""
+        """Start, load or defer a request; returns False if the device has no room for the request."""
         if request.lease is not None:
             self._start(request)
             return True
@@ -272,7 +272,7 @@ class Engine:
         self._queues[1].extendleft(reversed(again))
 
     def _compute(self, request: _Request) -> None:
-        """Add a prompt, or the part that fits the budget, to the step."""
+        """Add a prompt to the step, or only the part that fits the budget."""
         step = self._step
         num_tokens = min(step.budget, request.tokens - request.computed)
         if not num_tokens:

@@ -36,7 +36,8 @@ class Link:
 
     Args:
         name: name in the report.
-        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` after the previous job.
+        bytes_per_s, latency_s: a job takes ``latency_s + bytes / bytes_per_s`` seconds after the previous
+            job.
     """
 
     def __init__(self, events: Events, name: str, bytes_per_s: float, latency_s: float) -> None:

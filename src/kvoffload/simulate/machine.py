@@ -134,7 +134,7 @@ _HOW_TO_KNOW = {
     **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
-"""How to measure each quantity. For error messages."""
+"""Instructions to measure each quantity, for error messages."""
 
 QUANTITIES = tuple(_HOW_TO_KNOW)
 """Names of all quantities of a machine."""

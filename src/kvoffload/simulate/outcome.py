@@ -80,7 +80,7 @@ def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[Li
 
 
 def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: bool) -> list[TimedTierReport]:
-    """Combine the tiers: RAM of all engines, then the tiers that the engines share."""
+    """Combine the reports of tiers: first RAM of all engines, then the tiers that engines share."""
     if len(engines) == 1 or not last.tiers:
         return last.tiers
     of_ram = [engine.tiers[0] for engine in engines if engine.tiers]

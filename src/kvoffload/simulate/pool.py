@@ -53,7 +53,7 @@ class DevicePool:
         return next((length for length, code in enumerate(codes) if code not in holders), len(codes))
 
     def lease(self, codes: Sequence[int], num_more: int) -> Lease | None:
-        """Hold these known blocks and reserve `num_more` blocks; None if there is no room."""
+        """Hold these known blocks and reserve `num_more` more. Returns None if there is no room."""
         free = self._free
         num_free = sum(code in free for code in codes)
         if self._num_blank + len(free) - num_free - self._num_reserved < num_more:

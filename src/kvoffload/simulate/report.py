@@ -137,7 +137,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_overloaded(self) -> bool:
-        """True if requests arrived faster than they were served; waits then depend on the trace's length."""
+        """True if requests arrived faster than they were served. Waits then depend on the trace's length."""
         return self.waiting_s.mean > _OVERLOADED * (self.ttft_s.mean - self.waiting_s.mean)
 
 

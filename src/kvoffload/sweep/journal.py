@@ -1,6 +1,6 @@
 """Journal of finished replays, so that an interrupted sweep or plan can continue.
 
-One line of JSON for each measurement or timed replay, appended when it is finished. Knows no grids or rows.
+Each finished measurement or timed replay is appended as one line of JSON. Knows no grids or rows.
 """
 
 from __future__ import annotations

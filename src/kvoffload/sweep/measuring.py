@@ -28,7 +28,7 @@ from kvoffload.sweep.workers import LocalWorkers, Workers
 _FORMAT = 2
 """Format of a measurement in the journal."""
 _TIER_WORK = 2
-"""Time that a tier behind RAM adds to a replay, as a multiple of the time with RAM alone."""
+"""Time that a tier behind RAM adds to a replay, as a multiple of the time of a replay with RAM alone."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Work:
         output: a ``.csv``, ``.json`` or ``.parquet`` file; None: no output and no journal.
         force: replace an existing output.
         jobs: number of worker processes; None: one per CPU.
-        scheduler: address of a Dask scheduler, whose workers run the replays instead of local processes.
+        scheduler: address of a Dask scheduler. Its workers run the replays, instead of local processes.
         seed, resamples: parameters of the confidence intervals.
 
     Raises: `ConfigError`.

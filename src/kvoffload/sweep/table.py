@@ -113,7 +113,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TimedRow(Row, frozen=True, kw_only=True):
-    """Row with a timing, which differs from run to run.
+    """Row with a time measurement. The time differs from run to run.
 
     Attributes:
         control_plane_s: CPU seconds of decisions, while other replays ran on the machine.
@@ -201,7 +201,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
 
 
 def violations(rows: Sequence[Row]) -> list[str]:
-    """Describe each row above an upper bound, which proves a bug of kvoffload."""
+    """Describe each row that exceeds an upper bound. Such rows prove a bug of kvoffload."""
     lines = []
     for row in rows:
         bounds = {"an optimal policy": row.optimum_hit_ratio, "a cache without limit": row.infinite_hit_ratio}
@@ -223,9 +223,9 @@ def _sizes(point: Point) -> tuple[object, ...]:
 
 
 def place(point: Point) -> tuple[object, ...]:
-    """Return the key of the rows that share a baseline and a verdict.
+    """Return a key. Rows with equal keys have the same baseline and verdict.
 
-    It consists of trace, sizes, separate or shared RAM, store mode, and tiers.
+    The key consists of trace, sizes, separate or shared RAM, store mode, and tiers.
     """
     return *_sizes(point), point.config.shared_ram, point.config.store, point.tiers
 

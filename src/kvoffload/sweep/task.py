@@ -1,4 +1,4 @@
-"""Tasks of a sweep. A task is one replay, which any kind of worker can run.
+"""Tasks of a sweep. A task is one replay; any kind of worker can run it.
 
 Tasks and results are plain values, because a worker may be another process or machine. A failure is a result.
 """
@@ -164,7 +164,7 @@ def attempt(task: Task) -> Measurement | Failure:
 def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
     """Run a task with this trace; None: read the trace.
 
-    Returns exceptions as a `Failure`, because an exception of a third party's policy may not be picklable.
+    Returns a `Failure` instead of raising: an exception of a third party's policy may not be picklable.
     """
     try:
         run = replay_of(trace or load(task.source), task.config)
@@ -184,7 +184,7 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
 def code_digest(policy: str = "") -> str:
     """Compute the SHA-256 of the code that affects a result: this package and the policy's file.
 
-    The version is not enough, because a policy under development changes without a new version.
+    A version number would not suffice: a policy under development changes without a new version.
     """
     digest = hashlib.sha256(__version__.encode())
     files = [

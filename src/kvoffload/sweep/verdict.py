@@ -97,7 +97,7 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a difference by the low end and the correlation of its interval; None: no interval."""
+    """Classify a difference by low end and correlation of its interval. None: there is no interval."""
     if low is None or correlation is None:
         return Certainty.UNKNOWN
     if low <= 0:

@@ -55,7 +55,7 @@ def first_failure(make: Callable[[int, str], OffloadingManager]) -> Failure | No
     Args:
         make: creates a manager, given its capacity in blocks and its store mode.
 
-    Cost: 160 scripts of 4 to 32 steps; a failure costs at most 300 more.
+    Cost: 160 scripts of 4 to 32 steps. After a failure, at most 300 more scripts.
     """
     for length, seed in product(_LENGTHS, _SEEDS):
         for capacity_blocks, store in product(_CAPACITIES, STORES):

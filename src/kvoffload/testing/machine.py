@@ -46,7 +46,7 @@ COUNTERS = ("stored", "store_failed", "loaded", "evicted", "refused", "dropped",
 
 runs = st.tuples(st.integers(0, NUM_KEYS - 1), st.integers(0, 8)).map(lambda r: [*range(r[0], sum(r))])
 batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
-"""Numbers of keys: parts of a chain, as in engines, or arbitrary lists with repeats."""
+"""Lists of key numbers: parts of a chain, as in engines, or arbitrary lists with repeats."""
 
 
 @dataclass
@@ -471,7 +471,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request; expect further keys of the other waiting requests, the oldest first."""
+        """Remove a waiting request, then expect further keys of the other requests, the oldest first."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
@@ -521,8 +521,8 @@ def manager_machine(
         store: ``on-compute``, or ``on-device-eviction`` for a victim tier.
         capacity_blocks: number of slots; keep it small, so that there is often no room.
         key_bytes: length of the keys.
-        max_examples: number of random histories; None: from Hypothesis' profile.
-        step_count: most steps of a history.
+        max_examples: number of random histories; None: the number in Hypothesis' profile.
+        step_count: maximum number of steps in a history.
         base: a subclass with further rules.
     """
 

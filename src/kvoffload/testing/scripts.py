@@ -35,7 +35,7 @@ known_of_requests = st.builds(
 """Arbitrary hints, including invalid values."""
 
 Step: TypeAlias = tuple[str, int, list[int]]
-"""Action, number of a request or job, and numbers of keys."""
+"""A step: action, number of a request or job, and numbers of keys."""
 
 ACTIONS = (
     ["store", "stored"] * 4

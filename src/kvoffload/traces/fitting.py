@@ -1,4 +1,4 @@
-"""Fitting a built-in workload to a recording: a search over the workload's parameters.
+"""Fits a built-in workload to a recording, by a search over the workload's parameters.
 
 `likeness` defines the distance. docs/workloads.md lists the limits of a fit.
 """
@@ -278,6 +278,6 @@ def _times(quantity: LogNormal, factor: float) -> LogNormal:
 
 
 def _log_normal(percentiles: Percentiles, unit: int = 1, least: float = 1.0) -> LogNormal:
-    """Fit a `LogNormal` to median and 90th percentile; block sizes distort low percentiles."""
+    """Fit a `LogNormal` to median and 90th percentile. Block sizes distort low percentiles."""
     median, high = (max(least, value * unit) for value in (percentiles.p50, percentiles.p90))
     return LogNormal(median, round(min(3.0, math.log(high / median) / _P90_OF_NORMAL), 3))

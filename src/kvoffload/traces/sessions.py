@@ -73,7 +73,7 @@ def generate(workload: Workload) -> Trace:
 
 
 class _Server:
-    """State shared by all sessions: random numbers, shared texts, and an id for each distinct prefix."""
+    """State of the server, for all sessions: random numbers, shared texts, and an id for each prefix."""
 
     def __init__(self, workload: Workload) -> None:
         self.shared_blocks: set[int] = set()

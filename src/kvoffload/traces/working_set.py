@@ -14,9 +14,10 @@ class Period(NamedTuple):
 
     Attributes:
         start_s, end_s: seconds since the first arrival.
-        different_blocks: distinct blocks in use; a cache of this capacity would hold them all.
-        new_blocks: blocks that no earlier period used.
-        ceiling: share of references whose block was used before, in any period.
+        different_blocks: number of distinct blocks that were used. A cache of this capacity would hold all of
+            them.
+        new_blocks: number of blocks that no earlier period used.
+        ceiling: share of references to blocks that were used before, in this or an earlier period.
     """
 
     start_s: float

@@ -238,7 +238,7 @@ def _write_lines(
 
 
 def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
-    """Rewrite a trace with unordered lines: the header gets `in_order` False, times begin at 0."""
+    """Rewrite a trace with unordered lines: times begin at 0, and `in_order` in the header is False."""
     shifted = partial.with_name(partial.name + ".shifted")
     try:
         with (

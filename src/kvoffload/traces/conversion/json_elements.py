@@ -71,7 +71,7 @@ class _Buffer:
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:
-        """Append a chunk; returns False after the end of the array.
+        """Append a chunk. Returns False if the array has ended.
 
         Raises `json.JSONDecodeError` for an incomplete element at the end of the file.
         """

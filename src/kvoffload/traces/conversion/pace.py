@@ -53,7 +53,7 @@ class Pace:
 
 
 class PacedSource(Source):
-    """A source of records with or without times. If there are no times, a `Pace` assigns them."""
+    """A source whose records all have times, or all lack times. A `Pace` assigns missing times."""
 
     per_minute: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 

@@ -93,7 +93,7 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Return True if these fields of the first record, or columns of a table, indicate this kind."""
+        """Return True if these names of fields (in the first record) or of columns indicate this kind."""
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None

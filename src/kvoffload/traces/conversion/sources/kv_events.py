@@ -146,7 +146,7 @@ class KVEvents(Source):
             del self._open[key]
 
     def _ended(self) -> list[Request]:
-        """Remove and return ended requests, in order of arrival, up to the first request that still runs."""
+        """Remove and return ended requests in order of arrival, until the first request that still runs."""
         size, ended = self.given.block_size.tokens, []
         while self._in_order and self._in_order[0].is_over:
             request = self._in_order.popleft()

@@ -38,8 +38,8 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 class Text(PacedSource):
     """A JSON array or JSON lines. A record with a time or a `body` is one request.
 
-    Other records with messages are conversations, with a request for each answer. A conversation is a
-    session; requests may name their session (`SESSION_FIELDS`, in the record or in `body`).
+    Every other record with messages is a conversation, with a request for each answer. A conversation is a
+    session. A single request may name its session (`SESSION_FIELDS`, in the record or in `body`).
 
     Each message is tokenized separately in the frame ``<|im_start|>role\\n...<|im_end|>\\n``, so that a turn
     begins with all tokens of the previous turn. The model's own template may differ by a few tokens per
