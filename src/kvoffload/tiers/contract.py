@@ -65,7 +65,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def begin_request(self, request_id: str) -> object:
-        """Open the tier's record of a request, in which repeated lookups of a block count as one use."""
+        """Open the tier's record of a request. Within a request, repeated lookups of a block are one use."""
 
     @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
@@ -83,7 +83,7 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        """Begin to read blocks into ``pool[rows[i]]``; returns the number of the job.
+        """Start a job that reads block `i` into ``pool[rows[i]]``; returns the job's number.
 
         Absent and damaged blocks are False in the result; the contents of their rows are undefined.
         """
@@ -92,7 +92,9 @@ class SecondaryTier(ABC):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Begin to write blocks from ``pool[rows[i]]``; returns the job's number and the accepted blocks.
+        """Start a job that writes block `i` from ``pool[rows[i]]``.
+
+        Returns the job's number, and a mask of the accepted blocks.
 
         The tier accepts neither blocks that it already has nor blocks that its admission rule or policy
         refuses. While its queue is full, it accepts no block. Without an accepted block no job begins, and
@@ -105,8 +107,8 @@ class SecondaryTier(ABC):
     @property
     @abstractmethod
     def queue_room(self) -> int:
-        """Number of blocks that the write queue still accepts; ``sys.maxsize`` without a limit. The number is
-        0 only while a job is in flight."""
+        """Number of blocks that the write queue still accepts; ``sys.maxsize`` without a limit. Without a job
+        in flight, the number is above 0."""
 
     @abstractmethod
     def finished(self) -> list[JobResult]:
@@ -159,7 +161,7 @@ class SharedTier(SecondaryTier):
 
     @abstractmethod
     def submit_probe(self, keys: Keys) -> int:
-        """Begin to probe the server for blocks; returns the job's number, or `NO_JOB` if no probe is sent.
+        """Start a job that probes the server for blocks; returns its number, or `NO_JOB` if no probe is sent.
 
         Present blocks are True in the result. The presence cache then covers the blocks for some seconds,
         even if the job failed: `unknown` is False for them.
@@ -187,7 +189,7 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def follow(self, request: object, path: Keys) -> None:
-        """Record the path of a request, from its beginning as far as known.
+        """Record the known part of a request's path, from the first block.
 
         Call it before lookups and writes of the path's blocks, and again after the path has grown. The tier
         must copy the keys that it stores, because `path` is a view. Cost: O(new blocks).
@@ -195,8 +197,10 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer, at most `room`. The last of these blocks ends a group
-        if possible. Cost: as `contains`."""
+        """Return the number of leading `keys` to offer: at most `room` and, if possible, whole groups.
+
+        Cost: as `contains`.
+        """
 
 
 NO_JOB = -1

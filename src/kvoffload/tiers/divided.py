@@ -48,7 +48,7 @@ class _DividedRequest:
 
 @dataclass(eq=False)
 class _DividedJob:
-    """A job that is divided among members; `remaining` is the number of the members' unfinished jobs."""
+    """A job that is divided among members. `remaining`: number of members whose part is unfinished."""
 
     number: int
     ok: Mask
@@ -59,7 +59,7 @@ class _DividedJob:
 
 @dataclass(eq=False)
 class _Refusals:
-    """First exception of members in a call, and the number of blocks of members that raised."""
+    """Failures of members in one call: the first exception, and the number of blocks of these members."""
 
     first: Exception | None = None
     num_blocks: int = 0
@@ -72,8 +72,8 @@ class _Refusals:
 class DividedTier(SecondaryTier, Generic[Member]):
     """A tier that assigns each key to one member. A block whose key has no member now is absent.
 
-    If a member fails, hangs or raises, only its own blocks are misses. If members raise and no other member
-    begins its part of a job, the first exception is raised.
+    If a member fails, hangs or raises, only the member's own blocks are misses. If no member starts its part
+    of a job, the first exception of a member is raised, if any.
 
     Thread: one, as for its members.
     """

@@ -266,7 +266,7 @@ class GuardedTier(SharedTier, GroupedTier):
             self._log.warn(f"pause {id(self)}", text, self.name, pause_s, method, failures.count)
 
     def _end(self, result: JobResult) -> None:
-        """Accept the result of a job in flight; count a result that fits no job as a failure."""
+        """Accept the result of a job in flight. A result that fits no job in flight counts as a failure."""
         num_rows = self._num_rows.pop(result.job, None)
         self._doubtful.discard(result.job)
         if num_rows is None:
@@ -279,7 +279,7 @@ class GuardedTier(SharedTier, GroupedTier):
             self._ended.append(result)
 
     def _end_doubtful(self) -> None:
-        """Close the tier if jobs that were in flight when `finished` raised do not end within 10 s."""
+        """Close the tier 10 s after `finished` has raised, if jobs of that moment are still in flight."""
         now = self._clock()
         if "finished" in self._failing and not self._doubtful:
             self._doubtful, self._doubtful_since = {*self._num_rows}, now

@@ -1,4 +1,4 @@
-"""The RAM tier: one contiguous pool of slots, and a checksum for each.
+"""The RAM tier: one contiguous pool of slots, and a checksum for each slot.
 
 Owns the memory of the pool and the checksums. Does not know which slots are in use: the manager decides.
 """
@@ -33,14 +33,14 @@ class MemoryTier:
     The checksum of a slot is the xxh3_64 of its bytes, seeded with the digest of its key. So `read` and
     `verify_slots` detect
 
-    - damaged, zeroed or torn blocks; a check misses one in 2^64. A damaged checksum makes a sound block
-      count as damaged, but no damaged block as sound;
+    - damaged, zeroed or torn blocks, except one in 2^64. If the checksum itself is damaged, a sound block
+      counts as damaged;
     - the bytes of another block, even if the other block's checksum was moved with the bytes (swapped slots,
-      an outdated slot number), unless both keys have one digest (2^-64 a pair);
-    - a slot that was never written or was erased, always.
+      an outdated slot number), unless both keys have the same digest (2^-64 a pair);
+    - slots that were never written or were erased, always.
 
-    Not detected: bytes that were wrong before `write` computed the checksum; damage between verification and
-    the copy that follows; and forgery, because xxh3 detects accidents, not attacks.
+    Not detected are: bytes that were wrong before `write` computed the checksum; damage between verification
+    and the copy that follows; and forgery, because xxh3 detects accidents, not attacks.
 
     With ``verify=False`` there are no checksums, and every block counts as sound.
 
@@ -80,10 +80,10 @@ class MemoryTier:
         return self._slots[:, : self.block_bytes]
 
     def write(self, keys: Keys, slots: Rows, source: DeviceArray | CopyEngine, source_rows: Rows) -> None:
-        """Copy blocks in and compute their checksums: block `i` is ``source[source_rows[i]]``.
+        """Copy block `i` from ``source[source_rows[i]]`` into ``slots[i]``, and compute its checksum.
 
-        `source` is a device or, for many calls, its engine. Slots must be distinct. If the device fails, its
-        error is raised, and the unfinished slots count as never written.
+        `source` is a device or, for many calls, the device's engine. Slots must be distinct. If the device
+        fails, the device's error is raised, and the unfinished slots count as never written.
         """
         engine = self._engine_for(source)
         slots = self._checked(keys, slots)
@@ -202,7 +202,7 @@ def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
 
 
 def available_bytes() -> int:
-    """Return the memory that this process can still use: available memory, within the cgroup's limit.
+    """Return the bytes of memory that this process can still use, on the machine and within its cgroup.
 
     Callers check the limit before an allocation. An anonymous mapping of any size succeeds, and the kernel
     kills the process later, when the process writes more pages than the machine has.

@@ -1,8 +1,8 @@
 """Offers of blocks to a tier: payment from a write budget, and admission of blocks without a request.
 
-RAM offers blocks without a request when the device drops the blocks, or after they have waited for a busy
-tier. Such an offer may hold blocks of several requests. It does not count as a use of the blocks, because the
-uses were counted when their requests finished.
+RAM offers blocks without a request in two cases: the device has dropped the blocks, or the blocks have waited
+for a busy tier. Such an offer may contain blocks of several requests. It does not count as a use of the
+blocks, because the uses were counted when the requests finished.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Purse:
 
     @property
     def room(self) -> int:
-        """Number of blocks for which the budget has room now."""
+        """Number of blocks that the budget pays for now."""
         return self._budget.left_bytes // self._unit_bytes
 
     def pay(self, offered: Keys, num_written: int) -> None:

@@ -1,4 +1,4 @@
-"""The text that describes a producer. Packs it into a bounded number of bytes, unpacks and compares it.
+"""Functions to pack a producer's text into a bounded number of bytes, unpack the text, and compare two texts.
 
 Tiers identify a producer by a hash of the whole text. They store the packed text beside the hash, so that
 ``inspect`` can show the differences of two producers. The stored text is untrusted: only the hash decides
@@ -92,7 +92,7 @@ def summary(text: str) -> str:
 
 
 def differences(first: str, second: str) -> list[Difference]:
-    """Return the fields that differ between two producers' texts, with the shortest distinct names."""
+    """Return the fields that differ between two producers' texts, each with its shortest unique name."""
     a, b = fields(first), fields(second)
     names = sorted(name for name in {*a, *b} if a.get(name, ABSENT) != b.get(name, ABSENT))
     short = _short(names)
@@ -124,7 +124,7 @@ def _shortened(value: Any) -> Any:
 
 
 def _short(names: list[str]) -> dict[str, str]:
-    """Map each dotted name to its last part, or to the whole name if several names have equal last parts."""
+    """Return a short name for each dotted name: its last part if that is unique, otherwise the whole name."""
     last = {name: name.rpartition(".")[2] for name in names}
     ends = list(last.values())
     return {name: end if ends.count(end) == 1 else name for name, end in last.items()}

@@ -152,7 +152,7 @@ class SimulatedTier(SecondaryTier):
 
 
 class NoMemory:
-    """The RAM of a replay without data: slots without memory."""
+    """The RAM of a replay without data: it has slots, but no bytes."""
 
     def __init__(self, num_slots: int) -> None:
         self.pool: Blocks = np.empty((num_slots, 0), np.uint8)

@@ -1,4 +1,4 @@
-"""Users' descriptions of tiers, with one grammar everywhere.
+"""Descriptions of tiers by users. All commands and settings share one grammar.
 
 As text: ``KIND:PATH:CAPACITY,option=value,...``, or ``KIND:CAPACITY`` for a kind without a path. As mapping:
 ``{"type": KIND, "path": PATH, "capacity": CAPACITY, ...}``. A tier on a network is a URL,
@@ -46,7 +46,7 @@ class TierOwner:
         block_bytes: bytes of a block; 0 in a replay without data.
         key_bytes: length of every key.
         fingerprint: identifies the producer of the blocks; blocks of another producer are never served.
-        clock: returns the time in a replayed recording, in seconds; None: tiers use the system's time.
+        clock: returns the time in a replayed recording, in seconds. With None, tiers use the system's time.
         recorded_s: length of the replayed recording in seconds; 0 if the recording has no times.
         shared_fingerprint: returns the fingerprint for tiers that several machines share. Its argument is the
             user's name of the weights, or an empty text. All machines that compute equal bytes for equal keys
@@ -55,8 +55,8 @@ class TierOwner:
         counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
         reports_paths: True if the owner reports paths (`GroupedTier.follow`) and offers all blocks of a path
             at its end.
-        on_unavailable: called with the error if a tier, or a directory of a tier, cannot be opened now; None
-            to raise the error.
+        on_unavailable: called with the error if a tier, or a directory of a tier, cannot be opened now. With
+            None, the error is raised.
     """
 
     block_bytes: int
@@ -132,7 +132,7 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks. For a kind without a capacity: a number above the blocks of any trace."""
+        """Capacity in blocks. A kind without a capacity returns a number above the blocks of any trace."""
         return MOST_BLOCKS
 
     @property
@@ -244,7 +244,7 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
 
 
 def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ...]:
-    """Check that no label is the name of another tier. Raises `ConfigError`."""
+    """Return the tiers, after a check that no label is the name of another tier. Raises `ConfigError`."""
     names = names_of(tiers)
     for number, (tier, name) in enumerate(zip(tiers, names, strict=True)):
         if tier.label and names.count(name) > 1:

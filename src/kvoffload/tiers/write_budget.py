@@ -21,7 +21,7 @@ _HOURS = 25
 class WriteBudget:
     """A limit of the bytes that tiers write in any 24 hours. Several tiers may share one budget.
 
-    A write counts with its bytes on the medium, even if the write fails. Writes before a restart count, too.
+    Each write, even a failed one, counts with its bytes on the medium. Writes before a restart count, too.
 
     Args:
         max_bytes_per_day: 0 for tiers that are only read.
@@ -74,12 +74,12 @@ class WriteBudget:
 
     @property
     def left_bytes_each(self) -> int:
-        """Share of each tier in `left_bytes`; all shares are equal, so that the tiers' counters add up."""
+        """Share of one tier in `left_bytes`. All shares are equal, so that the tiers' counters add up."""
         return self.left_bytes // max(1, self._num_tiers)
 
     @property
     def bytes_each(self) -> float:
-        """Share of each tier in the bytes of a day; all shares are equal."""
+        """Share of one tier in the bytes of a day. All shares are equal."""
         return self._max_bytes / max(1, self._num_tiers)
 
     def earned_bytes_each(self, seconds: float) -> float:

@@ -6,8 +6,8 @@ Owns the order of operations on which the guarantees after a crash depend:
 2. A block's entry is appended to the journal only after the block's data are durable.
 3. A write is reported only after the block's entry is durable.
 
-If batches follow each other, one sync covers the data of a batch and the entries of the batch before. Does
-not move blocks.
+If another batch waits, one sync makes two things durable: the entries of a batch and the data of the next
+batch. Does not move blocks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Slab
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 COMMIT_INTERVAL_S = 0.002
-"""Shortest pause between two commits while writes are in progress. Each commit takes a page of the log or
-more."""
+"""Shortest pause between two commits while writes are in progress, in seconds. Each commit fills at least one
+page of the log."""
 COMMIT_PACE = 32
 """Pause between two commits, as a multiple of the last commit's duration: a sync delays concurrent writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks."""
 ACCESS_INTERVAL_S = 1.0
-"""Longest time that accesses wait for a commit."""
+"""Longest time in seconds until an access is committed."""
 MAX_PENDING_ACCESSES = 1 << 22
 
 _NO_SLOTS = np.empty(0, np.uint32)
@@ -126,16 +126,17 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Make blocks of generations below `generation` void, including blocks in flight.
+        """Make all blocks with a generation below `generation` void, including blocks in flight.
 
-        Durable once `is_settled` is True. After `void`, call `remove` for the blocks' slots to reuse them.
+        The change is durable once `is_settled` is True. To reuse the blocks' slots, call `remove` afterwards.
         """
         with self.lock:
             self._void_before = np.uint64(generation)
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Queue accesses to slots for the next commit. A slot number with the flag `REUSE` counts as a use.
+        """Queue accesses to slots for the next commit. An access counts as a use if its slot number has the
+        flag `REUSE`.
 
         Drops the accesses if too many are queued or the journal is broken.
         """
@@ -151,7 +152,8 @@ class Committer:
     # ---- the movers' side, with the lock held
 
     def hold(self, chunk: Chunk) -> bool:
-        """Hold a write chunk until its slots may be written; returns False if they may be written now."""
+        """Hold a write chunk until its slots may be written. Returns False, without holding the chunk, if the
+        slots may be written now."""
         if chunk.gate <= self._durable_removals:
             return False
         self._gated.append(chunk)
@@ -159,7 +161,7 @@ class Committer:
         return True
 
     def note_started(self) -> None:
-        """Wake the committer after a thread has taken a write chunk, if other chunks are held."""
+        """Report that a thread has taken a write chunk. Wakes the committer if other chunks are held."""
         if self._gated:
             self._wake.notify()
 
@@ -186,7 +188,7 @@ class Committer:
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """While `flushing` is True, commit pending accesses without delay, because a caller drains."""
+        """Set whether pending accesses are committed without delay: True while a caller drains."""
         self._flushing = flushing
         self._wake.notify()
 
@@ -314,7 +316,7 @@ class Committer:
         return entries
 
     def _end_batch(self, batch: _Batch) -> None:
-        """Deliver the writes of a durable batch, and release held writes into slots that it emptied."""
+        """Deliver the writes of a durable batch, and release held writes to slots emptied by the batch."""
         with self.lock:
             self._in_flight.remove(batch)
             self._durable_removals += sum(map(len, batch.removed))

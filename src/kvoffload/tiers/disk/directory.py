@@ -1,7 +1,7 @@
 """A directory of slabs, one for each producer. One owner at a time has the directory open.
 
-Owns the names of slabs, and decides which slab shrinks for another slab. A slab stays for the next start of
-its producer. All slabs together take at most the capacity.
+Owns the names of slabs, and decides which slab shrinks to make space for another slab. A slab stays for the
+next start of its producer. All slabs together take at most the capacity.
 """
 
 from __future__ import annotations
@@ -264,7 +264,8 @@ class _Opening:
         return len(missing) > 0
 
     def _fit_into_room(self, slab: Slab, recovered: Recovered) -> None:
-        """Fit the slab into the directory's free space. Other slabs shrink only to hold the slab's blocks."""
+        """Fit the slab into the directory's free space. Other slabs shrink only if the slab's blocks need
+        their space."""
         slab.trim(slab.num_reserved)
         room = slab.room
         assert room is not None
@@ -277,7 +278,7 @@ class _Opening:
         slab.touch()
 
     def _room(self) -> Room:
-        """Trim the slabs of other producers, and return the room of the producer's slab."""
+        """Trim the slabs of other producers; return the `Room` for this producer's slab."""
         other_paths = [path for path in slabs_in(self._directory) if path != self._path]
         for path in other_paths:
             self._trim_other(path)
@@ -324,7 +325,10 @@ class _Opening:
 
 
 def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
-    """Return the number of slots up to the last block, counted from slot 0; at least one slot is usable."""
+    """Return the number of slots up to the last block, counted from slot 0.
+
+    Without blocks, the first usable slot counts as the last block.
+    """
     slots = recovered.contents.slots()
     return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
 

@@ -31,7 +31,8 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Flag in the slot number of an access: the access counts as a use. Other accesses only change the order."""
+"""Flag in the slot number of an access. An access with the flag counts as a use; an access without it only
+changes the order."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -53,7 +54,7 @@ HOUR = record_type("hour:<u8 num_blocks:<u8")
 MAX_NUMBER = 1 << 62
 """Limit of epochs, sequences and generations. Greater numbers result from damage, and would overflow."""
 MAX_HOURS = 48
-"""Number of hours for which a checkpoint records written blocks: a day and a margin."""
+"""Limit of the hours whose number of written blocks a checkpoint records: a day and a margin."""
 
 
 class Identity(NamedTuple):

@@ -74,8 +74,8 @@ class Layout:
         num_slots: number of slots, including slots below `first_slot`.
         first_slot: lowest slot that may hold a block.
         origin: offset of slot 0.
-        journal_slots: number of slots from which the sizes of checkpoints and log were computed.
-        journal_offset: offset of checkpoint 0; behind the last slot while a longer journal is prepared.
+        journal_slots: number of slots that determines the sizes of the checkpoints and the log.
+        journal_offset: offset of checkpoint 0. While the journal becomes longer, it is behind the last slot.
     """
 
     block_bytes: int
@@ -239,8 +239,8 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """Return the layout with the most slots before slot `end` and a sufficient journal in front of these
-        slots; None if none fits."""
+        """Return the layout that uses as many slots before slot `end` as possible, and has a long enough
+        journal in front of these slots. Returns None if no such layout fits."""
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2

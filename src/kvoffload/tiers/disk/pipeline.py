@@ -21,8 +21,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 class Pipeline:
     """Reads and writes chunks, and passes each chunk that has ended to `deliver`.
 
-    Reads have priority over writes, and with two or more threads one thread only reads, so that a load does
-    not wait for stores. If the committer is broken, writes fail at once, and reads still work.
+    Reads have priority over writes. With two or more threads, one thread only reads, so that a load does not
+    wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
     thread. The constructor raises `RuntimeError` if the system cannot start a thread; then all threads have

@@ -1,8 +1,8 @@
 """The mapping from the manager's slots to the slab's slots, called *places*.
 
-Owns the metadata of each block, and the *reserve*: the places beyond the manager's number of slots. A write
-gets the places that have been empty longest, and so need not wait until the removal of the evicted blocks is
-durable. Does no I/O.
+Owns the metadata of each block, and the *reserve*: the slab has more places than the manager has slots. A
+write gets the places that have been empty longest. So the write need not wait until the removal of the
+evicted blocks is durable. Does no I/O.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Placement:
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
         """Store the recovered blocks in an empty manager; returns the places of blocks that do not fit.
 
-        Stores blocks in the order of their writes, and then reports uses in the order of use. So policies
-        that order by insertion and policies that order by use both restore their order.
+        Stores the blocks in the order of their writes, then reports their uses in the order of use. So every
+        policy restores its order, whether it orders blocks by insertion or by use.
         """
         newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.

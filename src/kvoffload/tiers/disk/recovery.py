@@ -167,8 +167,8 @@ class Recovered:
         sequence: number of the next group in the log.
         log_end: offset of the next group in the log.
         damaged: number of lost groups, heads and pages.
-        unreadable: number of pages that the medium failed to read and that no other copy replaces. `damaged`
-            counts their losses, too.
+        unreadable: number of pages that the medium failed to read, if no other copy exists. `damaged`
+            includes the groups and heads lost with these pages.
         unfinished: True if the log ends in an incomplete group, as after a crash; this is no damage.
         corrected: True if `contents` differ from the journal, so that a new checkpoint is needed.
     """
@@ -299,7 +299,8 @@ def _read_log(slab: Slab, recovered: Recovered) -> None:
 
 
 def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
-    """Return the offsets of pages in the log that may begin a group of this slab, and the groups' epochs."""
+    """Return two lists about pages of the log that may be the start of a group of this slab: the offsets of
+    the pages, and the epochs of the groups."""
     heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
     rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))
     return (rows * PAGE_BYTES).tolist(), heads["epoch"][rows].tolist()

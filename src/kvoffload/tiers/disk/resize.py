@@ -26,7 +26,7 @@ def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int
 
     Args:
         target: the new layout: ``slab.layout.with_capacity(capacity_bytes)``.
-        capacity_bytes: new capacity. If the last change was interrupted: at most the superblock's capacity.
+        capacity_bytes: new capacity. After an interrupted change, at most the capacity in the superblock.
 
     Cost: a few passes over the journal, and copies of the blocks whose slots disappear. Raises `OSError`.
     """

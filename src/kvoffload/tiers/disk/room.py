@@ -15,14 +15,14 @@ from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES
 class Room:
     """Space for one slab in a directory with other slabs.
 
-    All files together take at most the capacity. The other slab that was least recently opened or written
-    shrinks first. It loses its coldest blocks, and is deleted when few blocks remain.
+    All files together take at most the capacity. Among the other slabs, the slab that was least recently
+    opened or written shrinks first. It loses its coldest blocks, and is deleted when few blocks remain.
 
     Args:
         capacity_bytes: capacity of the directory.
         others: files of other slabs, in the order in which they shrink.
-        shrink: called with a file and a number of bytes; shortens the file by at least this number, or
-            deletes the file; returns the new size, 0 if deleted. May raise `OSError`.
+        shrink: function of a file and a number of bytes. Shortens the file by at least this number, or
+            deletes the file. Returns the new size, 0 if deleted. May raise `OSError`.
 
     Thread: one at a time.
     """

@@ -61,7 +61,7 @@ _PIECE_BYTES = 1024 * 1024
 
 
 class Scratch:
-    """Aligned buffer of one thread. Blocks are copied through it if direct I/O does not accept their pool."""
+    """Aligned buffer of one thread, to copy blocks whose pool does not suit direct I/O."""
 
     def __init__(self, slab: Slab) -> None:
         self._shape = slab.chunk_blocks, slab.layout.slot_bytes
@@ -86,7 +86,7 @@ class Slab:
 
     Attributes:
         layout, identity, capacity_bytes: contents of the superblock.
-        room: limit of the file's size in a directory with other slabs; None for no limit but the layout.
+        room: limit of the file's size in a directory with other slabs; None if only the layout limits it.
         chunk_blocks: limit of blocks in one call.
     """
 
@@ -217,8 +217,10 @@ class Slab:
     def reserve(self, num_slots: int) -> None:
         """Extend the file to at least `num_slots` slots, and up to the limit of `room` if the disk has space.
 
-        Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. `may_grow` is then
-        False for a while if the call failed, or if the disk had no space up to the limit. Raises `OSError`.
+        Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. `may_grow` is False
+        for a while after this call in two cases: the call failed, or the disk had no space up to the limit.
+
+        Raises `OSError`.
         """
         has_all = False
         try:

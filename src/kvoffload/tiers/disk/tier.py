@@ -72,7 +72,7 @@ _NO_GENERATIONS = np.empty(0, np.uint64)
 
 @dataclass(eq=False)
 class _Request:
-    """The tier's record of a request: the keys, and the generations of the blocks that the request wrote."""
+    """The tier's record of a request: (1) its keys, and (2) the generations of the blocks that it wrote."""
 
     context: RequestContext
     written: list[npt.NDArray[np.uint64]] = field(default_factory=list)
@@ -84,8 +84,9 @@ class Job:
 
     Attributes:
         plan: the blocks, pinned or in flight until the job ends.
-        ok: result mask. at: for each block of the plan, its row in `ok`.
-        generations, checksums: expected values of a read. For a write, checksums are set when chunks end.
+        ok: result mask, one row for each block of the job.
+        at: for each block of the plan, the block's row in `ok`.
+        generations, checksums: for a read, the expected values. A write sets the checksums as chunks end.
         outcomes: outcome of each block.
         began: start time in seconds of the monotonic clock.
         remaining: number of chunks that have not been delivered.
@@ -108,8 +109,8 @@ class DiskTier(SecondaryTier):
     Beyond the contract of `SecondaryTier`:
 
     - A write is reported as finished only when its blocks survive a power loss.
-    - After a crash at any instant, the tier opens with every block whose write was reported, except blocks
-      evicted or removed since. The blocks are in the order of the tier's policy.
+    - After a crash at any instant, the tier opens with every block whose write was reported. Blocks that were
+      evicted or removed since are absent. The tier's policy has its order of the blocks again.
     - A block is served only if key, producer, length, generation and checksum match its write. Any other
       block is forgotten and counted.
 
@@ -506,8 +507,8 @@ class DiskTier(SecondaryTier):
         self._placement.confine(self._usable_end, self._manager)
 
     def _follow_file_growth(self, num_blocks: int) -> None:
-        """Raise a confined capacity: to the slots in the file while the file cannot grow, by `num_blocks`
-        beyond them once it may grow, and to all slots once it has grown."""
+        """Raise a confined capacity. While the file cannot grow: to the slots in the file. Once the file may
+        grow: by `num_blocks` more. Once the file has grown: to all slots."""
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:
             return

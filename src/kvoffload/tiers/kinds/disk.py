@@ -43,7 +43,7 @@ Paths: TypeAlias = Annotated[tuple[str, ...], _PathsParser()]
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions(SizedTierOptions):
-    """Options of a disk tier. Its directories have equal shares of the capacity and of the keys.
+    """Options of a disk tier. The tier's directories have equal shares of the capacity and of the keys.
 
     Attributes:
         max_write_bytes_per_day: limit for all directories together; None for no limit.

@@ -26,7 +26,7 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""Number of threads for reads, for writes and for probes: one thread verifies while the other receives. In a
+"""Number of threads of each type (reads, writes, probes): one thread verifies while the other receives. In a
 cluster, each node has one thread of each type."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Error codes that mean that no later attempt will succeed."""

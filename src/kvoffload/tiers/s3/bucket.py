@@ -1,8 +1,8 @@
 """A client of an S3 bucket, on one thread.
 
-Owns requests with their outcomes and costs. Knows no blocks. Repeats a request only after new credentials, or
-if the server had closed an idle connection. After any other failure, the user discards the client with its
-connections.
+Owns requests with their outcomes and costs. Knows no blocks. Repeats a request in two cases: after a change
+of the credentials, and if the server had closed an idle connection. After any other failure, the caller
+discards the client with its connections.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ class Bucket:
 
     @property
     def has_received(self) -> bool:
-        """Always True, so that `ConnectionThread` repeats no exchange. `Bucket` repeats single requests."""
+        """Return True: a `ConnectionThread` must not repeat the exchanges of a bucket. `Bucket` repeats
+        single requests itself."""
         return True
 
     @has_received.setter
@@ -386,7 +387,7 @@ class _Answer:
 
 
 class ValueReceiver:
-    """Receives at most `most` bytes into memory; `data` holds the received bytes."""
+    """Receives a body of at most `most` bytes. `data`: the bytes received so far."""
 
     def __init__(self, most: int) -> None:
         self._memory = memoryview(bytearray(most))

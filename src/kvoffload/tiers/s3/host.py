@@ -20,7 +20,8 @@ _POLL_S = 0.005
 class Host:
     """A host that accepts HTTP connections, with or without TLS.
 
-    Only the first connections wait for name resolution, at most until their deadlines.
+    Connections wait for the first name resolution, at most until their deadlines. Later connections use
+    cached addresses at once.
 
     Args:
         scheme: ``http`` or ``https``. authority: ``HOST`` or ``HOST:PORT``.
@@ -40,7 +41,7 @@ class Host:
         """Connect to the first address that accepts; the addresses are tried one after the other.
 
         Args:
-            within_s: time limit in seconds for all addresses together, without name resolution.
+            within_s: time limit in seconds for all addresses together. Name resolution is not included.
 
         Raises: `OSError`.
         """

@@ -100,8 +100,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
         Args:
             head: request line and headers, up to the empty line.
-            body: pieces of the body. A piece is taken when the earlier pieces have been sent, and must not
-                change until the request has ended.
+            body: pieces of the body. The next piece is requested after the earlier pieces have been sent. A
+                piece must not change until the request has ended.
             is_head: True for the method ``HEAD``, whose response has no body.
 
         Raises: `ResponseError`, `ConnectionError`, and the exceptions of `accept`.
@@ -306,7 +306,10 @@ class _Chunks:
         self._num_framing = self._num_data = 0
 
     def feed(self, data: memoryview, receiver: Receiver) -> int:
-        """Decode `data` into `receiver` while it has room; returns the number of bytes behind the body."""
+        """Decode `data` into `receiver` while the receiver has room.
+
+        Returns the number of bytes in `data` behind the end of the body.
+        """
         while len(data) and not self.is_over:
             if self._num_left:
                 taken = _copy(data[: self._num_left], receiver)
@@ -391,7 +394,10 @@ def _length_of(headers: dict[str, str]) -> int | None:
 
 
 def cause_of(error: Exception) -> str:
-    """Describe a failure in words of the system, OpenSSL or this module. Quotes no sent or received data."""
+    """Describe a failure in the words of the system, OpenSSL or this module.
+
+    Quotes no data that were sent or received.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"certificate verify failed: {error.verify_message}"
     if isinstance(error, socket.gaierror):

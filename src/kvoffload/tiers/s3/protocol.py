@@ -116,7 +116,7 @@ class S3:
         stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
 
     def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
-        """Do nothing. A bucket is persistent, but keeps resets as well as blocks."""
+        """Do nothing: a bucket is persistent, and stores resets as durably as blocks."""
 
     def handshake(self, connection: Bucket, exchange: Handshake) -> None:
         connection.run([_handshake(connection, exchange)], exchange.deadline)
@@ -150,10 +150,10 @@ class S3:
         return self.group_blocks * (HEADER_BYTES + exchange.block_bytes)
 
     def _run(self, bucket: Bucket, exchange: BlockExchange, requests: Iterable[Request]) -> None:
-        """Perform requests, and read the epoch at the same time. Raises the first error after all have ended.
+        """Perform requests, and read the epoch at the same time.
 
         If the epoch has changed or cannot be read, no result counts. Otherwise the results of successful
-        requests count, even if other requests fail.
+        requests count, even if other requests fail. After all requests have ended, raises the first error.
         """
         assert isinstance(exchange.epoch, SingleEpoch)
         epoch = _EpochReader(exchange.epoch)

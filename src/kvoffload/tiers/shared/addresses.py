@@ -34,9 +34,9 @@ def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
 class Addresses:
     """A cache of host addresses, renewed in the background.
 
-    The first call for a host waits for the lookup, until the call's deadline. Later calls use the cached
-    addresses at once. If these addresses are older than 30 s, or none has accepted a connection, the next
-    call starts a lookup in the background. A failed lookup changes no cached address.
+    The first call for a host waits for the lookup, at most until the call's deadline. Later calls use the
+    cached addresses at once. The next call starts a lookup in the background if the addresses are older than
+    30 s, or if no address has accepted a connection. A failed lookup changes no cached address.
 
     A hanging lookup occupies one daemon thread for each host, even with many connections.
 
@@ -74,7 +74,7 @@ class Addresses:
     def known(self, host: str, port: int) -> list[SocketAddress]:
         """Return the cached addresses; an empty list during the first lookup. Never waits.
 
-        Raises: the `OSError` of a failed first lookup, once; the next call starts another lookup.
+        Raises: the `OSError` of a failed first lookup, in one call. The next call starts another lookup.
         """
         if _is_literal(host):
             return getaddrinfo(host, port)

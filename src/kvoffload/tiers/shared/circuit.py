@@ -15,15 +15,16 @@ from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, 
 _FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 1.0, 60.0, 0.5
 LONGEST_SERVER_PAUSE_S = 3.0
-"""With jitter at most 4.5 s, so that a recovered server is used within 5 s. A handshake takes 200 bytes."""
+"""Longest pause of a server's breaker in seconds, before jitter. With jitter it is at most 4.5 s, so that a
+recovered server is used within 5 s. A handshake takes 200 bytes."""
 
 
 class CircuitBreaker:
-    """A circuit breaker: closed while calls succeed, and opened for a pause by three consecutive failures.
+    """A circuit breaker: closed while calls succeed. Three consecutive failures open it for a pause.
 
-    After the pause the breaker is half open: one attempt, which no request waits for, closes the breaker or
-    opens it again. Pauses double from one second, with jitter, so that machines do not retry at the same
-    instant.
+    After the pause the breaker is half open: one attempt is sent, which no request waits for. Its success
+    closes the breaker, its failure opens the breaker again. Pauses double from one second, with jitter, so
+    that machines do not retry at the same instant.
 
     Args:
         clock: monotonic seconds.
@@ -63,7 +64,10 @@ class CircuitBreaker:
         self._backoff.reset()
 
     def answered(self) -> None:
-        """Close an open breaker after an inconclusive reply; the next failure opens it for a longer pause."""
+        """Close an open breaker after an inconclusive reply.
+
+        The next failure opens the breaker again, for a longer pause.
+        """
         if self.is_open:
             self._num_failures, self.next_attempt = _FAILURES - 1, None
 
@@ -99,8 +103,8 @@ class Breakers:
     Attributes:
         server: breaker of the server; its pauses are at most 3 s, before jitter.
         operations: breakers by type; their pauses are at most 60 s, before jitter.
-        attempts: job of the attempt in flight, by type.
-        retry_keys: block for the next attempt, by type.
+        attempts: for each type, the job of the attempt in flight.
+        retry_keys: for each type, the block to use in the next attempt.
         num_outages: times that reads stopped because the breaker of the server or of reads opened.
     """
 
@@ -135,8 +139,8 @@ class Breakers:
         return {kind for kind, breaker in self.operations.items() if self.server.is_open or breaker.is_open}
 
     def may_attempt(self, kind: str) -> bool:
-        """Return True if the breaker of this type is half open, no attempt of the type is in flight, and the
-        server's breaker is closed."""
+        """Return True if an attempt of this type may be sent. Three conditions: the type's breaker is half
+        open, no attempt of the type is in flight, and the server's breaker is closed."""
         is_reachable = not self.server.is_open and kind not in self.attempts
         return is_reachable and self.operations[kind].may_attempt
 
@@ -158,8 +162,8 @@ class Breakers:
     def note_failure(self, exchange: Exchange, error: Exception) -> bool:
         """Count a failure in the breakers; returns True if it counted.
 
-        A time-out in the queue does not count if another exchange of the type has succeeded meanwhile: the
-        server is slow, but replies.
+        A time-out in the queue does not count if another exchange of the type has succeeded meanwhile,
+        because such a server is slow but replies.
         """
         if isinstance(exchange, BlockExchange):
             has_answered = exchange.submitted < self._succeeded_at[exchange.kind]

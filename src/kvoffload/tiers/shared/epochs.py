@@ -1,7 +1,7 @@
-"""Epochs that this process has seen: the present number of each epoch key, and the ended numbers. No I/O.
+"""Epochs that this process has seen: the present number of each epoch key, and all ended numbers. No I/O.
 
-A server may return to an ended epoch and its blocks: after restoring a snapshot or backup, or a failover to a
-replica that missed a reset. The tier then resets the cache again instead of using the ended epoch.
+A server may return to an ended epoch and its blocks in two cases: it has restored a snapshot or backup, or a
+replica that missed a reset has taken over. The tier then resets the cache again instead of using the epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class EpochHistory:
         self.has_warned = False
 
     def enter(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each key; a former number of the key ends. None changes nothing."""
+        """Record the present number of each key. If the number has changed, the key's former number ends.
+
+        A key with number None stays unchanged.
+        """
         for name, number in zip(names, numbers, strict=True):
             if number is not None and self._present.get(name) != number:
                 self.end([name], now)

@@ -1,8 +1,7 @@
 """Exchanges with a server, as data: a request, its deadline and its results.
 
-The scheduler's thread creates an exchange, a connection thread writes the results into the exchange, and the
-scheduler's thread reads the results after the end. An aborted exchange keeps its partial results, which
-count.
+The scheduler's thread creates an exchange. A connection thread performs the exchange and writes the results
+into it. The scheduler's thread reads the results afterwards. Partial results of an aborted exchange count.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ class Exchange:
     _unclaimed: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
-        """Claim the exchange, either to perform it (connection thread) or to drop it (tier).
+        """Claim the exchange. A connection thread claims it to perform it, a tier to drop it.
 
-        Returns True for the first call, False for later calls. Thread: any; `pop` of a list is atomic.
+        Returns True in the first call, False in later calls. Thread: any, because `pop` of a list is atomic.
         """
         try:
             self._unclaimed.pop()
@@ -105,11 +104,11 @@ class PersistenceQuestion(Exchange):
 
 @dataclass(eq=False, kw_only=True)
 class BlockExchange(Exchange):
-    """An exchange about blocks. It checks the epoch before any block counts.
+    """An exchange about blocks. It checks the blocks' epoch before any result counts.
 
     Attributes:
         job: number of the job.
-        num_rows: number of rows in the job's result; the first rows are the blocks of this exchange.
+        num_rows: number of rows in the job's result. The blocks of this exchange are the first rows.
         objects: the objects of a bucket that hold these blocks.
         current: mask of the blocks whose epoch the server has confirmed; no other block counts.
         ok: mask of the blocks that are present (probe), were read and verified, or are stored (write).

@@ -23,7 +23,7 @@ _NAME_BYTES = 16
 
 
 class ObjectPart(NamedTuple):
-    """Blocks of a batch that lie in one object.
+    """The blocks of a batch that are in one object.
 
     Attributes:
         name: name of the object, 32 hexadecimal digits.
@@ -105,9 +105,10 @@ class BlockGroups:
         return np.array([digest in young or digest in old for digest in digests.tolist()], np.bool_)
 
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading blocks, at most `room`, up to the last end of a group.
+        """Return the number of leading blocks to offer, at most `room`.
 
-        All blocks count if they fit into `room`. If no group ends within `room`, the number is `room`.
+        If all blocks fit into `room`, returns their number. Otherwise the number ends with the last group
+        that ends within `room`; if no group does, it is `room`.
         """
         count = min(room, len(keys))
         if self.group_blocks == 1 or count == len(keys):
@@ -118,7 +119,7 @@ class BlockGroups:
         return ends[-1] + 1 if ends else count
 
     def parts(self, keys: Keys) -> list[ObjectPart]:
-        """Return the objects of the blocks that are in known groups."""
+        """Return the objects that contain the batch's blocks. Blocks in no known group are left out."""
         if self.group_blocks == 1:
             zero = np.zeros(1, np.int64)
             return [ObjectPart(_name(key), np.array([row]), zero) for row, key in enumerate(keys)]

@@ -1,4 +1,4 @@
-"""Exchanges in flight between the scheduler's thread and the connection threads.
+"""Exchanges in flight, which the scheduler's thread sends to the connection threads.
 
 Owns the threads and the limit of bytes in flight. Does not evaluate results.
 """
@@ -21,7 +21,7 @@ _EXPIRE_EVERY_S = 0.005
 class Jobs:
     """Exchanges about blocks in flight, and the connection threads of each type of operation.
 
-    Among the threads of an exchange's type, the thread with the fewest exchanges gets the exchange.
+    Each type of operation has its own threads. The thread with the fewest exchanges gets the next exchange.
 
     Args:
         name: tier's name, part of the threads' names.

@@ -53,8 +53,8 @@ class Peer:
         clock: monotonic seconds, for pauses.
         history: epochs that this process has seen; all nodes of a cluster share one history.
         asks_persistence: True to ask the server once about its persistence.
-        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker.
-        is_node: True for a node of a cluster, from which blocks may move to other nodes without a failure.
+        gives_up_at_once: True if a single exceeded deadline opens the circuit breaker.
+        is_node: True for a node of a cluster. Blocks may move to another node; this is no failure.
         chance: random numbers in [0, 1), for jitter.
 
     Attributes:
@@ -145,7 +145,7 @@ class Peer:
         self.breakers.end_pauses()
 
     def reset(self) -> None:
-        """Forget all blocks: in this process at once, for all machines when the server confirms the reset."""
+        """Forget all blocks: at once in this process, and for all machines once the server confirms."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())
         self.close_epoch()
         self.reset_wanted = True
@@ -173,7 +173,7 @@ class Peer:
             self._send(PROBE, self.handshake)
 
     def take_handshake(self, handshake: Handshake) -> None:
-        """Process a handshake that has ended: enter its epoch, unless a reset has overtaken the handshake."""
+        """Process a handshake that has ended: enter its epoch, unless a reset was requested meanwhile."""
         if handshake is not self.handshake:
             # Sent before a reset by this process. The server may have performed it after the reset, and
             # returned the new epoch.
@@ -208,7 +208,8 @@ class Peer:
         self.reset_wanted, self.is_partial, self.epoch = False, is_partial, epoch
 
     def _may_enter(self, handshake: Handshake) -> bool:
-        """Return True if no epoch of a handshake has ended; otherwise begin a reset or another handshake."""
+        """Return True if no epoch of a handshake has ended. Otherwise start a reset or another handshake, and
+        return False."""
         numbers, since = handshake.known_numbers, handshake.submitted
         if any(self.history.has_ended(number, since) for number in numbers):
             text = (
@@ -270,7 +271,7 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Count a failure of a node, or a reply that another node has a block, in `num_troubles`.
+        """Update `num_troubles`: count a failure of a node, or a reply that another node has a block.
 
         Returns: True if the exchange as a whole failed because another node has its blocks.
         """

@@ -21,9 +21,9 @@ NUM_ENTRIES = 1 << 20
 
 
 class PresenceCache:
-    """A direct-mapped table. The digest of a key selects one entry, and a new block replaces the old block.
+    """A direct-mapped table: the digest of a key selects the block's only possible entry.
 
-    Memory is therefore bounded; replaced blocks are probed again.
+    A new block replaces the block in its entry, so memory is bounded. Replaced blocks are probed again.
 
     Args:
         clock: monotonic seconds, above 0.
@@ -73,7 +73,7 @@ class PresenceCache:
         self._until[at[self._matches(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Drop all entries. Cost: O(1); freeing or zeroing the pages could take 20 ms."""
+        """Drop all entries. Cost: O(1). Does not free or zero the pages, which could take 20 ms."""
         self._times_cleared += np.uint64(1)
 
     def _entries(self, digests: U64Array) -> I64Array:

@@ -25,7 +25,7 @@ class Speeds:
     Attributes:
         num_blocks: number of blocks in a batch.
         probe_s: seconds to probe 64 blocks. first_s: seconds to read one block.
-        put_bytes_per_s, get_bytes_per_s: speed of writing and of reading a batch, with checksums.
+        put_bytes_per_s: speed of writing a batch, including checksums. get_bytes_per_s: speed of reading it.
         num_wrong: number of blocks that were read with wrong bytes; 0 unless the server is faulty.
     """
 
@@ -43,9 +43,9 @@ class Speeds:
         return self.probe_s + waiting_s + num_bytes / self.get_bytes_per_s
 
     def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
-        """Return the break-even size of a read in bytes; larger reads are faster than computing.
+        """Return the break-even size of a read in bytes: larger reads are faster than computing.
 
-        None if computing is always faster. `computed_bytes_per_s`: speed of computing blocks.
+        Returns None if computing is always faster. `computed_bytes_per_s`: speed of computing blocks.
         """
         gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
         return self.seconds_for(0.0) / gained if gained > 0 else None

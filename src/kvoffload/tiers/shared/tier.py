@@ -1,7 +1,7 @@
 """The scheduler's interface to a tier that machines share.
 
-Owns the presence cache, the write log and the results of jobs. Decides, and never waits for the network:
-connection threads move bytes, and `finished` processes their results.
+Owns the presence cache, the write log and the results of jobs. Never waits for the network: connection
+threads move the bytes, and `finished` processes the threads' results.
 """
 
 from __future__ import annotations
@@ -437,7 +437,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         }
 
     def _awaited(self) -> list[BlockExchange]:
-        """Return the exchanges in flight that callers wait for: all but attempts to probe or read."""
+        """Return the exchanges in flight that callers wait for. Attempts to probe or read are left out."""
         attempts = {job for kind, job in self.peer.breakers.attempts.items() if kind != WRITE}
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
 
@@ -545,13 +545,13 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- groups and admission
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Return `wanted` without blocks outside of known groups, whose objects have unknown names."""
+        """Return `wanted` without the blocks in no known group. The names of their objects are unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
-        """Drop a group's entries from the presence cache unless all blocks of the group are present there.
+        """Drop the entries of partial groups from the presence cache.
 
-        An object has all blocks of its group or none, so the entries of a partial group are wrong.
+        An object has all blocks of its group or none, so a cache that lists only some of them is wrong.
         """
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):

@@ -51,9 +51,9 @@ class _MapChange:
 
     Attributes:
         question: the exchange that read the map.
-        kept: numbers of the nodes with unchanged divisions, by address.
+        kept: for each address of a node with unchanged divisions, the node's number.
         new: addresses of nodes that are not created yet.
-        made: nodes that have been created, by address; not in use yet.
+        made: for each new address so far, the created node, which is not in use yet.
     """
 
     question: MapQuestion
@@ -286,7 +286,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     def use_map(self, question: MapQuestion) -> None:
         """Begin to switch to a new map. Jobs of nodes that leave the map end normally.
 
-        With too many nodes in all, stops some former nodes instead, and the map is read again.
+        If there are too many nodes in all, stops some former nodes instead; the map is then read again.
         """
         kept = {
             address: number

@@ -223,7 +223,7 @@ class _Reading:
 
 
 def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
-    """Return lists of value names: the first values of all blocks and, if blocks are split, the second."""
+    """Return one list of the blocks' first names and, if blocks are split, one list of their second names."""
     is_whole = head_bytes(exchange.block_bytes) == exchange.block_bytes
     return [names] if is_whole else [names, rest_names(names)]
 
@@ -277,7 +277,7 @@ def _store(connection: Connection, write: Write, names: list[bytes], at: npt.NDA
 
 
 def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-    """Return the SET commands of the blocks in these rows, as buffers that alternate framing and values."""
+    """Return the SET commands of the blocks in these rows, as buffers: framing and value in turn."""
     headers = write.epoch.headers(write.keys.take(at), write.addresses(at), write.block_bytes).tobytes()
     options = [b"EX", b"%d" % write.ttl_s] if write.ttl_s else []
     end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
@@ -314,8 +314,11 @@ def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
 
 
 def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
-    """Read the replies to SET and GET of an epoch key; returns the epoch, or the error if the key is on
-    another node. Raises other errors, and `ProtocolError` for an invalid epoch."""
+    """Read the replies to SET and GET of an epoch key; return the epoch.
+
+    If the key is on another node, returns the error. Raises other errors, and `ProtocolError` for an invalid
+    epoch.
+    """
     replies = [connection.reply(deadline) for _ in ("SET", "GET")]
     for reply in replies:
         if isinstance(reply, ServerError):

@@ -29,7 +29,7 @@ Block: TypeAlias = Sequence[Sequence[memoryview]]
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
-"""5 ms, as a ``timeval``. A call may exceed its deadline by up to 5 ms."""
+"""A time of 5 ms, as a ``timeval``. A call may exceed its deadline by up to 5 ms."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
 """Limit of buffers in one call; `sendmsg` and `recvmsg` accept 1,024."""
@@ -43,7 +43,7 @@ _ELEMENT_BYTES = 16
 """Bytes added to the length of each element of an answer, to limit the memory for Python objects."""
 _MOST_DIGITS = 19
 _SHORT_WAIT_S = 0.05
-"""Longest wait for all expected bytes. After this time the bytes that have arrived are read."""
+"""Longest wait, in seconds, for all expected bytes together. Then the bytes that have arrived are read."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Connection:
         return printable(text, self._password)
 
     def masked(self, text: str) -> str:
-        """Return text of the server with the password masked, and otherwise unchanged."""
+        """Return text of the server unchanged, except that the password is masked."""
         return text.replace(self._password, MASK) if self._password else text
 
     def abort(self) -> None:
@@ -319,7 +319,7 @@ class Connection:
     # ---- inside
 
     def _put_back(self, received: bytes) -> None:
-        """Make `received` the unused bytes of the buffer."""
+        """Replace the contents of the buffer by `received`, as unused bytes."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)
