@@ -39,7 +39,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """True for each axis that has several values. Labels must name the value on such an axis."""
+    """True for each axis that has several values. Labels must name the value of this axis."""
 
     stores: bool
     tiers: bool

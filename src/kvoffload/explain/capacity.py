@@ -27,8 +27,8 @@ def larger_hits(
 ) -> npt.NDArray[np.int32]:
     """Replay each larger capacity.
 
-    Returns shape ``(len(FACTORS), requests)``: leading blocks of each request that are hits. A policy may
-    lose hits at a larger capacity.
+    Returns an array of shape ``(len(FACTORS), requests)``: the number of hits in each request, which are its
+    leading blocks. A policy may lose hits at a larger capacity.
 
     Args:
         progress: called with the number of requests replayed so far in all replays, at most `num_replayed`.

@@ -92,7 +92,7 @@ def find_misses(
     data: DataPlane | None = None,
     progress: Callable[[int], None] = lambda requests: None,
 ) -> tuple[ReplayReport, Misses]:
-    """Replay a trace and find the reason of each missing block.
+    """Replay a trace, and find the reason for each missing block.
 
     Args:
         tokens: as for `beginnings`.

@@ -159,7 +159,7 @@ def facts(explained: Explanation) -> list[str]:
 
 
 def capacity_rows(explained: Explanation) -> list[tuple[str, str, str, str, str]]:
-    """Return the rows of a table of larger capacities.
+    """Return the rows for a table of larger capacities.
 
     A row has five cells: capacity, evicted blocks that become hits, their share of the evicted blocks, all
     hits, and the hit ratio. The first row is the explained replay. The list is empty if no larger capacity

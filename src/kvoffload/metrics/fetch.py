@@ -1,4 +1,4 @@
-"""Download of a server's metrics, with one deadline for the whole reply."""
+"""Downloads a server's metrics, with one deadline for the whole reply."""
 
 from __future__ import annotations
 

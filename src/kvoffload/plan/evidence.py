@@ -36,7 +36,7 @@ class Evidence:
         traces: the traces of all replicas that get block references.
         whole: the trace of all replicas together; None unless replicas may share servers or RAM.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
-        share_outside_blocks: share of the prompt tokens that are in no whole block; None if it is unknown.
+        share_outside_blocks: share of the prompt tokens that are in no whole block; None if unknown.
         warnings: faults of the recording that change the answer.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
         busy: references per second in the busiest minute, divided by the mean over the recording.
@@ -45,7 +45,7 @@ class Evidence:
         apart_hits: block references that unlimited caches would serve if replicas shared nothing.
         refs: block references in each window.
         window_ends_s: last arrival of each window, in seconds after the first arrival; empty without times.
-        device_hits: block references that the GPUs alone serve, in each window.
+        device_hits: block references that the GPUs alone would serve, in each window.
         draws: resamples of the windows, for intervals.
     """
 

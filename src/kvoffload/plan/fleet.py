@@ -168,7 +168,7 @@ class Fleet:
 
 
 def _coarse(counts: list[int]) -> list[int]:
-    """Thin out consecutive counts: select the first, its doublings, and the last."""
+    """Select the first count, its doublings, and the last count."""
     kept = counts[:1]
     while kept and 2 * kept[-1] < counts[-1]:
         kept.append(2 * kept[-1])

@@ -134,7 +134,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
     Args:
         feasible_first: True to list the best infeasible row of a purchase that has no feasible row. False to
-            leave such a purchase out.
+            leave the purchase out.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:

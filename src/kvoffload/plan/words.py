@@ -350,7 +350,7 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
 
 
 def _hits(timed: InTime, row: PlanRow) -> list[str]:
-    """Explain why the timed replay has fewer hits than the untimed replay."""
+    """Explain why the timed replay has fewer hits than the untimed replay; empty if there are not fewer."""
     run, where = timed.with_offload, " on that engine" if timed.is_one_of_several else ""
     if row.saved - run.hit_ratio < NO_MORE:
         return []

@@ -46,7 +46,7 @@ class EndsAtOnce:
 
 
 class EndsWhenGenerated(EndsAtOnce):
-    """Requests generate their answers at a constant speed from their arrival on, and then end.
+    """Requests generate their answers from their arrival on, at a constant speed, and then end.
 
     An end precedes an arrival at the same time. Simultaneous ends follow the order of the requests.
     """

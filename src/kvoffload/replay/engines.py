@@ -91,7 +91,7 @@ class Engines:
             self._writers[codes] = self._engine_of[request]
 
     def loaded(self, request: int, codes: npt.NDArray[np.int32]) -> None:
-        """Count the loaded blocks that other engines stored. Call it before `stored`, for each request."""
+        """Count the loaded blocks that other engines stored. Call `loaded` before `stored` of a request."""
         if self._writers is not None:
             own = self._engine_of[request]
             self.hit_blocks_of_others += int(np.count_nonzero(self._writers[codes] != own))

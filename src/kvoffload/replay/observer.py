@@ -137,7 +137,7 @@ class Watch:
         self.decided(request, Decision.STORED, missing[:stored])
 
     def not_stored(self, request: int, codes: Codes, num_dropped: int) -> None:
-        """Report an offer of which no block was stored.
+        """Report an offer without a stored block.
 
         The first `num_dropped` absent blocks were admitted but had no room; the other absent blocks were
         refused.

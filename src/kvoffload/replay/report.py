@@ -13,8 +13,8 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``ram``, ``disk``, ``simulated``.
         hit_blocks: references served from this tier. Blocks that a faster tier also held do not count.
-        blocks_written, blocks_evicted: blocks written to the tier, and evicted from it. In RAM promotions are
-            included.
+        blocks_written, blocks_evicted: blocks written to the tier, and blocks evicted from it. For RAM,
+            promotions and the evictions that they cause are included.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that failed their checksum and became misses.
         unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.

@@ -98,7 +98,7 @@ def replay_in_time(
 
     Args:
         progress: receives the number of ended requests, of both runs together.
-        without: the run without offloading, if it is already known.
+        without: the run without offloading, if already known; None: it is run here.
 
     Deterministic: reads no clock of this machine. Cost: O(log n) per request and O(1) per step, plus the work
     of manager and pool. Raises: `ConfigError` if the machine lacks a required number, a tier cannot be

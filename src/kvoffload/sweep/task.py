@@ -37,7 +37,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     Attributes:
         window_hits: prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: with several instances, the prefix hits of each instance, in windows of its own
+        instance_window_hits: with several instances, each instance's prefix hits, in windows of its own
             requests. Instances without block references are left out.
     """
 

@@ -38,8 +38,8 @@ class Verdict:
         baseline: the LRU row of this place; None without LRU. May be the same row as `best`.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows that are as good as `best`, most hits first; without the baseline. Their difference from
-            `best` is not significant or, if there are no intervals, is 0.
+        alike: rows that do not clearly differ from `best`, most hits first; without the baseline. Their
+            difference from `best` is not significant or, if there are no intervals, is 0.
         rivals: number of other rows at this place.
     """
 

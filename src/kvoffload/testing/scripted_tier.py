@@ -27,7 +27,7 @@ class ScriptedJob:
 
     Attributes:
         pool: memory to read into or to write from; None for a probe.
-        void: True if the tier was cleared after the job began. Then a write stores nothing, and a read or a
+        void: True if the tier was cleared after the job began. A void write stores nothing. A void read or
             probe does not update the presence cache.
         fail: keys of blocks whose read, write or probe will fail.
         seconds: duration of the job that is reported.
