@@ -39,7 +39,7 @@ class Judgement:
 
     Attributes:
         is_alarm: True if a difference exceeds `threshold`. Also True if at least half of the differences
-            exceed all noise, and this is too many for chance.
+            exceed all noise, and chance hardly explains so many.
         threshold: in log-probability.
         noise: largest difference of sound answers.
         largest: largest difference of answers from the cache.

@@ -30,7 +30,7 @@ from kvoffload.tiers.producer_text import summary
 
 @dataclass(frozen=True, kw_only=True)
 class PathOptions:
-    """Slab, or directory with slabs."""
+    """Argument for a slab, or a directory with slabs."""
 
     path: Path = argument()
 

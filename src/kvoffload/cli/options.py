@@ -194,7 +194,7 @@ def _parameter(declared: dataclasses.Field[Any], hint: Any) -> Callable[[Command
 
 
 def _config_option(settings: dict[str, str]) -> Callable[[Command], Command]:
-    """Return a decorator for ``--config FILE``: defaults from that file and from ``KVOFFLOAD_*``.
+    """Return a decorator for ``--config FILE``. Defaults come from this file and from ``KVOFFLOAD_*``.
 
     Args:
         settings: shared setting -> field of the options.
@@ -233,7 +233,7 @@ def typed_command() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Bytes of a token, to convert sizes to blocks."""
+    """Options for the bytes of a token, which convert sizes to blocks."""
 
     model: str | None = option(
         None, "Model, to convert sizes such as 64GiB to blocks.", metavar="CONFIG.JSON|NAME"
@@ -260,7 +260,7 @@ class ModelOptions:
 
 
 def warn_of_windows(model: str) -> None:
-    """Warn if a model has sliding windows: a GPU then holds more tokens than computed. Once per command."""
+    """Warn once per command if a model has sliding windows: a GPU then holds more tokens than computed."""
     context = click.get_current_context(silent=True)
     count, num_layers = kv_bytes.sliding_layers(model)
     if count and context is not None and not context.meta.get(_WARNED_OF_WINDOWS):
@@ -273,7 +273,7 @@ def warn_of_windows(model: str) -> None:
 
 
 def _warn_of_small_tokens(num_bytes: int) -> None:
-    """Warn if the bytes of a token are implausibly few. Once per command."""
+    """Warn once per command if the bytes of a token are implausibly few."""
     context = click.get_current_context(silent=True)
     if num_bytes < _FEWEST_TOKEN_BYTES and context is not None and not context.meta.get(_WARNED):
         context.meta[_WARNED] = True
@@ -286,7 +286,7 @@ def _warn_of_small_tokens(num_bytes: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """Reading of a trace."""
+    """Options to read a trace."""
 
     block_tokens: Count | None = option(
         None, "Tokens per block, for a trace whose header lacks the number.  [default: 512]"
@@ -327,7 +327,7 @@ def warn(sentences: Iterable[str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatOptions:
-    """Form of the printed result."""
+    """Option for the format of the printed result."""
 
     form: Format = option("terminal", None, "--format")
 
@@ -338,14 +338,14 @@ class FormatOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class QuietOptions:
-    """Progress on standard error."""
+    """Option to hide the progress on standard error."""
 
     quiet: bool = option(False, "Show no progress.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TiersOptions:
-    """Tiers behind RAM."""
+    """Option for the tiers behind RAM."""
 
     tiers: tuple[str, ...] = option(
         (),
@@ -364,7 +364,7 @@ class TiersOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Assumptions about requests that a trace does not record."""
+    """Options for assumptions that no trace records: ends and waiting of requests."""
 
     decode_tokens_per_s: Positive | None = option(
         None, "Generation speed in tokens/s: a request ends with its answer. If not given, at once."
@@ -377,7 +377,7 @@ class LoadOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkOptions:
-    """Workers, files and confidence intervals of many replays."""
+    """Options of many replays: workers, files and confidence intervals."""
 
     jobs: Count | None = option(None, "Processes; one for each CPU if not given.")
     scheduler: str | None = option(None, "Replay on a running Dask cluster.", metavar="tcp://HOST:PORT")
@@ -392,14 +392,14 @@ class WorkOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
-    """Routing of requests to engines."""
+    """Option for the rule that assigns requests to engines."""
 
     routing: Routing = option(SESSION, "Rule that assigns requests to engines.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstancesOptions(ReplicaOptions):
-    """Several engines, with RAM of the given size each or with one pool."""
+    """Options for several engines. Each has RAM of the given size, or all share one pool."""
 
     instances: Instances = option(
         1, "Number of engines. Each has a device and RAM of the given sizes; they share the last tier."

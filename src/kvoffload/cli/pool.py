@@ -22,21 +22,21 @@ from kvoffload.text import duration, size
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(FormatOptions):
-    """Form of the list, and the place of the pools."""
+    """Options of the list: its format, and the directory of the pools."""
 
     root: Path = option(SHARED_MEMORY, "Directory of the pools.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NameOptions(ListOptions):
-    """Name of a pool, and form of its report."""
+    """Options of a pool's report: name of the pool, format, directory of the pools."""
 
     name: str = argument()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """Name of the pool to remove."""
+    """Options to remove a pool: its name and directory, and no question."""
 
     name: str = argument()
     yes: bool = option(False, "Do not ask.")

@@ -51,7 +51,7 @@ from kvoffload.whatif.shadows import ONE_IN
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
-    """Trace and caches of ``kvoffload replay``, ``simulate`` and ``explain``."""
+    """Options of ``kvoffload replay``, ``simulate`` and ``explain``: the trace and the caches."""
 
     trace: str = argument("chat")
     policy: PolicyName = option("lru", "Eviction policy: a name, or module:Class.", setting="policy")
@@ -97,7 +97,7 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The comparison of a result with the metrics of a server."""
+    """Options to compare a result with the metrics of a server."""
 
     server: str | None = option(
         None,

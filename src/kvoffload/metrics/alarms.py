@@ -46,7 +46,7 @@ class Alarm:
 
     @property
     def runbook(self) -> str:
-        """The section of the documentation."""
+        """Address of the documentation of this alarm."""
         return f"{RUNBOOK}#{self.name.lower()}"
 
     @property

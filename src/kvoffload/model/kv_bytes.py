@@ -23,7 +23,7 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
     "qwen/qwen3-8b": (36, 8, 128),
     "qwen/qwen3-32b": (64, 8, 128),
 }
-"""Name without -Instruct -> number of layers, number of KV heads, and head size, for some models."""
+"""Some models: name without -Instruct -> number of layers, number of KV heads, head size."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 """Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element; 0: as in the model."""

@@ -418,7 +418,7 @@ class _Stages:
 
 
 class _Search:
-    """Search on a recording, or on a sample of it."""
+    """Search on a recording, or on a sample of its sessions."""
 
     def __init__(
         self,

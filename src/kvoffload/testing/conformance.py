@@ -53,7 +53,7 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 def fatal(check: Check) -> Check:
-    """Mark a check whose failure makes the other checks useless: pytest then skips all later checks."""
+    """Mark a check as fatal: if it fails, the other checks are useless, and pytest skips all later checks."""
 
     @wraps(check)
     def run(self: PolicyConformance) -> None:
@@ -457,7 +457,7 @@ def _check_protection(manager: OffloadingManager, roles: list[str], touched: lis
 
 
 def _check_asking(manager: OffloadingManager, seed: int) -> None:
-    """Check that no query and no refusal of a full manager changes the policy."""
+    """Check that neither a query of a full manager nor a refusal changes the policy."""
     resident = _resident(manager)
     absent = [key_of(number, _KEY_BYTES) for number in range(240, 245)]
     own = manager.begin_request("whole cache", resident)

@@ -1,4 +1,4 @@
-"""Iteration over the elements of a JSON array, in memory independent of the array's length."""
+"""Iterates over the elements of a JSON array. Memory does not depend on the length of the array."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class _Buffer:
     """The unparsed text of an array.
 
     Attributes:
-        number: elements so far.
+        number: number of elements read so far.
     """
 
     def __init__(self, largest: int) -> None:

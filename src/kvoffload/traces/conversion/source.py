@@ -72,7 +72,7 @@ class Missing:
 
 
 class Source(ABC):
-    """Reader of one recording, record by record, in memory independent of the number of records.
+    """Reads one recording, record by record. Memory does not depend on the number of records.
 
     Each kind of recordings is a file in `sources` with a subclass. Public attributes with a default are
     parameters of the kind: ``kv_events,gap_s=5``.

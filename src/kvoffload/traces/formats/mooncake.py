@@ -364,7 +364,7 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """Drop each request whose chain contradicts an earlier kept request."""
+        """Return the requests, except requests whose chain contradicts an earlier kept request."""
         kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]
