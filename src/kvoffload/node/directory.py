@@ -239,7 +239,7 @@ class PoolStatus:
     """A snapshot of a pool for the command line, read without joining the pool.
 
     Attributes:
-        path, name: the pool's directory, and the last part of the directory's name.
+        path: the pool's directory. name: the pool's own part of the directory's name.
         is_used: True if a process uses the pool, even a process of another version.
         pids: pid of the first process of each live engine.
         num_bytes: allocated memory. facts: as in `PoolDirectory.join`.

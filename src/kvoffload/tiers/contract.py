@@ -171,9 +171,10 @@ class SharedTier(SecondaryTier):
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         """Return the changes since the last call, in order, as (keys, removed).
 
-        ``removed`` is False for blocks of this process whose write the server has confirmed. ``removed`` is
-        True if a probe or read finds such a block missing, or if the tier no longer tracks the block, for
-        example after a reset. Blocks of other writers and changes before the first call are not reported.
+        With ``removed`` False, the server has confirmed that this process has written the blocks. With
+        ``removed`` True, a probe or read has found such blocks missing, or the tier no longer tracks them,
+        for example after a reset. Two things are not reported: blocks of other writers, and changes before
+        the first call.
         """
 
 
@@ -211,8 +212,8 @@ class JobResult(NamedTuple):
 
     Attributes:
         job: number of the job.
-        ok: shape ``(n,)``; True for blocks that were read and are sound, were written durably, or are
-            present.
+        ok: shape ``(n,)``; True for sound blocks of a read, durable blocks of a write, and present blocks of
+            a probe.
         seconds: from submission to end, including time in queues.
         stale: shape ``(n,)``; True for blocks that the presence cache of a shared tier listed and the server
             had lost. They count neither as failed nor as damaged. None if no block is stale.

@@ -49,7 +49,7 @@ class Files:
         return os.open(path, flags, 0o600)
 
     def allocate(self, fd: int, num_bytes: int) -> None:
-        """Extend the file to at least `num_bytes`. Reserves the space if the file system supports this."""
+        """Extend the file to at least `num_bytes`. Reserves the disk space if the file system can do so."""
         start = self.size(fd)
         if num_bytes <= start:
             return

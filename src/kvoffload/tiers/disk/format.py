@@ -119,7 +119,10 @@ def revision_of(superblock: Bytes) -> int:
 
 
 def decode_superblock(page: Bytes) -> tuple[Layout, Identity, int] | str:
-    """Decode layout, identity and capacity in bytes; returns the reason if the superblock is unusable."""
+    """Decode a superblock; return its layout, identity and capacity in bytes.
+
+    For an unusable superblock, returns the reason as text.
+    """
     fields = page[: SUPERBLOCK.itemsize].view(SUPERBLOCK)[0]
     if fields["magic"] != SLAB_MAGIC:
         return "it is not a slab"

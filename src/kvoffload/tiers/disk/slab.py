@@ -151,8 +151,8 @@ class Slab:
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
         """Open a slab, or return the reason why this version cannot use the file.
 
-        Raises: `OSError`, also if the medium fails to read one superblock and the other is unusable: a later
-            attempt may succeed, so this is no reason to replace the file.
+        Raises: `OSError`, also if one superblock cannot be read and the other is unusable. The caller must
+            not replace the file then, because a later attempt may succeed.
         """
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound, unreadable = "it is too short to be a slab", list[Bytes](), None

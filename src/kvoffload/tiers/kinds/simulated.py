@@ -54,8 +54,8 @@ class SimulatedOptions(SizedTierOptions):
 def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
     """Return the options of a simulated tier with the capacity, policy and admission rule of `tier`.
 
-    Raises: `ConfigError` if `tier` has no capacity, or has a limit of bytes written, because a simulated tier
-        counts blocks.
+    Raises: `ConfigError` if `tier` has no capacity, or limits the written bytes. A simulated tier counts
+        blocks instead of bytes.
     """
     if isinstance(tier, SimulatedOptions):
         return tier

@@ -97,8 +97,8 @@ class Breakers:
 
     Three consecutive failures of any types open the server's breaker; a handshake closes it. Three
     consecutive failures of one type open the breaker of that type; only an operation of the type closes it.
-    With the server's breaker alone, a server that answers handshakes but hangs on values would be retried
-    endlessly.
+    The server's breaker alone would not suffice: a server that answers handshakes but hangs on values would
+    be retried endlessly.
 
     Attributes:
         server: breaker of the server; its pauses are at most 3 s, before jitter.

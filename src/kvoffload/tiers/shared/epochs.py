@@ -62,11 +62,15 @@ class EpochHistory:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if this number ended at or before `since`. If a request sent at `since` reads such a
-        number, the server has restored an old epoch."""
+        """Return True if this number ended at or before `since`, the time when a request was sent.
+
+        If the request then reads the number, the server has restored an old epoch.
+        """
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number ended after `since`. A request sent at `since` may read such a number
-        before its end, without a fault of the server."""
+        """Return True if this number ended after `since`, the time when a request was sent.
+
+        The request may have read the number before its end, without a fault of the server.
+        """
         return number in self._ended and not self.has_ended(number, since)

@@ -162,7 +162,8 @@ class Read(Transfer):
     Attributes:
         absent: mask of the blocks that the server does not have.
         damaged: mask of the blocks with a wrong header or checksum; the read deletes them on the server.
-        deleted: mask of all blocks in a bucket's object with a damaged block; the read deletes the object.
+        deleted: for a bucket, mask of all blocks in objects with a damaged block. The read deletes the
+            objects.
     """
 
     kind = READ

@@ -49,7 +49,7 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of a block's bytes in the block's first value, after the header.
+    """Return the number of bytes of a block that the block's first value holds behind the header.
 
     The remaining bytes, if any, are in a second value (`rest_names`). Servers allocate memory in jemalloc's
     size classes, four for each doubling. A value with a header and a block of 2^n bytes would waste a quarter
@@ -140,7 +140,7 @@ class SingleEpoch(Epoch):
     Attributes:
         namespace: letters, digits, and ``._-``; an access rule can restrict a user to a namespace.
         producer: 16 bytes that identify the producer of the blocks.
-        number: 64 random bits, never reused: blocks of a number that a server has lost are not found again.
+        number: 64 random bits, never reused. If a server loses the number, its blocks are never found again.
     """
 
     namespace: str

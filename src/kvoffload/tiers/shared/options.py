@@ -65,11 +65,11 @@ class SharedTierOptions(TierOptions):
         )
 
     def open(self, owner: TierOwner) -> ConnectingTier:
-        """Open the tier, and wait up to `start_s` for the server; with `owner.on_unavailable`, up to
-        `engine_start_s`.
+        """Open the tier and wait for the server.
 
-        If the server does not reply in time, an owner with `on_unavailable` gets a tier that is empty until
-        the server replies. Other owners get the error.
+        An owner with `on_unavailable` waits up to `engine_start_s`. If the server does not reply in time, the
+        owner gets a tier that is empty until the server replies. Other owners wait up to `start_s`, and then
+        get the error.
 
         Raises: `ConfigError` for an invalid option or a permanent refusal; `UnavailableError`.
         """

@@ -118,7 +118,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
       block is a miss at once, queued jobs end, and only handshakes are sent, every few seconds.
     - Three consecutive failures of probes, reads or writes open a breaker of that type alone. After a pause
       one attempt, which no request waits for, closes the breaker or opens it again.
-    - After a reset is confirmed, no read that begins on any machine returns a block from before the reset.
+    - Once a reset is confirmed, a read that starts on any machine returns no block from before the reset.
       Until the reset is confirmed, this tier is empty.
     - Each exchange about blocks checks the epoch. If a server loses its epoch, the next handshake creates a
       new epoch, and the server's earlier blocks are never found again.

@@ -65,8 +65,8 @@ class _MapChange:
 class ClusterTier(DividedSharedTier, ConnectingTier):
     """Blocks in a cluster that several machines share. Each node is a `RemoteTier`. In addition:
 
-    - Each division of the blocks has a separate epoch, in the slot of its blocks. A reset is confirmed when
-      all masters and all connected replicas have the reset.
+    - Each division of the blocks has a separate epoch, stored in the hash slot of the division. A reset is
+      confirmed when all masters and all connected replicas have the reset.
     - A block is a miss if its node is dead or unknown, or has lost the block. While nodes or exchanges fail,
       a background thread reads the map about once a second, from any node.
     - If the divisions of a node change, the presence of all its blocks becomes unknown.

@@ -65,8 +65,9 @@ class MapQuestion(Exchange):
 
 
 def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, int]]:
-    """Parse the reply to ``CLUSTER SLOTS``; returns (first slot, last slot, master, number of replicas) of
-    each range.
+    """Parse the reply to ``CLUSTER SLOTS``.
+
+    Returns a tuple for each range of slots: first slot, last slot, master, and number of replicas.
 
     Args:
         asked_host: host of the node that sent the reply. A node may not know its own host.

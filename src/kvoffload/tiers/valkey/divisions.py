@@ -1,8 +1,8 @@
 """Distribution of blocks over a cluster: 256 divisions, each with one hash slot and one epoch.
 
 A single epoch would be on one node. That node may be down while other nodes have blocks, or may have a reset
-that other nodes lack. So each division has its own epoch in the slot of its blocks: a slot moves, fails over
-and is lost as a whole. Does no I/O.
+that other nodes lack. So each division has its own epoch, in the same slot as its blocks: a slot moves, fails
+over and is lost as a whole. Does no I/O.
 """
 
 from __future__ import annotations

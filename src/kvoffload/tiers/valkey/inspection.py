@@ -175,7 +175,10 @@ def inspect_server(
 
 
 def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """Report the contents of a namespace on these nodes. Scans up to about `MOST_NAMES` keys of each node."""
+    """Report the contents of a namespace on these nodes.
+
+    Scans about `MOST_NAMES` keys of each node at most.
+    """
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):
@@ -231,7 +234,7 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Count the blocks with these names in the reports of their producers, by present or older epoch.
+    """Count the blocks with these names in the reports of their producers: present epoch, or older epochs.
 
     Reads the size and time to live of the first few blocks, and the texts about producers.
     """
