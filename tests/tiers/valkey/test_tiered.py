@@ -104,13 +104,13 @@ class TestTieredServer(TieredContract):
         assert tier.unanswered_blocks > 0
         assert tier.outage_s > ImpatientOptions.silence_s
         assert [tier["outages"] for tier in json.loads(report.to_json())["tiers"]] == [0, 1]
-        (message,) = [record.getMessage() for record in caplog.records]
-        assert "is silent" in message
+        messages = [record.getMessage() for record in caplog.records]
+        assert len([message for message in messages if "is silent" in message]) == 1, messages
         assert "valkey was unavailable" in table_of(report)
 
 
 class ImpatientOptions(ValkeyOptions):
-    silence_s = 0.05
+    silence_s = 0.5
 
 
 def changes(events: Sequence[Any], medium: str) -> list[tuple[list[bytes], bool]]:
