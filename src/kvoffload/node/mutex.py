@@ -26,7 +26,7 @@ _SPINS = 200
 
 
 class Door(Struct):
-    """One process's view of a mutex, for compiled functions.
+    """The state of a mutex in one process, for compiled functions.
 
     Attributes:
         mutex: address of the mutex in this process.

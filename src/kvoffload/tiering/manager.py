@@ -206,7 +206,8 @@ class TieredManager:
         """Exclude tiers from the loads of this request. Its stores still reach all tiers.
 
         Args:
-            shared: True excludes only tiers that machines share, False only the other tiers, None all.
+            shared: True to exclude only tiers that machines share, False to exclude only the other tiers,
+                None to exclude all tiers.
         """
         left_out = self.waits[ctx].left_out
         left_out.update(lane.row for lane in self.lanes if shared in (None, lane.tier.shared))

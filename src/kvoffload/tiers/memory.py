@@ -103,7 +103,10 @@ class MemoryTier:
                 self.seal(keys[batch], slots[batch])
 
     def read(self, keys: Keys, slots: Rows, dest: DeviceArray | CopyEngine, dest_rows: Rows) -> Mask:
-        """Verify blocks and copy the sound blocks out; returns a mask of sound blocks, ``(n,)`` bool."""
+        """Verify blocks, and copy sound block `i` to ``dest[dest_rows[i]]``.
+
+        Returns a mask of the sound blocks, ``(n,)`` bool.
+        """
         engine = self._engine_for(dest)
         slots = self._checked(keys, slots)
         dest_rows = self._checked_rows("dest_rows", dest_rows, engine, len(slots))

@@ -33,8 +33,8 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""A slab that shrinks loses another sixteenth of its slots as a margin. A slab of at most a sixteenth of its
-slots is deleted instead."""
+"""Divisor of a slab's number of slots. A slab that shrinks loses up to a further sixteenth of its slots, as a
+margin. A slab whose file has at most a sixteenth of the slots is deleted instead."""
 
 
 class Geometry(NamedTuple):

@@ -85,8 +85,11 @@ class Journal:
     def _split(
         self, removed: SlabSlots, entries: Records, accessed: Records
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
-        """Yield the records of each group. If one group is too small for all records, yield several groups,
-        each with one kind of records: first removals, then entries, then accesses."""
+        """Yield (removals, entries, accesses) for each group to write.
+
+        If all records fit in one group, yields one group. Otherwise each group has one kind of records: first
+        removals, then entries, then accesses.
+        """
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
             return

@@ -25,8 +25,7 @@ class Pipeline:
     wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
-    thread. The constructor raises `RuntimeError` if the system cannot start a thread; then all threads have
-    ended.
+    thread. Raises `RuntimeError` if the system cannot start a thread; the other threads have then ended.
 
     Attributes:
         num_threads: number of threads that move blocks.

@@ -81,9 +81,9 @@ class Contents:
         return np.flatnonzero(self.generation)
 
     def newest_slots(self) -> npt.NDArray[np.int64]:
-        """Return the slot with the newest block of each key, ascending.
+        """Return one slot for each key: the slot with the key's newest block. The slots are ascending.
 
-        Keys are in two slots only after damage. Cost: a sort of one hash per key.
+        A key is in two slots only after damage. Cost: a sort of one hash per key.
         """
         slots = self.slots()
         words = self.words[slots, 0].copy()

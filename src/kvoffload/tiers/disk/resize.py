@@ -81,7 +81,7 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
     """Copy blocks to other slots, with keys, generations and uses. Forgets blocks that cannot be copied.
 
     Raises:
-        OSError: the system refuses a read. Such an error may pass, so no block is forgotten for it.
+        OSError: the system refuses a read. The error may be transient, so the block is not forgotten.
     """
     layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]

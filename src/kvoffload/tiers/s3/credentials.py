@@ -16,7 +16,7 @@ _CREDENTIALS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token
 
 
 def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_file: str) -> Signer:
-    """Return a signer for a bucket, with the keys in `credentials_file` or, if empty, keys from obstore.
+    """Return a signer for a bucket. The keys come from `credentials_file` or, if this is empty, from obstore.
 
     Raises: `ConfigError` if obstore is not installed, or the file has no keys.
     """

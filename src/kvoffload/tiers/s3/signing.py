@@ -67,7 +67,7 @@ class Signer:
     """Signs requests with the present keys. Thread: any.
 
     Args:
-        make_store: creates an obstore store with the given keys; if there are none, obstore finds keys.
+        make_store: creates an obstore store with the given keys. Without keys, obstore finds keys itself.
         read_keys: reads the keys of `file`, or raises `ConfigError`; None without a file.
         file: path of the key file, which is read again after a change; empty without a file.
     """

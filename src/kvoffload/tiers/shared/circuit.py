@@ -163,7 +163,7 @@ class Breakers:
         """Count a failure in the breakers; returns True if it counted.
 
         A time-out in the queue does not count if another exchange of the type has succeeded meanwhile,
-        because such a server is slow but replies.
+        because the server is only slow.
         """
         if isinstance(exchange, BlockExchange):
             has_answered = exchange.submitted < self._succeeded_at[exchange.kind]

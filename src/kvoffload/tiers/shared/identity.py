@@ -43,7 +43,7 @@ Headers: TypeAlias = npt.NDArray[Any]
 _EPOCH = re.compile(rb"[0-9a-f]{16}")
 _REST = b"+"
 _ADDED_BYTES = 64
-"""Limit of the bytes that a server adds to a value."""
+"""Largest overhead of a server for one value, in bytes."""
 _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 

@@ -45,7 +45,10 @@ class WriteLog:
         self._remove([*self._keys])
 
     def take(self) -> list[tuple[list[bytes], bool]]:
-        """Return the changes since the last call, in order: keys, and True if they are gone."""
+        """Return the changes since the last call, in order.
+
+        A change is (keys, removed): False for written blocks, True for blocks that are gone.
+        """
         self._is_wanted = True
         changes, self._changes = self._changes, []
         return changes

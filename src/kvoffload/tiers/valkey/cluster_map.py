@@ -34,8 +34,8 @@ class MapQuestion(Exchange):
     because the node may not know about a failover.
 
     Attributes:
-        divisions: divisions of each node with at least one division, ascending.
-        num_replicas: number of connected replicas of each node.
+        divisions: for each node with at least one division, the node's divisions in ascending order.
+        num_replicas: for each node, the number of its connected replicas.
     """
 
     closes_connection: bool = True
