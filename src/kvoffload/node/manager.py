@@ -206,7 +206,7 @@ class NodeManager(OffloadingManager):
     # ---- the lock
 
     def _acquired(self, result: int, patience_s: float) -> bool:
-        """Handle a result of `try_lock` other than success: wait, repair a torn state, catch up.
+        """Handle the result of `try_lock`: wait for a busy lock, repair a torn state, catch up.
 
         Returns True if this process now holds the lock, False on time-out.
         """

@@ -35,7 +35,7 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 
 
 class TieredManager:
-    """A manager of RAM with tiers behind it. It has the calls of an `OffloadingManager`, and `poll`.
+    """A manager of RAM with tiers behind it, used like an `OffloadingManager`. Call `poll` once a step.
 
     **Cascade.** A block is offered to every tier when the block's store is complete. It is offered again when
     a request that used the block finishes while the block is in RAM. The tier's admission rule decides. The

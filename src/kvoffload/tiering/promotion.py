@@ -132,8 +132,10 @@ class Promotion:
     # ---- wrong blocks with intact bytes
 
     def distrust(self, keys: Sequence[bytes]) -> bool:
-        """Never read these blocks again. Returns True if the blocks exceed `MOST_DISTRUSTED`, so that from
-        now on no tier is trusted."""
+        """Stop reading these blocks, until `trust_again`.
+
+        Returns True if this call makes their number exceed `MOST_DISTRUSTED`. Then no tier is trusted.
+        """
         if self.trusts_no_tier:
             return False
         self._distrusted.update(keys)

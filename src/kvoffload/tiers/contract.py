@@ -198,7 +198,7 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer: at most `room` and, if possible, whole groups.
+        """Return the number of leading `keys` to offer: at most `room` and, if possible, up to a group's end.
 
         Cost: as `contains`.
         """

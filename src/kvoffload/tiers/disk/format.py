@@ -54,7 +54,7 @@ HOUR = record_type("hour:<u8 num_blocks:<u8")
 MAX_NUMBER = 1 << 62
 """Limit of epochs, sequences and generations. Greater numbers result from damage, and would overflow."""
 MAX_HOURS = 48
-"""Limit of the hours whose number of written blocks a checkpoint records: a day and a margin."""
+"""Limit of the hours in a checkpoint's counts of written blocks: a day and a margin."""
 
 
 class Identity(NamedTuple):

@@ -1,8 +1,8 @@
 """The mapping from the manager's slots to the slab's slots, called *places*.
 
-Owns the metadata of each block, and the *reserve*: the slab has more places than the manager has slots. A
-write gets the places that have been empty longest. So the write need not wait until the removal of the
-evicted blocks is durable. Does no I/O.
+Owns the metadata of each block. The slab has more places than the manager has slots; the difference is the
+*reserve*. A write gets the places that have been empty longest. So the write need not wait until the removal
+of the evicted blocks is durable. Does no I/O.
 """
 
 from __future__ import annotations

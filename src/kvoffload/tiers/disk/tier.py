@@ -110,7 +110,7 @@ class DiskTier(SecondaryTier):
 
     - A write is reported as finished only when its blocks survive a power loss.
     - After a crash at any instant, the tier opens with every block whose write was reported. Blocks that were
-      evicted or removed since are absent. The tier's policy has its order of the blocks again.
+      evicted or removed since are absent. The order of the blocks in the tier's policy is restored.
     - A block is served only if key, producer, length, generation and checksum match its write. Any other
       block is forgotten and counted.
 

@@ -35,8 +35,8 @@ class Addresses:
     """A cache of host addresses, renewed in the background.
 
     The first call for a host waits for the lookup, at most until the call's deadline. Later calls use the
-    cached addresses at once. The next call starts a lookup in the background if the addresses are older than
-    30 s, or if no address has accepted a connection. A failed lookup changes no cached address.
+    cached addresses at once. Such a call also starts a lookup in the background if the addresses are older
+    than 30 s, or if no address has accepted a connection. A failed lookup changes no cached address.
 
     A hanging lookup occupies one daemon thread for each host, even with many connections.
 

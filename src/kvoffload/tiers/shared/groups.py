@@ -107,8 +107,8 @@ class BlockGroups:
     def cut(self, keys: Keys, room: int) -> int:
         """Return the number of leading blocks to offer, at most `room`.
 
-        If all blocks fit into `room`, returns their number. Otherwise the number ends with the last group
-        that ends within `room`; if no group does, it is `room`.
+        If all blocks fit into `room`, returns their number. Otherwise returns the number of blocks up to the
+        last end of a group within `room`, or `room` if no group ends there.
         """
         count = min(room, len(keys))
         if self.group_blocks == 1 or count == len(keys):
