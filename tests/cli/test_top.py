@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.metrics.live import EngineRates, rates, read
+from kvoffload.cli import top
+from kvoffload.metrics.live import EngineRates, Reading, rates, read
 from kvoffload.metrics.scrape import samples
 from support.run_cli import kvoffload
 from support.valkey_server import free_port
@@ -368,3 +369,25 @@ def test_the_live_view_ends_cleanly(serve: Callable[..., str], tmp_path: Path, l
         process.wait()
         os.close(main)
         os.close(terminal)
+
+
+def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Response:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    num_scrapes = 0
+
+    def scrape(url: str) -> Reading:
+        nonlocal num_scrapes
+        num_scrapes += 1
+        assert num_scrapes == 1
+        response = Response()
+        del response  # the interrupt is raised here, and Python ignores it
+        return read(samples(metrics(2)), 1.0)
+
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    monkeypatch.setattr(top, "_scrape", scrape)
+    with pytest.raises(KeyboardInterrupt):
+        top._watch("url", read(samples(metrics(1)), 0.0), 0.0)
+    assert num_scrapes == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -118,9 +119,12 @@ def _watch(url: str, before: Reading, interval_s: float) -> None:
     console = Console(highlight=False)
     with (
         _keys() as keyboard,
+        _remembered_interrupts() as interrupts,
         Live(Text(f"{url}: waiting"), console=console, screen=True, auto_refresh=False) as live,
     ):
         while not _quits(keyboard, interval_s):
+            if interrupts:
+                raise KeyboardInterrupt
             try:
                 after = _scrape(url)
             except UnavailableError as error:
@@ -128,6 +132,22 @@ def _watch(url: str, before: Reading, interval_s: float) -> None:
                 continue
             live.update(_view(rates(before, after), url), refresh=True)
             before = after
+
+
+@contextlib.contextmanager
+def _remembered_interrupts() -> Iterator[list[int]]:
+    """Yield a list that gets each SIGINT. Python drops a `KeyboardInterrupt` raised in a finalizer."""
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 @contextlib.contextmanager
