@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -95,7 +96,7 @@ def tier(objects: Objects) -> Iterator[RemoteTier]:
         "s3",
         "bucket/p",
         lambda deadline: MemoryBucket(objects),
-        RemoteOptions(namespace="p", timeout_s=0.3, probe_timeout_s=0.3),
+        RemoteOptions(namespace="p", timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S),
         ledger=Ledger(FREE),
         block_bytes=BLOCK_BYTES,
         fingerprint="producer",
@@ -128,6 +129,8 @@ def test_read_overtaken_by_a_reset_serves_nothing(objects: Objects, tier: Remote
     (epoch,) = objects.names("/epochs/")
     objects.held[epoch] = b"%016x" % 12345  # the reset of another machine
     second = objects.names("/blocks/")[1]
+    if how == "hangs":
+        tier.options = dataclasses.replace(tier.options, timeout_s=2.0)
 
     async def fail(method: str, name: str) -> None:
         if name == second and method == "GET":

@@ -373,7 +373,6 @@ def test_deleted_bucket_is_a_miss_until_it_returns(client: Client, server: Hosti
 def test_blocks_return_over_tls_with_the_right_certificate(
     server: HostileS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.tiers.s3.bucket.CONNECT_S", PATIENCE_S)
     own, (other, _) = self_signed(tmp_path), self_signed(tmp_path, "other")
     with FaultProxy(server.port, tls=own) as proxy:
         endpoint = f"https://127.0.0.1:{proxy.port}"

@@ -69,7 +69,6 @@ def test_error_has_a_code_and_a_safe_text() -> None:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
     monkeypatch.setenv(kind.PASSWORD, PASSWORD)
-    monkeypatch.setattr(ValkeyOptions, "start_s", 1.0)
     server = FakeServer(1)
     yield server
     server.stop()

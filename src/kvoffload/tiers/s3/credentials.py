@@ -10,7 +10,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.tiers.s3.signing import Signer
 from kvoffload.tiers.shared.connection import CONNECT_S
 
-_ROLE_KEYS_S = 5.0
+ROLE_KEYS_S = 5.0
 """Longest wait for the keys of the machine's role."""
 _CREDENTIALS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 
@@ -30,7 +30,7 @@ def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_f
     client: Any = {
         "allow_http": endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=CONNECT_S),
-        "timeout": timedelta(seconds=_ROLE_KEYS_S),
+        "timeout": timedelta(seconds=ROLE_KEYS_S),
     }
 
     def make_store(keys: dict[str, str]) -> Any:

@@ -28,7 +28,7 @@ from kvoffload.tiers.shared.exchanges import (
 from kvoffload.tiers.shared.identity import Epoch, Keyspace
 from kvoffload.tiers.shared.printable import printable
 
-_HANDSHAKE_S = 2 * CONNECT_S
+HANDSHAKE_S = 2 * CONNECT_S
 _RETRY_S = 1.0
 
 
@@ -169,7 +169,7 @@ class Peer:
 
     def _shake_hands(self) -> None:
         if self.has_begun and self.handshake is None and not self.is_closed:
-            self.handshake = self.new_handshake(time.monotonic() + _HANDSHAKE_S)
+            self.handshake = self.new_handshake(time.monotonic() + HANDSHAKE_S)
             self._send(PROBE, self.handshake)
 
     def take_handshake(self, handshake: Handshake) -> None:
@@ -233,7 +233,7 @@ class Peer:
     def _ask_persistence(self) -> None:
         if self._may_ask_persistence:
             self._may_ask_persistence = False
-            self.persistence_question = PersistenceQuestion(deadline=time.monotonic() + _HANDSHAKE_S)
+            self.persistence_question = PersistenceQuestion(deadline=time.monotonic() + HANDSHAKE_S)
             self._send(WRITE, self.persistence_question)  # no request waits for writes
 
     def take_persistence(self, question: PersistenceQuestion) -> None:
