@@ -57,6 +57,15 @@ def test_no_alarm_while_no_difference_exceeds_the_noise(noise: list[float], meas
     assert not judge(noise, quiet).is_alarm
 
 
+def test_a_small_shift_of_most_answers_is_an_alarm_only_if_they_round_alike() -> None:
+    noise, shifted = [0.001] * 20, [0.015] * 20
+    assert judge(noise, shifted).is_alarm
+    assert judge(noise, shifted).threshold == 0.02
+    assert not judge(noise, shifted[:9] + noise[:11]).is_alarm, "fewer than half"
+    assert not judge(noise, shifted, rounds_alike=False).is_alarm
+    assert judge(noise, shifted, rounds_alike=False).threshold == 0.5
+
+
 def test_lengths_are_around_the_boundaries_of_blocks_and_chunks() -> None:
     lengths = SIZES.lengths()
     assert {31, 32, 33, 63, 64, 65, 127, 128, 129, 280} <= set(lengths)

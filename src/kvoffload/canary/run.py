@@ -14,7 +14,7 @@ import msgspec
 from kvoffload.canary.answers import Answer, Difference, compare
 from kvoffload.canary.prompts import Prompt, filler
 from kvoffload.canary.server import Counters, Server
-from kvoffload.canary.verdict import LEAST_ALARM, LEAST_DEVICE_ALARM, Judgement, Verdict, judge
+from kvoffload.canary.verdict import Judgement, Verdict, judge
 from kvoffload.errors import CanaryError
 
 _FILLING = 1.25
@@ -256,12 +256,12 @@ class _Phases:
     def judge(self) -> tuple[Judgement, Verdict, list[str]]:
         """Return the judgement of the tiers, the verdict and its reasons."""
         noise = [size for phase in self._computed for size in self._sizes(phase)]
-        on_device = judge(noise, self._sizes(self._device), LEAST_DEVICE_ALARM)
+        on_device = judge(noise, self._sizes(self._device), rounds_alike=False)
         if not on_device.is_alarm:
             # Answers from the device and from tiers split the prompt at the same place, and round alike.
             noise += self._sizes(self._device)
         measured = [size for phase in self._tiers for size in self._sizes(phase)]
-        judgement = judge(noise, measured, LEAST_ALARM if noise else LEAST_DEVICE_ALARM)
+        judgement = judge(noise, measured, rounds_alike=bool(noise))
         reasons = self._doubts(bool(noise))
         if on_device.is_alarm:
             reasons.insert(0, self._alarm("the device's own cache", on_device))

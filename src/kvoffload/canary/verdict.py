@@ -13,8 +13,7 @@ LEAST_ALARM = 0.02
 """Smallest threshold of an alarm, in log-probability. Needed because a noise of 0 can grow in the next
 run."""
 LEAST_DEVICE_ALARM = 0.5
-"""`LEAST_ALARM` for answers from the device's cache. Their rounding differs from that of all answers in the
-noise."""
+"""`LEAST_ALARM` for answers whose rounding differs from the rounding of all answers in the noise."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
@@ -38,8 +37,8 @@ class Judgement:
     """Result of comparing the differences of answers from a cache with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`. Also True if at least half of the differences
-            exceed all noise, and chance hardly explains so many.
+        is_alarm: True if a difference exceeds `threshold`. If the answers round as the noise does, also True
+            if at least half of the differences exceed all noise, and chance hardly explains so many.
         threshold: in log-probability.
         noise: largest difference of sound answers.
         largest: largest difference of answers from the cache.
@@ -54,19 +53,21 @@ class Judgement:
     confidence: float
 
 
-def judge(noise: Sequence[float], measured: Sequence[float], least_alarm: float = LEAST_ALARM) -> Judgement:
+def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bool = True) -> Judgement:
     """Judge differences from a cache.
 
     Args:
         noise: differences of sound answers to the same prompts.
         measured: differences of answers from the cache.
+        rounds_alike: False if no answer in the noise rounds like the answers from the cache. Then the
+            threshold is at least `LEAST_DEVICE_ALARM`, and small shifts are no alarm.
     """
     loudest, largest = max(noise, default=0.0), max(measured, default=0.0)
-    threshold = max(least_alarm, NOISE_FACTOR * loudest)
+    threshold = max(LEAST_ALARM if rounds_alike else LEAST_DEVICE_ALARM, NOISE_FACTOR * loudest)
     confidence = _confidence(noise, measured)
     # A small shift of most answers, as from one wrong layer, is an alarm although none is large.
     shifted = sum(size > max(loudest, _LEAST_SHIFT) for size in measured)
-    is_shift = confidence > _SURE and 2 * shifted >= len(measured) and least_alarm == LEAST_ALARM
+    is_shift = confidence > _SURE and 2 * shifted >= len(measured) and rounds_alike
     return Judgement(largest > threshold or is_shift, threshold, loudest, largest, confidence)
 
 
