@@ -90,6 +90,37 @@ CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
         {"text_config": LLAMA_8B, "vision_config": {"num_hidden_layers": 9}},
         128 * 1024,
     ),
+    "one KV head, whatever the number of KV heads (Falcon 7B)": (
+        {
+            "num_hidden_layers": 32,
+            "num_attention_heads": 71,
+            "hidden_size": 4544,
+            "multi_query": True,
+            "num_kv_heads": 71,
+            "new_decoder_architecture": False,
+        },
+        8192,
+    ),
+    "KV heads of Falcon's first configurations": (
+        {"num_hidden_layers": 60, "num_attention_heads": 128, "hidden_size": 8192, "n_head_kv": 8},
+        60 * 2 * 8 * 64 * 2,
+    ),
+    "KV heads of Step": ({**LLAMA_8B, "num_key_value_heads": None, "num_attention_groups": 8}, 128 * 1024),
+    "heads twice as large (Zamba2)": ({**LLAMA_8B, "attention_head_dim": 256}, 256 * 1024),
+    "layers that share keys and values (Gemma 3n)": (
+        {
+            "text_config": {
+                "num_hidden_layers": 35,
+                "num_kv_shared_layers": 15,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 2,
+                "head_dim": 256,
+                "hidden_size": 2048,
+                "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            }
+        },
+        20 * 2 * 2 * 256 * 2,
+    ),
     "newer name of the dtype": (
         {**{k: v for k, v in LLAMA_8B.items() if k != "torch_dtype"}, "dtype": "float32"},
         128 * 1024,
@@ -116,6 +147,46 @@ def test_the_cache_may_have_another_dtype_than_the_model(tmp_path: Path) -> None
         block_bytes(None, "128KiB", 16, "fp8")
 
 
+FP8_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside", "found"),
+    [
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, None, "FP8"),
+        ({"producer": {"name": "modelopt"}, "kv_cache_scheme": FP8_SCHEME}, None, "8-bit float"),
+        (
+            None,
+            {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "NVFP4"}},
+            "NVFP4",
+        ),
+    ],
+)
+def test_a_checkpoint_that_sets_the_dtype_of_the_cache_needs_the_option(
+    tmp_path: Path, inside: dict[str, Any] | None, beside: dict[str, Any] | None, found: str
+) -> None:
+    """vLLM's ``auto`` then means the checkpoint's dtype, not the model's."""
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": inside}))
+    if beside is not None:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(beside))
+    with pytest.raises(
+        ConfigError, match=f"^model: .* stores the KV cache as {found}; give --kv-cache-dtype"
+    ):
+        bytes_per_token(str(tmp_path))
+    assert bytes_per_token(str(tmp_path), "fp8") == 64 * 1024
+
+
+def test_other_quantization_leaves_the_cache_as_in_the_model(tmp_path: Path) -> None:
+    for quantization in (
+        {"quant_method": "fp8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        None,
+        [],
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**LLAMA_8B, "quantization_config": quantization}))
+        assert bytes_per_token(str(tmp_path)) == 128 * 1024
+
+
 def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes_per_token("meta-llama/Llama-3.1-8B-Instruct") == 128 * 1024
     monkeypatch.setenv("HF_HOME", str(tmp_path))
@@ -136,6 +207,12 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (json.dumps({**LLAMA_8B, "attn_layer_period": 8}), "depend on attn_layer_period; give"),
         (json.dumps({**LLAMA_8B, "full_attention_interval": 4}), "depend on full_attention_interval; give"),
         (json.dumps({**LLAMA_8B, "layer_types": ["mamba"] * 9}), "it has no layer with attention"),
+        (json.dumps({**LLAMA_8B, "swa_num_key_value_heads": 4}), "depend on swa_num_key_value_heads; give"),
+        (json.dumps({**LLAMA_8B, "global_head_dim": 512}), "depend on global_head_dim; give"),
+        (json.dumps({**LLAMA_8B, "block_configs": [{}]}), "depend on block_configs; give"),
+        (json.dumps({**LLAMA_8B, "model_type": "longcat_flash"}), "depend on model_type; give"),
+        (json.dumps({**LLAMA_8B, "v_head_dim": 64}), "its keys and values have different sizes; give"),
+        (json.dumps({**LLAMA_8B, "num_key_value_heads": [8, 4]}), "its layers differ in num_key_value_heads"),
         (json.dumps({**LLAMA_8B, "linear_attn_config": {}}), "depend on linear_attn_config; give"),
         (
             json.dumps({**LLAMA_8B, "index_head_dim": 128}),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,20 @@ _HYBRID = {
     "linear_attn_config",
 }
 """Configuration keys of models in which only some layers have attention."""
-_BESIDES = {"index_head_dim", "compress_ratios"}
-"""Configuration keys of models that store more than keys and values for a token."""
+_BESIDES = {
+    *("index_head_dim", "compress_ratios"),
+    *("global_head_dim", "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads"),
+    *("attention_other_setting", "block_configs", "per_layer_config"),
+}
+"""Configuration keys of models that store more than keys and values for a token, or whose layers differ."""
+_UNCLEAR_TYPES = {"longcat_flash"}
+"""Model types with two attentions in each layer, whose configurations count layers in two ways."""
 _EXPANDED = {"minicpm3"}
 """Model types whose latent vector is expanded to all heads before it is stored."""
+_KV_HEADS = (
+    *("n_head_kv", "num_key_value_heads", "num_kv_heads"),
+    *("multi_query_group_num", "num_attention_groups"),
+)
 _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugging Face cache or of: "
 
 
@@ -46,8 +57,8 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
 
     Equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention). As
     with vLLM's ``auto``, a 32-bit model has a 16-bit cache. Layers with a sliding window count in full,
-    because whole blocks are offloaded. Layers with a state of constant size (Mamba, linear attention) do not
-    count.
+    because whole blocks are offloaded. Layers with a state of constant size (Mamba, linear attention), and
+    layers that use the keys and values of an earlier layer (Gemma 3n), do not count.
 
     Args:
         model: a ``config.json``, a directory with one, or the name of a model in the local cache of Hugging
@@ -70,6 +81,9 @@ def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
         raise ConfigError("model", model, f"{place} cannot be read ({error.strerror})") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError("model", model, f"{place} is not a model configuration ({error})") from None
+    if kv_cache_dtype == "auto" and (dtype := _quantized_cache(place, config)):
+        why = f"its checkpoint stores the KV cache as {dtype}; give --kv-cache-dtype or --bytes-per-token"
+        raise ConfigError("model", model, why)
     return _of_config(model, config, KV_CACHE_DTYPES[kv_cache_dtype])
 
 
@@ -120,14 +134,45 @@ def block_bytes(
     return size * block_tokens
 
 
+def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
+    """Return the dtype of the KV cache that a checkpoint of ModelOpt sets, or "".
+
+    vLLM's ``auto`` follows this dtype. Older checkpoints have it in ``hf_quant_config.json``.
+    """
+    given = _object(config, "quantization_config") or _object(
+        _object(config, "text_config"), "quantization_config"
+    )
+    if not given:
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            given = msgspec.json.decode(
+                (place.parent / "hf_quant_config.json").read_bytes(), type=dict[str, Any]
+            )
+    makers = (given.get("quant_method"), _object(given, "producer").get("name"))
+    if not any(str(maker).lower().startswith("modelopt") for maker in makers):
+        return ""
+    inner = _object(given, "quantization")
+    names = ("kv_cache_scheme", "kv_cache_quant_algo")
+    found = next((at[name] for name in names for at in (inner, given) if at.get(name)), "")
+    return f"{found.get('num_bits')}-bit {found.get('type')}" if isinstance(found, dict) else str(found)
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a nested object of a configuration; empty if it is absent or something else."""
+    value = config.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    text = _object(config, "text_config") or config
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
-            if isinstance(text.get(name), int) and text[name] > 0:
-                return int(text[name])
+            value = text.get(name)
+            if isinstance(value, list):
+                why = f"its layers differ in {name}; give --bytes-per-token"
+                raise ConfigError("model", model, why)
+            if isinstance(value, int) and value > 0:
+                return value
         if default is None:
             raise ConfigError("model", model, f"its configuration has no {names[0]}; give --bytes-per-token")
         return default
@@ -137,7 +182,9 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
     if dtype not in _DTYPE_BYTES:
         raise ConfigError("model", model, f"its dtype {dtype!r} is not known; give --bytes-per-token")
     layers = _attention_layers(model, text, number("num_hidden_layers", "n_layer", "num_layers"))
-    if unclear := sorted(_BESIDES & {name for name, value in text.items() if value}):
+    unclear = sorted(_BESIDES & {name for name, value in text.items() if value})
+    unclear += ["model_type"] if text.get("model_type") in _UNCLEAR_TYPES else []
+    if unclear:
         why = f"the bytes of a token depend on {unclear[0]}; give --bytes-per-token"
         raise ConfigError("model", model, why)
     if "kv_lora_rank" in text and text.get("model_type") in _EXPANDED:
@@ -148,22 +195,35 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
         # Latent attention (DeepSeek): one vector for all heads, and the positional part.
         values = number("kv_lora_rank") + number("qk_rope_head_dim")
     else:
-        heads = number("num_attention_heads", "n_head")
-        size = number("head_dim", "kv_channels", default=number("hidden_size", "n_embd") // heads)
-        shared = 1 if text.get("multi_query") is True and not text.get("new_decoder_architecture") else heads
-        values = (
-            2 * size * number("num_key_value_heads", "num_kv_heads", "multi_query_group_num", default=shared)
-        )
+        values = _values_of_heads(model, text, number)
     if layers * values < 1:
         raise ConfigError("model", model, "it has no layer with attention; give --bytes-per-token")
     return layers * values * (number_bytes or _DTYPE_BYTES[dtype])
 
 
+def _values_of_heads(model: str, text: Mapping[str, Any], number: Callable[..., int]) -> int:
+    """Return the number of values that a layer with ordinary attention stores for a token."""
+    heads = number("num_attention_heads", "n_head")
+    sizes = ("head_dim", "attention_head_dim", "hidden_size_per_head", "kv_channels")
+    size = number(*sizes, default=number("hidden_size", "n_embd") // heads)
+    if number("v_head_dim", "v_channels", default=size) != size:
+        why = "its keys and values have different sizes; give --bytes-per-token"
+        raise ConfigError("model", model, why)
+    if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
+        return 2 * size  # Also if `num_kv_heads` is larger, as in Falcon 7B.
+    return 2 * size * number(*_KV_HEADS, default=heads)
+
+
 def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> int:
-    kinds = text.get("layer_types") or text.get("layers_block_type")
+    kinds, num_shared = (
+        text.get("layer_types") or text.get("layers_block_type"),
+        text.get("num_kv_shared_layers"),
+    )
+    if isinstance(num_shared, int) and 0 < num_shared < num_layers:
+        num_layers -= num_shared
     if isinstance(kinds, list):
         # A "hybrid" layer has attention and a state, in parallel or in sequence.
-        names = [str(kind) for kind in kinds]
+        names = [str(kind) for kind in kinds[:num_layers]]
         return sum(("attention" in kind or kind == "hybrid") and "linear" not in kind for kind in names)
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, str):
