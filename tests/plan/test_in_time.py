@@ -67,6 +67,17 @@ def timed(trace: str, on: Machine | None = None, **options: Any) -> PlanAnswer:
 # ---- by hand
 
 
+def test_waits_of_other_code_are_not_reused(turns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the waits without a purchase, which use no policy."""
+    source, of = TraceSource(turns, None, False), fleet(machine=by_hand())
+    evidence = gather(source, of)
+    row, own = nothing(of, evidence).row, Clock(by_hand(), of, evidence)
+    before = own._key(row, of_all=False)
+    assert own._key(row, of_all=False) == before
+    monkeypatch.setattr("kvoffload.sweep.task.code_digest", lambda *names: f"other code of {names}")
+    assert own._key(row, of_all=False) != before
+
+
 def test_waits_by_hand(turns: str) -> None:
     answer = timed(turns)
     assert answer.chosen.purchase == Purchase(20, 0), "100 blocks"

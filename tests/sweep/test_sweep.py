@@ -28,13 +28,14 @@ from kvoffload.cli.sweep_tables import tables
 from kvoffload.core.hints import Hints
 from kvoffload.errors import ConfigError, SweepError, TraceError
 from kvoffload.policies.lru import LRU
+from kvoffload.replay.instances import replay_of
 from kvoffload.replay.optimum import optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.sweep import grid, workers
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.sweep.cluster import ClusterWorkers
-from kvoffload.sweep.grid import Grid
+from kvoffload.sweep.grid import Grid, content_digest
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Progress
 from kvoffload.sweep.outputs import RowsFile
@@ -367,10 +368,13 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     hints = TraceHints.of(Hints("stop") for _ in range(trace.requests))
     write_trace(dataclasses.replace(trace, hints=hints), changed)
     assert finished_rows(str(changed)) == 0
+    sessions = np.arange(trace.requests, dtype=np.int32) // 2
+    write_trace(dataclasses.replace(trace, sessions=sessions), changed)
+    assert finished_rows(str(changed)) == 0
     larger_blocks = dataclasses.replace(trace, block_tokens=1024)
     write_trace(larger_blocks, changed)
     assert finished_rows(str(changed), block_tokens=1024) == 0
-    monkeypatch.setattr("kvoffload.sweep.task.code_digest", lambda policy: f"other code of {policy}")
+    monkeypatch.setattr("kvoffload.sweep.task.code_digest", lambda *names: f"other code of {names}")
     assert finished_rows(chat) == 0
 
 
@@ -435,6 +439,28 @@ def test_the_code_of_a_policy_is_part_of_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.syspath_prepend(tmp_path)
     digests = {tasks.code_digest(policy) for policy in ("", "mine1:Mine", "mine2:Mine")}
     assert len(digests) == 3
+
+
+def test_the_code_of_a_rule_is_part_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from kvoffload.admission.reuse import ReuseAdmission\n\n\nclass Mine(ReuseAdmission):\n    pass\n"
+    )
+    own = ReplayConfig(1, admission=f"{file}:Mine")
+    assert tasks.code_digests(own) != tasks.code_digests(ReplayConfig(1, admission="reuse:2"))
+    before = tasks.code_digests(own)
+    file.write_text(file.read_text() + "    store_threshold = 3\n")
+    tasks.code_digest.cache_clear()
+    assert tasks.code_digests(own) != before
+
+
+def test_named_sessions_are_part_of_a_trace(chat: str) -> None:
+    """Engines of a replay are routed by sessions, so hits depend on them."""
+    trace = load_trace(chat)
+    one = dataclasses.replace(trace, sessions=np.zeros(trace.requests, np.int32))
+    config = ReplayConfig(100, instances=2)
+    hits = {replay_of(of, config).run().prefix_hit_blocks for of in (trace, one)}
+    assert len(hits) == len({content_digest(of) for of in (trace, one)}) == 2
 
 
 def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ class Clock:
         config, source = self._config(row), self._evidence.traces[self._busiest].source
         if of_all and self._evidence.whole is not None:
             source = self._evidence.whole.source
-        code = [] if config is None else code_digests(config)
+        code = code_digests(config)
         parts = ["timed", _FORMAT, source.digest, code, self._timing(row), self._whole.device_blocks, config]
         if of_all:
             parts += [self._fleet.replicas, self._fleet.routing]

@@ -229,6 +229,10 @@ def content_digest(trace: Trace) -> str:
     if trace.hints is not None:
         digest.update(f"\nhints {trace.hints.different!r}\n".encode())
         digest.update(np.ascontiguousarray(trace.hints.numbers).data)
+    if trace.sessions is not None:
+        # The routing follows sessions.
+        digest.update(b"\nsessions\n")
+        digest.update(np.ascontiguousarray(trace.sessions).data)
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from kvoffload._version import __version__
+from kvoffload.core.admission import ADMISSIONS
 from kvoffload.errors import TraceError
 from kvoffload.replay.instances import replay_of
 from kvoffload.replay.replay import ReplayConfig
@@ -181,8 +182,8 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
 
 
 @functools.cache
-def code_digest(policy: str = "") -> str:
-    """Compute the SHA-256 of the code that affects a result: this package and the policy's file.
+def code_digest(policy: str = "", admission: str = "") -> str:
+    """Compute the SHA-256 of the code that affects a result: this package, and the files of policy and rule.
 
     A version number would not suffice: a policy under development changes without a new version.
     """
@@ -192,16 +193,21 @@ def code_digest(policy: str = "") -> str:
         for path in sorted(_PACKAGE.rglob("*.py"))
         if path.relative_to(_PACKAGE).parts[0] not in _WITHOUT_INFLUENCE
     ]
-    if policy:
+    classes: list[type[object]] = [policy_class(policy)] if policy else []
+    classes += [ADMISSIONS.find(admission)] if admission else []
+    for cls in classes:
         # A class typed into an interpreter has no file.
-        source = inspect.getsourcefile(policy_class(policy))
+        source = inspect.getsourcefile(cls)
         files += [Path(source)] if source else []
     for path in files:
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 
 
-def code_digests(config: ReplayConfig) -> list[str]:
-    """Compute `code_digest` for each policy of a configuration."""
-    tiers = [tier.policy for tier in config.tiers if isinstance(tier, SizedTierOptions)]
-    return [code_digest(str(policy)) for policy in (config.policy, *tiers)]
+def code_digests(config: ReplayConfig | None) -> list[str]:
+    """Compute `code_digest` for each cache of a configuration; None: only the device caches."""
+    if config is None:
+        return [code_digest()]
+    caches: list[tuple[object, str]] = [(config.policy, config.admission)]
+    caches += [(tier.policy, tier.admission) for tier in config.tiers if isinstance(tier, SizedTierOptions)]
+    return [code_digest(str(policy), admission) for policy, admission in caches]
