@@ -69,8 +69,8 @@ class KVRequest:
             block_ids: the engine's blocks for the request, in order.
             row, start: for tensors with the axis ``batch`` instead of ``block``: the row of the sequence,
                 and the position of its first token.
-            present: leading tokens that the tensors already hold. They count in the result, and their whole
-                blocks are not loaded.
+            present: leading tokens that the tensors already hold. They count in the result; blocks
+                that they fill are not loaded.
             timeout_s: longest wait for tiers in seconds, at most the cache's `deadline_s`, the default.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.

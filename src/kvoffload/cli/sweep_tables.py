@@ -115,7 +115,7 @@ def _title(rows: list[Row], several: _Several) -> Text:
 
 
 def _bounds(rows: list[Row], several: _Several) -> dict[str, _Line]:
-    """Build the rows of the optimum, and the row of an unlimited cache."""
+    """Build the row of the optimum for each capacity, and the row of an unlimited cache."""
     bounds: dict[str, _Line] = {}
     for row in rows:
         if row.optimum_hit_ratio is not None:

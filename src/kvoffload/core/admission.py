@@ -66,7 +66,7 @@ class Admission(ABC):
     def leading(self, keys: Keys) -> int:
         """Return the length of the leading run of `keys` that may enter.
 
-        For blocks of one prefix, because no block is reachable after a refused block.
+        For blocks of one prefix: after a refused block no block can be reached.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())

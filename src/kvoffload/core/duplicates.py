@@ -60,7 +60,7 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
-    """Move a duplicate that the device drops to `kept`, the blocks that reenter the policy's order."""
+    """Move a duplicate to `kept` when the device drops it. Blocks in `kept` reenter the policy's order."""
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)
     kept.slots[kept.count] = slot

@@ -74,7 +74,7 @@ class Labels:
         self._known: dict[Hints, int] = {NO_HINTS: 0}
 
     def number(self, hints: Hints) -> int:
-        """Return the number of these hints, 0 to ``NUM_LABELS - 1``. Cost: a dictionary lookup."""
+        """Return the label of these hints, 0 to ``NUM_LABELS - 1``. Cost: a dictionary lookup."""
         number = self._known.get(hints)
         if number is None:
             number = self._number(hints)

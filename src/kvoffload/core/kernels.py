@@ -805,7 +805,7 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
-    """Move the offered blocks that are duplicates of the victim tier to `kept`.
+    """Move the offered blocks that the victim tier already holds to `kept`.
 
     Collects in ``path.used`` the kept and stored blocks, in the order of the offer, with their reuse flags.
     If no block was reused, and the blocks were all kept or all stored, ``path.used`` stays empty: the policy

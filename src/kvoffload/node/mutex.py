@@ -93,7 +93,7 @@ class Mutex:
         return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for the lock after `try_lock` has returned `BUSY`. Return values as of `acquire`."""
+        """Wait for the lock after `try_lock` has returned `BUSY`. Returns the same values as `acquire`."""
         if timeout_s <= 0:
             return BUSY
         clock = time.CLOCK_MONOTONIC if self._has_clock else time.CLOCK_REALTIME

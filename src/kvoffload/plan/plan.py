@@ -442,7 +442,7 @@ class _Search:
         return search(space, self._measure, self._difference, self._choose, self.begin)
 
     def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
-        """Measure rows near the choice of a search on a sample; returns all measured rows and the choice."""
+        """Measure the full trace near the choice from a sample; returns all measured rows and the choice."""
         space = self._plan.space(self._evidence, self._fleet)
         # A guess must need no replay, and waits are known only from replays.
         guess = None if self._plan.target.ttft_p90_s is not None else self._choose

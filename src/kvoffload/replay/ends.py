@@ -1,7 +1,7 @@
 """End times of requests in a replay. A request ends at once, or after an assumed time per generated token.
 
-A trace records arrivals and the number of generated tokens, but no end times. Determines the order of the
-ends. The replay finishes the requests.
+A trace records arrivals and the number of generated tokens, but no end times. This module determines the
+order in which requests end; the replay finishes them.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def forget(function: Callable[..., Any]) -> None:
 
 
 def _use(place: Path, digest: str) -> None:
-    """Cache kernels in this directory, and copy the package's kernels if they match the sources."""
+    """Cache kernels in this directory. Copy the package's kernels to it if they match the sources."""
     _config.CACHE_DIR = str(place)
     with contextlib.suppress(OSError):
         if _STAMP.read_text() != digest:

@@ -10,7 +10,7 @@ from kvoffload.core.policy import EvictionPolicy
 
 
 class EndlessLoopError(BaseException):
-    """A call of a policy does not return. A `BaseException`, because Hypothesis does not shrink these."""
+    """A call of a policy does not return. A `BaseException`, so that Hypothesis does not shrink it."""
 
 
 class CallLimit:

@@ -91,7 +91,7 @@ class State(Struct):
             block is refused.
         write_cost, victim_write_cost: write cost of blocks of a prefix, and of blocks of a victim tier.
         warm_up, promise: as in `Hazard`.
-        recent: number of references in which LRU's lead decays to 1/e.
+        recent: number of references in which the measured lead of LRU over this policy decays to 1/e.
         references: the clock, the number of observed block references.
         now: the clock at the beginning or end of the last request.
         is_victim_tier: 1 if the blocks of the last store did not form one prefix.
@@ -337,7 +337,7 @@ def observe(own: State, path: Path) -> None:
 
 @Hazard.compiled
 def finished(own: State, path: Path) -> None:
-    """Restart the ages of the request's blocks, and add its label to their classes."""
+    """Restart the ages of the request's blocks, and add the request's label to the blocks' classes."""
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]

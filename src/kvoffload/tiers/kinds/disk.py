@@ -47,7 +47,7 @@ class DiskOptions(SizedTierOptions):
 
     Attributes:
         max_write_bytes_per_day: limit for all directories together; None for no limit.
-        salt: part of the producer's identity, for weights that change under one name.
+        salt: part of the producer's identity; change it if the weights change but not the model's name.
     """
 
     name = "disk"

@@ -67,7 +67,8 @@ class _Buffer:
 
     @property
     def wanted_bytes(self) -> int:
-        """Number of bytes to read next, so that the buffer doubles: each attempt parses from its start."""
+        """Number of bytes to read next. The buffer doubles each time, because each attempt parses the whole
+        buffer."""
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:

@@ -35,7 +35,7 @@ class Request:
         reach: number of keys that are looked up ahead.
         checks: verifications of the request's blocks, pending and done.
         begun_step: the last step in which vLLM may have begun the request; None while the request waits.
-        waits_since: the last step in which the request is known to have waited, after a preemption.
+        waits_since: the last step in which the request was seen waiting, after a preemption.
         was_preempted: the request was preempted. vLLM does not report in which step the request resumes.
         pending_since_s: time of the first lookup of a block that an engine of the shared pool is writing;
             monotonic seconds. None: no such lookup yet.
