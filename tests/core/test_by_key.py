@@ -1,4 +1,4 @@
-"""Older interfaces, by key; docs/concepts.md lists them."""
+"""Older interfaces, by key: all of `kvoffload.integrations.by_key`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Our numbers beside golden ones: replays of the recordings, flat streams, and the traces of the ARC paper.
 
 LRU, FIFO, SIEVE and LFU agree to the last digit, LRU with `reuse:2` within 0.001 (it does so exactly), ARC
-within 0.005, S3-FIFO within 0.002. The same numbers come from vLLM's real manager and from libCacheSim;
-where they come from, and how a replay counts, stands in docs/decisions.md.
+within 0.005, S3-FIFO within 0.002. `support.golden_numbers` names the source of each number, and
+`kvoffload.replay.replay` describes how a replay counts.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ KV_HINT_ACTIONS = "kv_hint_actions"
 KV_HINTS = {
     "retain": "priority and time to live of the request's blocks",
     "demote": "priority below all requests without a hint",
-    "prefetch": "no effect: the lookup of the request reads its blocks ahead",
+    "prefetch": "no effect: it arrives with its request, whose lookup reads the blocks ahead",
     "end_session": "the conversation is over",
     "unknown": "not known to this version, ignored",
     "invalid": "wrong payload, ignored",
