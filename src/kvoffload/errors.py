@@ -6,6 +6,7 @@ A failed disk, device or network is reported as a result, not as an exception.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from operator import index
 from typing import SupportsIndex
 
@@ -32,13 +33,17 @@ class UnavailableError(ConfigError):
         self.args = (f"{field}: {value!r} cannot be used now: {why}",)
 
 
-def check_integer(field: str, value: object, largest: int) -> int:
-    """Return `value` as an int; raise `ConfigError` unless it is an integer (Python or numpy) from 1 to
-    `largest`.
+def check_integer(field: str, value: object, largest: int, smallest: int = 1, meaning: str = "") -> int:
+    """Return `value` as an int; raise `ConfigError` unless it is an integer (Python or numpy) from `smallest`
+    to `largest`.
+
+    `meaning`: description of the allowed numbers, for the message.
     """
-    if isinstance(value, SupportsIndex) and 1 <= (number := index(value)) <= largest:
-        return number
-    raise ConfigError(field, value, f"allowed: 1 to {largest}")
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with suppress(TypeError):  # an array of several numbers
+            if smallest <= (number := index(value)) <= largest:
+                return number
+    raise ConfigError(field, value, f"allowed: {smallest} to {largest}{meaning and f', {meaning}'}")
 
 
 class CombinedConfigError(ConfigError):

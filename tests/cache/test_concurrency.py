@@ -21,6 +21,7 @@ import kvoffload
 from kvoffload import KVCache, MemoryTier, TieredManager
 from kvoffload.cache.jobs import Jobs
 from kvoffload.cache.keys import KEY_BYTES, KeyChain
+from kvoffload.cache.owner import Limit
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.scripted_tier import ScriptedTier
 from support.timeouts import HANGS_S
@@ -390,6 +391,29 @@ def test_flush_waits_for_the_tier_while_others_load() -> None:
             request.store_from(rig.engine.kv, IDS)
         assert not rig.cache.flush(timeout_s=0.01), "the tier has not written"
         rig.end_jobs()
+
+
+def test_a_slow_drain_stops_no_other_job() -> None:
+    """A tier that never confirms; an interrupt ends the flush, although the tier still drains."""
+    rig = Rig()
+    waits: list[float] = []
+
+    def drain(timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        return False
+
+    with rig.cache:
+        rig.manager.lanes[0].tier.drain = drain  # type: ignore[method-assign]
+        limit = Limit(HANGS_S)
+        flushed = in_thread(lambda: rig.cache._owner.run(rig.cache._jobs.flush(limit), limit))
+        until(lambda: bool(waits))
+        with rig.cache.request(TOKENS) as request:
+            assert request.load_into(rig.engine.kv, IDS) == 0
+        assert not flushed.done()
+        limit.stop()
+        assert not flushed.result(HANGS_S)
+        assert max(waits) < 1.0, "the thread that owns the manager waits for no longer"
+        rig.cache.close(flush_s=0.0)
 
 
 @pytest.mark.parametrize("disk", [False, True])

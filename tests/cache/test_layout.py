@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload import ConfigError, KVLayout
+from kvoffload.cache.keys import fingerprint
 from kvoffload.transfer.parts import DeviceParts, HostParts
 from support.token_engine import CONTIGUOUS, LAYOUTS, MLA, PAGED, STACKED, WHOLE, TokenEngine, layout_of
 
@@ -44,6 +45,7 @@ def test_a_layout_is_read_from_tensors(axes: str) -> None:
         ([np.zeros((2, 8, 4, 2, 8))], STACKED, 0, "block_tokens: 0"),
         ([np.zeros((8, 4, 2, 8))], STACKED, None, "kv: .* allowed: tensors of 5 axes"),
         ([np.zeros((8, 4, 2, 8))], PAGED, None, "kv: 'ndarray' is invalid; allowed: pairs"),
+        ([np.zeros((8, 4, 2, 8))], 5, None, "axes: ''"),
     ],
 )
 def test_tensors_without_a_layout_are_refused(
@@ -67,6 +69,9 @@ def test_tensors_without_a_layout_are_refused(
         ({"value_dim": -8}, "value_dim: -8"),
         ({"value_dim": 0}, "value_dim: 0"),
         ({"layers": True}, "layers: True"),
+        ({"layers": np.arange(2)}, "layers: array"),
+        ({"axes": None}, "axes: missing; allowed: names from"),
+        ({"axes": 5}, "axes: 5 is invalid; allowed: names from"),
     ],
 )
 def test_an_impossible_layout_is_refused(given: dict[str, Any], named: str) -> None:
@@ -75,6 +80,12 @@ def test_an_impossible_layout_is_refused(given: dict[str, Any], named: str) -> N
     }  # fmt: skip
     with pytest.raises(ConfigError, match=named):
         KVLayout(**good | given)
+
+
+def test_sizes_from_numpy_make_the_same_layout() -> None:
+    layout = layout_of(PAGED, layers=np.int64(2), head_dim=np.int32(3), block_tokens=np.uint8(4))
+    assert layout == layout_of(PAGED)
+    assert fingerprint("toy", layout.describe()) == fingerprint("toy", layout_of(PAGED).describe())
 
 
 def test_all_problems_of_a_layout_are_reported_at_once() -> None:
@@ -125,11 +136,12 @@ def test_tensors_of_two_devices_are_refused() -> None:
 def test_a_place_outside_a_contiguous_cache_is_refused() -> None:
     layout = layout_of(CONTIGUOUS)
     kv = TokenEngine(layout).kv
-    for row in (None, -1, 3):
-        with pytest.raises(ConfigError, match="row"):
-            layout.views(kv, row)
-    with pytest.raises(ConfigError, match="start: 97"):
-        layout.views(kv, 0, 97)
+    for row in (None, -1, 3, 0.5, True, np.True_, "0", np.arange(2)):
+        with pytest.raises(ConfigError, match=r"row: .*allowed: 0 to 2, a row of the axis batch"):
+            layout.views(kv, row)  # type: ignore[arg-type]
+    for start in (97, -1, 1.5, True, None, "0"):
+        with pytest.raises(ConfigError, match=r"start: .*allowed: 0 to 96"):
+            layout.views(kv, 0, start)  # type: ignore[arg-type]
     assert all(len(view) == 0 for view in layout.views(kv, 0, 96))
     with pytest.raises(ConfigError, match="row: 0"):
         layout_of(PAGED).views(TokenEngine(layout_of(PAGED)).kv, 0)

@@ -402,5 +402,82 @@ def test_a_reset_forgets_all(tmp_path: Path) -> None:
         assert serve(cache, engine, tokens, [0, 1, 2]) == 0
 
 
+def test_a_request_from_before_a_reset_stores_nothing() -> None:
+    """Its KV may be of the weights before the reset."""
+    engine, tokens = TokenEngine(layout_of()), [*range(9)]
+    engine.compute(tokens, engine.where([0, 1, 2]))
+    with opened() as cache:
+        begun = cache.request(tokens)
+        loaded = cache.request([*range(9)])
+        assert loaded.load_into(engine.kv, [3, 4, 5]) == 0
+        cache.reset()
+        assert begun.store_from(engine.kv, [0, 1, 2]) == 0
+        assert loaded.store_from(engine.kv, [0, 1, 2]) == 0
+        with begun, loaded, cache.request(tokens) as later:
+            assert later.load_into(engine.kv, [0, 1, 2]) == 0
+            assert later.store_from(engine.kv, [0, 1, 2]) == 8
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"salt": None}, "salt: missing; allowed: a text or bytes"),
+        ({"salt": 5}, "salt: 5 is invalid"),
+        ({"hints": {"priority": 1}}, "hints: {'priority': 1} is invalid; allowed: kvoffload.Hints"),
+        ({"hints": None}, "hints: missing"),
+        ({"token_ids": None}, "token_ids: 'object"),
+        ({"token_ids": [2**63]}, "token_ids: 9223372036854775808 is invalid; allowed: up to"),
+        ({"token_ids": [1], "keys": []}, "keys: 'given'"),
+        ({"token_ids": (), "keys": 5}, "keys: 5 is invalid"),
+        ({"token_ids": (), "keys": [b"short"]}, r"keys\[0\]: b'short'"),
+    ],
+)
+def test_a_request_that_cannot_be_is_named(given: dict[str, Any], message: str) -> None:
+    with opened() as cache, pytest.raises(ConfigError, match=message):
+        cache.request(**{"token_ids": [*range(9)], **given})
+
+
+def test_salts_and_keys_of_every_form() -> None:
+    with opened() as cache:
+        odd, other = cache.request([1] * T, salt="\ud800"), cache.request([1] * T, salt="\udfff")
+        assert odd._chain.keys != other._chain.keys
+        keys = [bytes([number]) * 32 for number in range(3)]
+        request = cache.request(keys=iter(keys[:2]))
+        request.extend(iter(keys[2:]))
+        assert (request._chain.keys, request.num_tokens) == (keys, 3 * T)
+
+
+@pytest.mark.parametrize("wrong", [None, "5", float("nan"), -1])
+def test_time_limits_that_cannot_be_are_named(wrong: Any) -> None:
+    with opened() as cache:
+        for call, field in (("flush", "timeout_s"), ("reset", "timeout_s"), ("close", "flush_s")):
+            with pytest.raises(ConfigError, match=f"{field}: .*allowed: seconds, 0 or more"):
+                getattr(cache, call)(wrong)
+        assert cache.flush(float("inf"))
+        assert cache.flush(np.float32(0.5))
+
+
+def test_present_tokens_behind_the_given_blocks() -> None:
+    """A collector of metrics counts no looked-up block."""
+    counted: list[int] = []
+
+    class Counts:
+        def count(self, metric: str, number: int = 1) -> None:
+            counted.append(number)
+
+        def update(self) -> None:
+            pass
+
+    with opened() as cache, cache.request([*range(3 * T)]) as request:
+        cache.observe(Counts())
+        assert request.load_into(TokenEngine(layout_of()).kv, [0], present=2 * T) == 2 * T
+    assert counted == [0]
+
+
+def test_ram_that_the_machine_has_not_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"ram: '1000PiB' is invalid; this machine has"):
+        kvoffload.open(model="toy", layout=layout_of(), ram="1000PiB")
+
+
 def _fails(*_: Any) -> Any:
     raise OSError("out of order")

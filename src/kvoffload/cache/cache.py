@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from numbers import Real
 
 from kvoffload.cache.jobs import CacheStats, Jobs, Observer
 from kvoffload.cache.keys import GivenKeys, KeyChain, Tokens
@@ -41,7 +42,7 @@ class KVCache:
         token_ids: Tokens = (),
         *,
         salt: str | bytes = "",
-        keys: Sequence[bytes] | None = None,
+        keys: Iterable[bytes] | None = None,
         hints: Hints = NO_HINTS,
     ) -> KVRequest:
         """Begin a request. The result is a context manager, also for ``async with``.
@@ -53,12 +54,12 @@ class KVCache:
                 block and everything before the block.
             hints: labels for the policy.
         """
-        chain: KeyChain | GivenKeys
-        if keys is None:
-            chain = KeyChain(self.layout.block_tokens, salt)
-            chain.extend(token_ids)
-        else:
-            if len(token_ids) or salt:
+        if not isinstance(hints, Hints):
+            raise ConfigError("hints", hints, "allowed: kvoffload.Hints")
+        chain: KeyChain | GivenKeys = KeyChain(self.layout.block_tokens, salt)
+        chain.extend(token_ids)
+        if keys is not None:
+            if chain.num_tokens or salt:
                 raise ConfigError("keys", "given", "allowed: without token_ids and salt")
             chain = GivenKeys(self.layout.block_tokens)
             chain.extend(keys)
@@ -81,22 +82,23 @@ class KVCache:
 
         Returns False on time-out, or if a tier failed to write or dropped some of the blocks.
         """
-        limit = Limit(timeout_s)
+        limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
 
     async def flush_async(self, timeout_s: float = _FLUSH_S) -> bool:
         """Flush, as `flush`."""
-        limit = Limit(timeout_s)
+        limit = _limit("timeout_s", timeout_s)
         return await self._owner.run_async(self._jobs.flush(limit), limit)
 
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
         """Forget every block in RAM and in the tiers, for all machines. Needed after a change of the weights.
 
-        This process finds none of the blocks after the call. Returns False if a tier has not confirmed the
+        This process finds none of the blocks after the call. Requests that began before store nothing any
+        more, because their KV may be of the weights before. Returns False if a tier has not confirmed the
         reset within `timeout_s` seconds. Call `reset` again in this case: until then other machines may find
         old blocks, and this machine may find old blocks after a crash.
         """
-        limit = Limit(timeout_s)
+        limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)
 
     def stats(self) -> CacheStats:
@@ -114,7 +116,7 @@ class KVCache:
         `MisuseError`, except `close` and the end of a request. An interrupt ends the flush; the call then
         closes RAM and the tiers, and raises the interrupt.
         """
-        limit = Limit(flush_s)
+        limit = _limit("flush_s", flush_s)
         self._owner.close(self._jobs.close(limit), limit)
 
     def __enter__(self) -> KVCache:
@@ -122,3 +124,10 @@ class KVCache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _limit(field: str, seconds: object) -> Limit:
+    """Return the time limit of a job. Raises `ConfigError`."""
+    if not (isinstance(seconds, Real) and seconds >= 0):
+        raise ConfigError(field, seconds, "allowed: seconds, 0 or more")
+    return Limit(float(seconds))

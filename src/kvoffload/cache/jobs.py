@@ -69,10 +69,14 @@ class Observer(Protocol):
 
 
 class Work:
-    """The state of one request, shared by its jobs. The jobs of a request run one after another."""
+    """The state of one request, shared by its jobs. The jobs of a request run one after another.
 
-    def __init__(self, hints: Hints) -> None:
-        self.hints = hints
+    Args:
+        num_resets: `Jobs.num_resets` at the beginning of the request.
+    """
+
+    def __init__(self, hints: Hints, num_resets: int) -> None:
+        self.hints, self.num_resets = hints, num_resets
         self.turn = asyncio.Lock()
         self.ctx: RequestContext | None = None
         self.finished = False
@@ -88,6 +92,7 @@ class Jobs:
 
     Attributes:
         manager: the manager, for the owner's thread only.
+        num_resets: number of resets so far. Any thread may read it.
 
     Thread: the owner's, except `__init__`.
     """
@@ -98,6 +103,7 @@ class Jobs:
         self._observer: Observer | None = None
         self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvoffload-copy")
         self._polling: asyncio.Task[None] | None = None
+        self.num_resets = 0
 
     async def load(
         self, work: Work, keys: Keys, first: int, parts: Parts, ids: BlockIds, limit: Limit
@@ -139,9 +145,15 @@ class Jobs:
             return present
 
     async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
-        """Store the missing blocks of `keys` in RAM, from the engine's blocks `ids`. Returns their number."""
+        """Store the missing blocks of `keys` in RAM, from the engine's blocks `ids`. Returns their number.
+
+        A request that began before a reset stores nothing, because its KV may be of the weights before.
+        """
         async with work.turn:
-            plan = self._manager.prepare_store(keys, self._begun(work, keys))
+            ctx = self._begun(work, keys)
+            if work.num_resets != self.num_resets:
+                return 0
+            plan = self._manager.prepare_store(keys, ctx)
             if plan is None:
                 return 0
             rows, arrived = ids[plan.rows], False
@@ -167,12 +179,18 @@ class Jobs:
     async def flush(self, limit: Limit) -> bool:
         """Write all blocks of RAM to the tiers that lack them; see `TieredManager.flush`."""
         self._manager.offer_all()
-        while self._manager.poll() and limit.left_s():
-            await asyncio.sleep(_SHORTEST_PAUSE_S)
-        return self._manager.flush(limit.left_s())
+        pause_s = _SHORTEST_PAUSE_S
+        # In short slices: other jobs run between them, and a caller that is interrupted ends the wait.
+        while self._manager.poll() or not self._manager.drain(_LONGEST_PAUSE_S):
+            if not limit.left_s():
+                return False
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        return self._manager.flush(0.0)  # False if a block is still to be written, because its write failed
 
     async def reset(self, limit: Limit) -> bool:
         """Forget every block in RAM and in the tiers. Returns False if a tier has not confirmed in time."""
+        self.num_resets += 1
         self._manager.reset()
         pause_s = _SHORTEST_PAUSE_S
         while not self._manager.drain(_LONGEST_PAUSE_S):  # in short slices: other jobs run between them
@@ -204,13 +222,15 @@ class Jobs:
         others = asyncio.all_tasks() - {asyncio.current_task(), self._polling}
         if others:
             await asyncio.wait(others)
-        await self.flush(limit)
-        self._update()
-        self._manager.close()
-        if self._polling is not None:
-            self._polling.cancel()
-        self._threads.shutdown()
-        self._ram.close()
+        try:
+            await self.flush(limit)
+            self._update()
+        finally:
+            self._manager.close()
+            if self._polling is not None:
+                self._polling.cancel()
+            self._threads.shutdown()
+            self._ram.close()
 
     # ---- private
 

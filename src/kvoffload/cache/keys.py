@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +16,8 @@ from kvoffload.errors import ConfigError
 KEY_BYTES = 32
 _FORMAT = 1
 """Version of the keys and of the byte order in a slot; increment it when keys or byte order change."""
+
+_LARGEST_TOKEN = 2**63 - 1
 
 Tokens: TypeAlias = Any
 """Token ids: a sequence of ints, or a numpy array or torch tensor of one dimension."""
@@ -41,7 +43,10 @@ class KeyChain:
 
     def __init__(self, block_tokens: int, salt: str | bytes = "") -> None:
         self._block_tokens = block_tokens
-        self._parent = hashlib.sha256(salt.encode() if isinstance(salt, str) else salt).digest()
+        if not isinstance(salt, (str, bytes)):
+            raise ConfigError("salt", salt, "allowed: a text or bytes")
+        data = salt.encode("utf-8", "surrogatepass") if isinstance(salt, str) else salt
+        self._parent = hashlib.sha256(data).digest()
         self._rest = np.empty(0, np.int64)
         self.keys: list[bytes] = []
         self.num_tokens = 0
@@ -67,12 +72,15 @@ class GivenKeys:
         self.keys: list[bytes] = []
         self.num_tokens = 0
 
-    def extend(self, keys: Sequence[bytes]) -> None:
+    def extend(self, keys: Iterable[bytes]) -> None:
         """Append keys. Raises `ConfigError` for anything but 32 bytes."""
-        for number, key in enumerate(keys, len(self.keys)):
+        if not isinstance(keys, Iterable):
+            raise ConfigError("keys", keys, f"allowed: a list of hashes of {KEY_BYTES} bytes")
+        new = list(keys)
+        for number, key in enumerate(new, len(self.keys)):
             if not isinstance(key, bytes) or len(key) != KEY_BYTES:
                 raise ConfigError(f"keys[{number}]", key, f"allowed: {KEY_BYTES} bytes, such as a SHA-256")
-        self.keys += keys
+        self.keys += new
         self.num_tokens = len(self.keys) * self._block_tokens
 
 
@@ -85,4 +93,6 @@ def _integers(token_ids: Tokens) -> npt.NDArray[np.int64]:
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size) or isinstance(given, (str, bytes)):
         kind = f"{array.dtype} of shape {array.shape}"
         raise ConfigError("token_ids", kind, "allowed: one dimension of integers")
+    if array.size and int(array.max()) > _LARGEST_TOKEN:
+        raise ConfigError("token_ids", int(array.max()), f"allowed: up to {_LARGEST_TOKEN}")
     return array.astype("<i8")

@@ -16,6 +16,9 @@ from kvoffload.transfer.engine import is_tensor
 from kvoffload.transfer.parts import View
 
 AXES = ("layer", "kv", "block", "batch", "head", "token", "dim")
+_AXES_ALLOWED = (
+    f"allowed: names from {', '.join(AXES)}, each once, with token, dim, and one of block and batch"
+)
 DTYPES = {
     **dict.fromkeys(("float32", "int32"), 4),
     **dict.fromkeys(("float16", "bfloat16"), 2),
@@ -75,12 +78,14 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", _name_of_dtype(self.dtype))
+        if not isinstance(self.axes, str):
+            raise ConfigError("axes", self.axes, _AXES_ALLOWED)
         problems = Problems("KVLayout")
         with problems:
             _check_axes(self.names)
         for name in ("layers", "heads", "head_dim", "block_tokens"):
             with problems:
-                _check_size(name, getattr(self, name))
+                object.__setattr__(self, name, check_integer(name, getattr(self, name), _LARGEST))
         with problems:
             if self.dtype not in DTYPES:
                 raise ConfigError("dtype", self.dtype, f"allowed: {', '.join(DTYPES)}")
@@ -91,7 +96,7 @@ class KVLayout:
             if self.value_dim is not None and not self._has_pairs:
                 raise ConfigError("value_dim", self.value_dim, "allowed: only for pairs (keys, values)")
             if self.value_dim is not None:
-                _check_size("value_dim", self.value_dim)
+                object.__setattr__(self, "value_dim", check_integer("value_dim", self.value_dim, _LARGEST))
         problems.check()
 
     @classmethod
@@ -102,7 +107,7 @@ class KVLayout:
             kv: the tensors, as for `KVRequest.load_into`.
             block_tokens: tokens of a block. Required for the axis ``batch``; default: size of ``token``.
         """
-        names = tuple(axes.split())
+        names = tuple(axes.split()) if isinstance(axes, str) else ()
         _check_axes(names)
         has_pairs = "head" in names and "kv" not in names
         if "layer" not in names and not (isinstance(kv, Sequence) and len(kv)):
@@ -166,10 +171,8 @@ class KVLayout:
                 raise ConfigError("row", row, "allowed: only with the axis batch; give block_ids")
             return [view for tensor in tensors for view in _halves(self.names, tensor.array)]
         rows, tokens = (tensors[0].array.shape[self.names.index(axis)] for axis in ("batch", "token"))
-        if row is None or not 0 <= row < rows:
-            raise ConfigError("row", row, f"allowed: 0 to {rows - 1}, a row of the axis batch")
-        if not 0 <= start <= tokens:
-            raise ConfigError("start", start, f"allowed: 0 to {tokens}")
+        row = check_integer("row", row, rows - 1, 0, "a row of the axis batch")
+        start = check_integer("start", start, tokens, 0)
         return [
             view
             for tensor in tensors
@@ -228,21 +231,11 @@ class KVLayout:
         return sizes.get(axis, int(first.array.shape[self.names.index(axis)]))
 
 
-def _check_size(field: str, value: object) -> None:
-    if isinstance(value, bool):
-        raise ConfigError(field, value, f"allowed: 1 to {_LARGEST}")
-    check_integer(field, value, _LARGEST)
-
-
 def _check_axes(names: Sequence[str]) -> None:
     places = [name for name in names if name in ("block", "batch")]
     is_known = set(names) <= set(AXES) and len(set(names)) == len(names)
     if not is_known or len(places) != 1 or not {"token", "dim"} <= set(names):
-        raise ConfigError(
-            "axes",
-            " ".join(names),
-            f"allowed: names from {', '.join(AXES)}, each once, with token, dim, and one of block and batch",
-        )
+        raise ConfigError("axes", " ".join(names), _AXES_ALLOWED)
     if "kv" in names and "head" not in names:
         raise ConfigError("axes", " ".join(names), "kv needs the axis head; MLA has one tensor for a layer")
 

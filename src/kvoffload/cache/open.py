@@ -83,7 +83,10 @@ def open(
         opened = open_tiers(options, owner)
         for tier in opened:
             undo.callback(tier.close)
-        memory = MemoryTier(blocks, layout.block_bytes)
+        try:
+            memory = MemoryTier(blocks, layout.block_bytes)
+        except ConfigError as problem:
+            raise ConfigError("ram", ram, problem.allowed) from None
         undo.callback(memory.close)
         manager = TieredManager(
             blocks,

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from operator import index
-from typing import Any, SupportsIndex
+from numbers import Real
+from typing import Any
 
 from kvoffload.cache.jobs import Jobs, Work
 from kvoffload.cache.keys import KEY_BYTES, GivenKeys, KeyChain, Tokens
@@ -17,7 +17,7 @@ from kvoffload.cache.layout import KVLayout, KVTensors
 from kvoffload.cache.owner import Limit, Owner
 from kvoffload.cache.place import BlockIds, Place
 from kvoffload.core.hints import Hints
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import ConfigError, MisuseError, check_integer
 from kvoffload.structures.keys import Keys
 
 
@@ -41,7 +41,8 @@ class KVRequest:
         layout: KVLayout,
         deadline_s: float,
     ) -> None:
-        self._chain, self._work, self._num_computed = chain, Work(hints), chain.num_tokens
+        self._chain, self._num_computed = chain, chain.num_tokens
+        self._work = Work(hints, jobs.num_resets)
         self._owner, self._jobs, self._layout, self._deadline_s = owner, jobs, layout, deadline_s
 
     @property
@@ -94,8 +95,9 @@ class KVRequest:
 
     def extend(self, token_ids: Tokens) -> None:
         """Append generated tokens; for a request of `keys`, further keys."""
+        before = self._chain.num_tokens
         self._chain.extend(token_ids)
-        if len(token_ids):
+        if self._chain.num_tokens > before:
             self._num_computed = self._chain.num_tokens - isinstance(self._chain, KeyChain)
 
     def store_from(
@@ -180,27 +182,26 @@ class KVRequest:
         self, kv: KVTensors, place: Place, present: int, timeout_s: float | None
     ) -> tuple[Coroutine[Any, Any, int], Limit]:
         """Check the arguments of a load; return its job and limit."""
-        self._check_tokens("present", present)
+        present = self._checked_tokens("present", present)
         parts, ids = place.in_tensors(kv, self._layout, writeable=True)
         limit = Limit(self._deadline_s if timeout_s is None else self._checked_timeout(timeout_s))
-        first = present // self._layout.block_tokens
+        first = min(len(ids), present // self._layout.block_tokens)
         return self._jobs.load(self._work, self._keys(len(ids)), first, parts, ids, limit), limit
 
     def _storing(self, kv: KVTensors, place: Place, num_tokens: int | None) -> Coroutine[Any, Any, int]:
         """Check the arguments of a store; return its job."""
         computed = self._num_computed if num_tokens is None else num_tokens
-        self._check_tokens("num_tokens", computed)
+        computed = self._checked_tokens("num_tokens", computed)
         parts, ids = place.in_tensors(kv, self._layout)
         count = min(len(ids), computed // self._layout.block_tokens)
         return self._jobs.store(self._work, self._keys(count), parts, ids)
 
-    def _check_tokens(self, field: str, value: object) -> None:
-        """Raise `ConfigError` unless `value` is a number of tokens of the request."""
-        if not isinstance(value, SupportsIndex) or not 0 <= index(value) <= self.num_tokens:
-            raise ConfigError(field, value, f"allowed: 0 to {self.num_tokens}, the tokens of the request")
+    def _checked_tokens(self, field: str, value: object) -> int:
+        """Return a number of tokens of the request. Raises `ConfigError`."""
+        return check_integer(field, value, self.num_tokens, 0, "the tokens of the request")
 
     def _checked_timeout(self, timeout_s: object) -> float:
-        if isinstance(timeout_s, (int, float)) and 0 <= timeout_s <= self._deadline_s:
-            return timeout_s
+        if isinstance(timeout_s, Real) and 0 <= timeout_s <= self._deadline_s:
+            return float(timeout_s)
         allowed = f"allowed: 0 to {self._deadline_s:g} seconds, the cache's deadline_s"
         raise ConfigError("timeout_s", timeout_s, allowed)
