@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from numbers import Real
 
 from kvoffload.cache.jobs import CacheStats, Jobs, Observer
 from kvoffload.cache.keys import GivenKeys, KeyChain, Tokens
 from kvoffload.cache.layout import KVLayout
-from kvoffload.cache.owner import Limit, Owner
+from kvoffload.cache.owner import Limit, Owner, seconds_of
 from kvoffload.cache.request import KVRequest
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError
@@ -128,6 +127,6 @@ class KVCache:
 
 def _limit(field: str, seconds: object) -> Limit:
     """Return the time limit of a job. Raises `ConfigError`."""
-    if not (isinstance(seconds, Real) and seconds >= 0):
+    if not seconds_of(seconds) >= 0.0:
         raise ConfigError(field, seconds, "allowed: seconds, 0 or more")
-    return Limit(float(seconds))
+    return Limit(seconds_of(seconds))

@@ -6,12 +6,14 @@ The thread runs an event loop; a job is a coroutine on this loop. Does not know 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from numbers import Real
 from typing import Any, TypeVar
 
 from kvoffload.errors import MisuseError
@@ -35,6 +37,11 @@ class Limit:
     def left_s(self) -> float:
         """Return the seconds that are left, or 0."""
         return max(0.0, self._until - time.monotonic())
+
+
+def seconds_of(value: object) -> float:
+    """Return a number of seconds, of Python or numpy, as a float; NaN for anything else."""
+    return float(value) if isinstance(value, Real) else math.nan
 
 
 class Owner:

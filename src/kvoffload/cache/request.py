@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from numbers import Real
 from typing import Any
 
 from kvoffload.cache.jobs import Jobs, Work
 from kvoffload.cache.keys import KEY_BYTES, GivenKeys, KeyChain, Tokens
 from kvoffload.cache.layout import KVLayout, KVTensors
-from kvoffload.cache.owner import Limit, Owner
+from kvoffload.cache.owner import Limit, Owner, seconds_of
 from kvoffload.cache.place import BlockIds, Place
 from kvoffload.core.hints import Hints
 from kvoffload.errors import ConfigError, MisuseError, check_integer
@@ -201,7 +200,7 @@ class KVRequest:
         return check_integer(field, value, self.num_tokens, 0, "the tokens of the request")
 
     def _checked_timeout(self, timeout_s: object) -> float:
-        if isinstance(timeout_s, Real) and 0 <= timeout_s <= self._deadline_s:
-            return float(timeout_s)
+        if 0.0 <= (seconds := seconds_of(timeout_s)) <= self._deadline_s:
+            return seconds
         allowed = f"allowed: 0 to {self._deadline_s:g} seconds, the cache's deadline_s"
         raise ConfigError("timeout_s", timeout_s, allowed)
