@@ -697,6 +697,10 @@ def test_the_prices_that_are_printed_are_read(tmp_path: Path) -> None:
     [
         ("[ram]\nprize = 3\n", "unknown field `prize`.*--show-prices"),
         ("[ram]\nprice = -3\n", r"\$\.ram\.price"),
+        ("[ram]\nprice = inf\n", r"\$\.ram\.price"),
+        ("gpu_hour = inf\n", r"\$\.gpu_hour"),
+        ("[ssd]\nwrites_per_day = inf\n", r"\$\.ssd\.writes_per_day"),
+        ("[ssd]\nlife_years = nan\n", r"\$\.ssd\.life_years"),
         ('[ssd]\ndrive = "4 parsecs"\n', "drive: '4 parsecs'"),
         ('[ram]\nmodule = "0GiB"\n', "module: '0GiB' is invalid; allowed: at least one byte"),
         ('[server]\nmemory = "0GiB"\n', "memory: '0GiB' is invalid; allowed: at least one byte"),

@@ -16,7 +16,9 @@ def test_size(text: str, size: int) -> None:
     assert parse_size("x", text) == size
 
 
-@pytest.mark.parametrize("text", ["", "64XiB", "-1", "GiB", "1e3", "64KiB more"])
+@pytest.mark.parametrize(
+    "text", ["", "64XiB", "-1", "GiB", "1e3", "64KiB more", 5000 * "9", 400 * "9" + ".5GiB"]
+)
 def test_size_that_cannot_be_understood(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^block_bytes: "):
         parse_size("block_bytes", text)
@@ -38,7 +40,7 @@ def test_capacity_rounds_down(text: str, blocks: int) -> None:
     assert parse_capacity("capacity", text, 65536, 186_550) == blocks
 
 
-@pytest.mark.parametrize("text", ["0", "2.5", "five", "0.0001%", "1KiB", "5 percent", "-3"])
+@pytest.mark.parametrize("text", ["0", "2.5", "five", "0.0001%", "1KiB", "5 percent", "-3", 5000 * "9"])
 def test_impossible_capacity(text: str) -> None:
     with pytest.raises(ConfigError, match=f"^capacity: {text!r} is invalid; .*allowed: a number of blocks"):
         parse_capacity("capacity", text, 65536, 186_550)

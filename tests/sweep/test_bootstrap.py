@@ -74,8 +74,9 @@ def test_too_few_windows_say_nothing() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(ConfigError, match="resamples: 0 is invalid"):
-        Resamples(np.ones(20, np.int64), resamples=0)
+    for resamples in (0, 10**12, 2.5):
+        with pytest.raises(ConfigError, match=f"resamples: {resamples} is invalid; allowed: 1 to 1000000"):
+            Resamples(np.ones(20, np.int64), resamples=resamples)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="seed: -1 is invalid"):
         Resamples(np.ones(20, np.int64), seed=-1)
     with pytest.raises(ConfigError, match="one sum for each of 20 windows"):

@@ -572,7 +572,14 @@ def test_times(value: object) -> None:
     assert seconds_of("t", value) == pytest.approx(TIMES[value], abs=1e-6)  # type: ignore[index]
 
 
-@pytest.mark.parametrize("value", ["noon", "2026-13-01 00:00:00", -1, True, float("nan"), "inf", [], None])
+# The last three numbers would be microseconds, nanoseconds, and more than a float holds.
+NO_TIMES = [
+    *("noon", "2026-13-01 00:00:00", -1, True, float("nan"), "inf", [], None),
+    *(1767225600123456, "1767225600123456789", 10**400),
+]
+
+
+@pytest.mark.parametrize("value", NO_TIMES)
 def test_what_is_no_time(value: object) -> None:
     with pytest.raises(BadLineError, match="field t: "):
         seconds_of("t", value)
@@ -643,6 +650,12 @@ BAD_EVENTS = {
     "no batch": ({"events": []}, "line: not a batch of KV events: [seconds, [event, ...]]"),
     "no event": ([1.0, [5]], "field events: an element is not an event"),
     "no hash": ([1.0, [{"type": "BlockStored"}]], "field events: a block has no hash"),
+    "own parent": ([1.0, [stored([9], 9)]],
+                   "field events: block 9 is its own ancestor"),
+    "twice": ([1.0, [stored([9, 9], None)]],
+              "field events: a block is stored twice"),
+    "cycle": ([99.0, [stored([8], 9), stored([9], 8)]],
+              "field events: block 9 is its own ancestor"),
     "another size": ([1.0, [{**stored([1], None), "block_size": 32}]],
                      "field block_size: 32, not 16; --block-tokens 32 would fit"),
 }  # fmt: skip

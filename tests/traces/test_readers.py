@@ -7,8 +7,9 @@ import gzip
 import io
 import json
 import lzma
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,15 +19,19 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.calls.format import is_recording
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError, TraceError
+from kvoffload.explain.recording import has_tokens
 from kvoffload.traces import formats
+from kvoffload.traces.conversion.source import kind_of
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import block_tokens_of, load_trace
 from kvoffload.traces.trace import Trace, TraceHints
 from kvoffload.traces.workloads import BUILTIN, builtin
+from support.run_cli import kvoffload
 
 SUFFIXES = ["", ".gz", ".xz", ".zst"]
 
@@ -193,6 +198,35 @@ def test_standard_input_is_a_trace(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=content))
     trace = load_trace("-")
     assert (trace.name, chains(trace)) == ("stdin", [[4, 5]])
+
+
+@pytest.fixture
+def pipe() -> Iterator[str]:
+    """The path of a pipe with a trace, such as ``<(zcat FILE)``."""
+    read, write = os.pipe()
+    os.write(write, (line([4, 5]) + "\n").encode())
+    os.close(write)
+    yield f"/dev/fd/{read}"
+    os.close(read)
+
+
+def test_a_pipe_is_read_once(pipe: str) -> None:
+    """What looks into a file before it is read would take lines from a pipe."""
+    assert not is_recording(Path(pipe))
+    assert not has_tokens(pipe)
+    with pytest.raises(ConfigError, match="from: missing; the format of a pipe cannot be detected"):
+        kind_of(Path(pipe))
+    assert block_tokens_of(pipe) == 512
+    assert chains(load_trace(pipe)) == [[4, 5]]
+
+
+@pytest.mark.parametrize("command", ["sweep", "plan"])
+def test_a_pipe_is_refused_by_commands_whose_processes_read_the_trace(pipe: str, command: str) -> None:
+    options = ("--gpus", "1") if command == "plan" else ()
+    done = kvoffload(command, pipe, *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{pipe!r} is invalid; allowed: " in done.stderr
+    assert f"each process of a {command} reads" in done.stderr
 
 
 def test_a_missing_file_is_refused() -> None:

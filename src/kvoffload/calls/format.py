@@ -83,7 +83,9 @@ class Frame(NamedTuple):
 
 
 def is_recording(path: Path) -> bool:
-    """Return True for a file that starts with `MAGIC`; False if the file cannot be read."""
+    """Return True for a file that starts with `MAGIC`; False if it cannot be read, or is a pipe."""
+    if path.is_fifo():
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC

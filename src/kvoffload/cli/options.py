@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import click
+import msgspec
 
 from kvoffload.core.admission import ADMISSIONS
 from kvoffload.core.plans import STORES
@@ -39,7 +40,7 @@ from kvoffload.settings.read import (
     parser_of,
     without_none,
 )
-from kvoffload.sweep.bootstrap import RESAMPLES
+from kvoffload.sweep.bootstrap import MOST_RESAMPLES, RESAMPLES
 from kvoffload.tiers.spec import NO_TIERS, TierOptions, parse_tiers
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace
@@ -59,6 +60,7 @@ PolicyName = Annotated[str, POLICIES]
 AdmissionName = Annotated[str, ADMISSIONS]
 Store = Annotated[str, OneOf(STORES)]
 Format = Annotated[str, OneOf(("terminal", "json"))]
+Resamples = Annotated[int, msgspec.Meta(ge=1, le=MOST_RESAMPLES)]
 TimeUnit = Annotated[str, OneOf((SECONDS, MILLISECONDS))]
 
 _METAVARS = {int: "N", float: "X", Size: "SIZE", Duration: "TIME"}
@@ -387,7 +389,7 @@ class WorkOptions:
     )
     force: bool = option(False, "Replace an existing output.")
     seed: int = option(0, "Seed of the confidence intervals.", show_default=True)
-    resamples: Count = option(RESAMPLES, "Resamples of the confidence intervals.")
+    resamples: Resamples = option(RESAMPLES, "Resamples of the confidence intervals.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from kvoffload.plan.words import PLACEHOLDERS
 from kvoffload.settings.read import Count, Duration, Factor, Positive, Size
 from kvoffload.sweep.grid import axis
 from kvoffload.sweep.task import TraceSource
+from kvoffload.traces.compressed import is_stream
 from kvoffload.traces.sources import block_tokens_of
 
 _SSD_PATH = "/data/kv"
@@ -111,9 +112,9 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
 
     def check(self) -> None:
         """Check everything before the trace is read. Raises `ConfigError`, all problems at once."""
-        if self.trace == "-":
+        if is_stream(Path(self.trace)):
             why = "allowed: a file or a name, because each process of a plan reads the trace"
-            raise ConfigError("trace", "-", why)
+            raise ConfigError("trace", self.trace, why)
         problems = Problems("plan")
         with problems:
             if self.report is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -33,6 +34,7 @@ from kvoffload.sweep.grid import Grid, axis
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.tiers.spec import NO_TIERS
+from kvoffload.traces.compressed import is_stream
 from kvoffload.traces.sources import block_tokens_of
 
 
@@ -68,7 +70,7 @@ class SweepOptions(
             with problems:
                 if self.traces.count(trace) > 1:
                     raise ConfigError("traces", trace, "it is given twice")
-                if trace == "-":
+                if is_stream(Path(trace)):
                     why = "allowed: files and names, because each process of a sweep reads its trace"
                     raise ConfigError("traces", trace, why)
         problems.check()

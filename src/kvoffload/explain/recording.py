@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffload.errors import ConfigError, TraceError
 from kvoffload.explain.prompts import BlockTokens
-from kvoffload.traces.compressed import STDIN
+from kvoffload.traces.compressed import is_stream
 from kvoffload.traces.conversion.convert import convert
 from kvoffload.traces.conversion.keys import BlockId, Keys
 from kvoffload.traces.conversion.source import kind_of
@@ -61,7 +61,7 @@ def has_tokens(place: str, source: str | None = None) -> bool:
     """
     if source is not None:
         return source.partition(",")[0] in _WITH_TOKENS
-    if place in BUILTIN or Path(place) == STDIN or not Path(place).exists():
+    if place in BUILTIN or is_stream(Path(place)) or not Path(place).exists():
         return False
     try:
         return kind_of(Path(place)).name in _WITH_TOKENS

@@ -13,8 +13,8 @@ import msgspec
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.settings.read import parse_size
 
-_Positive = Annotated[float, msgspec.Meta(gt=0)]
-_NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+_Positive = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
+_NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1024)]
 _NoneOrMore = Annotated[int, msgspec.Meta(ge=0, le=1024)]
 

@@ -42,7 +42,8 @@ _UNITS = {
 MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
 """Number of unique blocks that is assumed when capacities are checked before the trace is read."""
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z%]*)")
+_NUMBER = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z%]*)")
+"""A number with a unit. With more digits, `int` and `float` raise or are infinite."""
 _CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, check_integer
 from kvoffload.structures.draws import whole_numbers
 
 Sums = npt.NDArray[np.int64]
@@ -30,7 +30,7 @@ windows would estimate the spread badly."""
 FEWEST_WINDOWS = 10
 """Number of windows below which no interval is computed."""
 
-RESAMPLES = 1000
+RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 CONFIDENCE = 0.95
 
 CORRELATED = 0.35
@@ -70,7 +70,7 @@ class Resamples:
 
     Args:
         refs: references in each window, shape ``(windows,)``.
-        resamples: number of draws.
+        resamples: number of draws, up to `MOST_RESAMPLES`; a million needs 1 GB.
         seed: seed of the draws.
         fewest_windows: number of windows below which no interval is computed.
         confidence: coverage of the intervals.
@@ -87,8 +87,7 @@ class Resamples:
         fewest_windows: int = FEWEST_WINDOWS,
         confidence: float = CONFIDENCE,
     ) -> None:
-        if resamples < 1:
-            raise ConfigError("resamples", resamples, "allowed: 1 or more")
+        check_integer("resamples", resamples, MOST_RESAMPLES)
         if not 0 <= seed < 2**64:
             raise ConfigError("seed", seed, "allowed: 0 to 2**64 - 1")
         self._fewest_windows, self._tail = fewest_windows, (1 - confidence) / 2

@@ -25,7 +25,7 @@ from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
 from kvoffload.traces.trace import Trace
 
 _WITHOUT_DEVICE = f"{ON_DEVICE_EVICTION} needs a device cache"
-_TIMES = re.compile(r"(\d+)(?:\.(\d+))?x")
+_TIMES = re.compile(r"(\d{1,30})(?:\.(\d{1,30}))?x")
 _DEVICE_ALLOWED = (
     "allowed: 0 (none), a number of blocks (2000), a share of the unique blocks (25%), a size (4GiB), or a "
     "multiple of the tier's capacity (0.5x)"

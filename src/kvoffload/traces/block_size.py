@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvoffload.errors import TraceError
-from kvoffload.traces.compressed import STDIN
+from kvoffload.traces.compressed import is_stream
 from kvoffload.traces.lines import BadLineError, decoded, numbered_lines
 
 DEFAULT_BLOCK_TOKENS = 512
@@ -49,8 +49,8 @@ def header_in(text: bytes) -> Header | None:
 
 
 def stated_header(path: Path) -> Header | None:
-    """Read the header of a file; None if it has no header, or for standard input. Raises `TraceError`."""
-    if path == STDIN:
+    """Read the header of a file; None if it has no header, or for a stream. Raises `TraceError`."""
+    if is_stream(path):
         return None
     for number, text in numbered_lines(path):
         try:

@@ -25,6 +25,11 @@ DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error, zstandard.Zstd
 """Exceptions of damaged or truncated files."""
 
 
+def is_stream(path: Path) -> bool:
+    """Return True for standard input and pipes, such as ``<(zcat FILE)``: they can be read only once."""
+    return path == STDIN or path.is_fifo()
+
+
 def opened(path: Path) -> AbstractContextManager[io.BufferedReader]:
     """Open a file or standard input for reading. Raises `OSError`."""
     if path == STDIN:

@@ -70,7 +70,7 @@ def _in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
 def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:
     """Return the block size of the trace that `load_trace` would load; reads only the first line.
 
-    Standard input is not read; 512 is assumed. Raises as `load_trace`.
+    Standard input and pipes are not read; 512 is assumed. Raises as `load_trace`.
     """
     check_trace(name_or_path)
     if block_tokens is not None:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvoffload.errors import CombinedConfigError, ConfigError, TraceError
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in, stated_header
-from kvoffload.traces.compressed import STDIN, compressing, decompressing
+from kvoffload.traces.compressed import STDIN, compressing, decompressing, is_stream
 from kvoffload.traces.conversion.keys import KeptKeys, Keys
 from kvoffload.traces.conversion.live import is_address
 from kvoffload.traces.conversion.source import SOURCES, Given, Missing, Request, Source, kind_of
@@ -147,7 +147,7 @@ def _missing(source: Source, place: str) -> list[Missing]:
 
     Reads the first record, unless the source cannot be read twice.
     """
-    if Path(place) == STDIN or is_address(place):
+    if is_address(place) or is_stream(Path(place)):
         return source.missing(b"")
     _, first = next(iter(source.records(place)), (0, b""))
     return source.missing(first)

@@ -14,7 +14,7 @@ from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError
 from kvoffload.settings.registry import Registry
 from kvoffload.traces.block_size import BlockSize, Header
-from kvoffload.traces.compressed import STDIN
+from kvoffload.traces.compressed import STDIN, is_stream
 from kvoffload.traces.conversion.json_elements import elements, is_array
 from kvoffload.traces.conversion.keys import BlockId, Keys
 from kvoffload.traces.conversion.tokens import Tokens
@@ -143,8 +143,9 @@ _LEVELS = ("debug ", "info ", "warning ", "error ", "(apiserver", "(enginecore")
 def kind_of(path: Path) -> type[Source]:
     """Detect the kind of a recording by its first record. Raises `ConfigError`, `TraceError`."""
     allowed = f"allowed: {', '.join(SOURCES.names())}"
-    if path == STDIN:
-        raise ConfigError("from", None, f"the format of standard input cannot be detected; {allowed}")
+    if is_stream(path):
+        stream = "standard input" if path == STDIN else "a pipe"
+        raise ConfigError("from", None, f"the format of {stream} cannot be detected; {allowed}")
     fields = fields_of_first_record(path)
     for name in SOURCES.names():
         kind = SOURCES.find(name)

@@ -9,8 +9,8 @@ from datetime import datetime, timezone
 from kvoffload.traces.lines import BadLineError
 
 _CALENDAR = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(?:[.,](\d+))?\s*(Z|[+-]\d\d:?\d\d)?")
-_MS_FROM = 1e11
-"""Smallest number that is read as milliseconds since 1970. Read as seconds, it would be in the year 5138."""
+_MS_FROM, _MS_UNTIL = 1e11, 1e14
+"""Numbers that are read as milliseconds since 1970. As seconds, they would be later than the year 5138."""
 
 
 def seconds_of(field: str, value: object) -> float:
@@ -32,11 +32,9 @@ def seconds_of(field: str, value: object) -> float:
             value = float(value)
         except ValueError:
             raise BadLineError(f"field {field}: {value!r} is neither seconds nor ISO 8601") from None
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value < 0
-    ):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise BadLineError(f"field {field}: {value!r} is not a time")
+    if value >= _MS_UNTIL:
+        allowed = "seconds, milliseconds since 1970, or ISO 8601"
+        raise BadLineError(f"field {field}: {value!r} is too large (microseconds?); allowed: {allowed}")
     return value / 1000 if value >= _MS_FROM else float(value)

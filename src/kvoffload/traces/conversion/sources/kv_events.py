@@ -24,7 +24,7 @@ class _Open:
 
     begun_s: float
     last_s: float
-    chain: list[Any]
+    chain: dict[Any, None]
     num_prompt: int
     is_over: bool = False
 
@@ -112,13 +112,18 @@ class KVEvents(Source):
         return kind in ("BlockStored", "BlockRemoved") and bool(event["block_hashes"])
 
     def _store(self, time_s: float, rank: Any, hashes: list[Any], parent: Any) -> None:
-        request = self._open.pop((rank, parent), None) if parent is not None else None
+        request = self._open.get((rank, parent)) if parent is not None else None
+        chain = self._ancestors(rank, parent) if request is None else request.chain
+        # Without this check, ancestors could form a cycle.
+        for block_hash in hashes:
+            if block_hash in chain:
+                raise BadLineError(f"field events: block {block_hash} is its own ancestor")
+        chain |= dict.fromkeys(hashes)
         if request is None:
-            chain = self._ancestors(rank, parent) + hashes
             request = _Open(time_s, time_s, chain, len(chain))
             self._in_order.append(request)
         else:
-            request.chain += hashes
+            del self._open[rank, parent]
             request.last_s = time_s
             if len(hashes) > 1:
                 request.num_prompt = len(request.chain)
@@ -127,7 +132,8 @@ class KVEvents(Source):
             parent = block_hash
         self._open[rank, hashes[-1]] = request
 
-    def _ancestors(self, rank: Any, block_hash: Any) -> list[Any]:
+    def _ancestors(self, rank: Any, block_hash: Any) -> dict[Any, None]:
+        """Return a block and its ancestors, the first block of the prompt first."""
         chain: list[Any] = []
         while block_hash is not None:
             chain.append(block_hash)
@@ -135,7 +141,7 @@ class KVEvents(Source):
                 self._num_unknown += 1
                 break
             block_hash = self._parents[rank, block_hash]
-        return chain[::-1]
+        return dict.fromkeys(chain[::-1])
 
     def _close_before(self, time_s: float) -> None:
         while self._open:
@@ -151,7 +157,7 @@ class KVEvents(Source):
         while self._in_order and self._in_order[0].is_over:
             request = self._in_order.popleft()
             num_prompt, num_all = request.num_prompt, len(request.chain)
-            ids = self.given.keys.of(request.chain[:num_prompt])
+            ids = self.given.keys.of([*request.chain][:num_prompt])
             ended.append(Request(request.begun_s, num_prompt * size, (num_all - num_prompt) * size, ids))
         return ended
 
@@ -169,4 +175,6 @@ def _event(event: Any) -> tuple[str, dict[str, Any]]:
         and isinstance(event.get("parent_block_hash"), (int, str, type(None)))
     ):
         raise BadLineError("field events: a block has no hash")
+    if event["type"] == "BlockStored" and len(set(event["block_hashes"])) < len(event["block_hashes"]):
+        raise BadLineError("field events: a block is stored twice")
     return event["type"], event

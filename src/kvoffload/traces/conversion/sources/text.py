@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvoffload.core.hints import Hints
-from kvoffload.traces.compressed import STDIN
+from kvoffload.traces.compressed import is_stream
 from kvoffload.traces.conversion.json_elements import elements, is_array
 from kvoffload.traces.conversion.pace import PacedSource
 from kvoffload.traces.conversion.source import Given, Missing, Request
@@ -62,7 +62,9 @@ class Text(PacedSource):
     ) -> Iterator[tuple[int, bytes]]:
         path = Path(place)
         return (
-            elements(path, progress) if path != STDIN and is_array(path) else numbered_lines(path, progress)
+            elements(path, progress)
+            if not is_stream(path) and is_array(path)
+            else numbered_lines(path, progress)
         )
 
     def has_time(self, record: bytes) -> bool:
