@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.errors import ConfigError, GoneError, UnavailableError
+from kvoffload.node import mutex
 from kvoffload.node.directory import PoolDirectory
 from kvoffload.node.manager import NodeManager
 from kvoffload.node.state import StateFile
@@ -292,6 +294,71 @@ def test_an_exception_after_a_repair_releases_the_lock(monkeypatch: pytest.Monke
     two.complete_store(plan)
     assert one.lookup(KEYS).num_ready == 3
     assert one.num_timeouts == two.num_timeouts == 0
+    members.close()
+
+
+@pytest.mark.parametrize("died_inside", [False, True])
+@pytest.mark.parametrize("name", ["try_lock", "wait"])
+@pytest.mark.parametrize("call", ["lookup", "reset"])
+def test_an_exception_that_hides_the_lock_releases_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, call: str, died_inside: bool
+) -> None:
+    """Ctrl-C arrives while a kernel or the C library takes the lock: the call never learns that it has it."""
+    members = Members(2, 5, policy="lru")
+    one, two = members.managers
+    plan = two.prepare_store(KEYS)
+    assert plan is not None
+    two.complete_store(plan)
+    if died_inside:
+        if os.fork() == 0:
+            one._mutex.acquire(1.0)
+            os._exit(0)
+        os.wait()
+    place, take = (mutex, mutex.try_lock) if name == "try_lock" else (one._mutex, one._mutex.wait)
+
+    def interrupted(argument: Any) -> int:
+        take(argument)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, interrupted)
+        if name == "wait":
+            patch.setattr(mutex, "try_lock", lambda door: mutex.BUSY)
+        with pytest.raises(KeyboardInterrupt):
+            one.lookup(KEYS) if call == "lookup" else one.reset()
+    num_ready = 0 if died_inside else 3
+    assert two.lookup(KEYS).num_ready == one.lookup(KEYS).num_ready == num_ready
+    assert one.num_timeouts == two.num_timeouts == 0
+    audit(two)
+    members.close()
+
+
+def test_an_exception_without_the_lock_leaves_the_lock_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C arrives while another member has the lock."""
+    members = Members(2, 5, policy="lru")
+    one, two = members.managers
+    locked, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        two._mutex.acquire(1.0)
+        locked.set()
+        done.wait(10)
+        two._mutex.release()
+
+    def interrupted(door: Any) -> int:
+        raise KeyboardInterrupt
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    locked.wait(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(mutex, "try_lock", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            one.lookup(KEYS)
+    assert one._mutex.wait(0.001) == mutex.BUSY
+    done.set()
+    thread.join()
+    assert one.prepare_store(KEYS) is not None
     members.close()
 
 

@@ -239,6 +239,22 @@ class NodeManager(OffloadingManager):
         if not self._is_torn:
             mutex.unlock(self._door)
 
+    def _let_go(self) -> None:
+        """Release the lock after an exception while this process acquired it.
+
+        A signal handler may raise when the lock is taken and the result is not yet known. Without this
+        method the lock would stay locked until this process ends.
+        """
+        if self._is_torn or not self._mutex.holds():
+            return
+        self._is_inside = True
+        try:
+            if self._mutex.needs_repair():
+                self._numbers.num_died_inside += 1
+                self._interrupted()
+        finally:
+            self._exit()
+
     def _failed(self, error: BaseException) -> None:
         """Empty the pool if an exception may have torn the state. The caller holds the lock."""
         if not isinstance(error, _BEFORE_A_CHANGE):
@@ -255,7 +271,12 @@ class NodeManager(OffloadingManager):
         if self._is_inside:
             yield
             return
-        if not self._acquired(mutex.try_lock(self._door), patience_s):
+        try:
+            has_lock = self._acquired(mutex.try_lock(self._door), patience_s)
+        except BaseException:
+            self._let_go()
+            raise
+        if not has_lock:
             raise TimeoutError(f"the pool's lock was not free for {patience_s:g} s: is a process stopped?")
         try:
             yield
@@ -575,6 +596,7 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "pin_ready": _no_lock_none_ready,
     "prepare_store": lambda self, keys, *_, **__: None,
     "count_misses": _no_lock_all_busy,
+    "keep": lambda self, keys: len(keys),
     "take_events": lambda self: [],
 }
 """Calls that must return something, by name, with the value to return if the lock is not free in time."""
@@ -591,8 +613,13 @@ def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Cal
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         if self._is_inside:
             return method(self, *arguments, **keywords)
-        result = mutex.try_lock(self._door)
-        if result and not self._acquired(result, self._patience_s):
+        try:
+            result = mutex.try_lock(self._door)
+            has_lock = not result or self._acquired(result, self._patience_s)
+        except BaseException:
+            self._let_go()
+            raise
+        if not has_lock:
             return otherwise(self, *arguments, **keywords)
         self._is_inside = True
         try:

@@ -21,6 +21,8 @@ MUTEX_BYTES = 64
 ACQUIRED, OWNER_DIED, BUSY, NEWS = 0, errno.EOWNERDEAD, errno.EBUSY, -1
 _CALLS_WITHOUT_NEWS = 16
 _ROBUST = _SHARED = 1
+_ERROR_CHECK = 2
+"""Type of a mutex that refuses a second lock by its owner; the default type would wait for itself."""
 _SPINS = 200
 """Attempts before a system call: about 5 us, longer than most calls of a manager hold the lock."""
 
@@ -74,6 +76,7 @@ class Mutex:
             self._check(self._libc.pthread_mutexattr_init(attributes))
             self._check(self._libc.pthread_mutexattr_setpshared(attributes, _SHARED))
             self._check(self._libc.pthread_mutexattr_setrobust(attributes, _ROBUST))
+            self._check(self._libc.pthread_mutexattr_settype(attributes, _ERROR_CHECK))
             self._check(self._libc.pthread_mutex_init(ctypes.c_void_p(self._address), attributes))
         self._state = Door(
             news=news,
@@ -94,8 +97,21 @@ class Mutex:
 
     def wait(self, timeout_s: float) -> int:
         """Wait for the lock after `try_lock` has returned `BUSY`. Returns the same values as `acquire`."""
-        if timeout_s <= 0:
-            return BUSY
+        return BUSY if timeout_s <= 0 else self._timed_lock(timeout_s)
+
+    def holds(self) -> bool:
+        """Return True if this thread now has the lock; False if another thread has it.
+
+        For exceptions of signal handlers, which hide the result of `try_lock` or `wait`. Also takes a free
+        lock. After True the state may need a repair, see `needs_repair`.
+        """
+        return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
+
+    def needs_repair(self) -> bool:
+        """Return True if the last owner died inside; the lock, which this thread holds, counts as repaired."""
+        return not self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address))
+
+    def _timed_lock(self, timeout_s: float) -> int:
         clock = time.CLOCK_MONOTONIC if self._has_clock else time.CLOCK_REALTIME
         until = time.clock_gettime(clock) + timeout_s
         spec = ctypes.byref(_Timespec(int(until), int(until % 1 * 1e9)))
