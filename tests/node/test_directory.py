@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import multiprocessing
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,6 +183,48 @@ def test_a_pool_is_kept_after_its_last_member(root: Path) -> None:
     assert not again.directory.created
     assert again.has(0)
     again.close()
+
+
+@pytest.mark.parametrize("seconds", [-3600.0, 3600.0])
+def test_a_step_of_the_systems_clock_ends_no_time(
+    root: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """Slots of a dead engine are not reused early, and a pool is neither removed early nor kept for longer."""
+    one, two = Engine(root, "a"), Engine(root, "b")
+    passed, stepped = 0.0, 0.0
+    clock = SimpleNamespace(time=lambda: time.time() + stepped, monotonic=lambda: time.monotonic() + passed)
+    monkeypatch.setattr(directories, "time", clock)
+    two.kill()
+    assert one.directory.dead() == [1]
+    stepped = seconds
+    assert one.directory.dead(600.0) == []
+    passed = 601.0
+    assert one.directory.dead(600.0) == [1]
+    one.kill()
+    stepped -= seconds
+    assert not pools(root)[0].is_expired
+    passed += 61.0
+    assert pools(root)[0].is_expired
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_a_pool_is_not_removed_for_want_of_handles_or_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """A file that cannot be opened now is not damage: the pool may be in use, or kept for later."""
+
+    def no_room(*_: object) -> None:
+        raise OSError(number, "no room")
+
+    engine = Engine(root, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", no_room)
+        assert not remove_expired(root), "the pool is in use"
+    engine.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", no_room)
+        assert not remove_expired(root), "the pool is kept for a minute"
+    assert not pools(root)[0].problem
 
 
 def test_members_share_the_reasons_of_missing_blocks(root: Path) -> None:

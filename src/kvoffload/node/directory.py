@@ -39,7 +39,7 @@ from kvoffload.text import size
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "kvoffload-node-"
-FORMAT = 4
+FORMAT = 5
 """Version of the files of a pool; increment it with every change of their layout."""
 STATE, SLOTS, FACTS = "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465
@@ -127,7 +127,7 @@ class PoolDirectory:
 
     def note_use(self) -> None:
         """Record that the pool is in use now. Call it every few seconds."""
-        self._times[_LAST_USED_AT] = time.time()
+        self._times[_LAST_USED_AT] = time.monotonic()
 
     def is_alive(self, number: int) -> bool:
         """Return True if this engine has a live process, running or stopped by a signal.
@@ -157,13 +157,13 @@ class PoolDirectory:
 
         Cost: a system call for each engine.
         """
-        now, dead = time.time(), []
+        now, dead = time.monotonic(), []
         for number in range(MAX_MEMBERS):
             record = self._record(number)
             if not record[_ENGINE] or self.is_alive(number):
                 continue
             times = record.view(np.float64)
-            times[_DEAD_SINCE] = min(times[_DEAD_SINCE] or now, now)
+            times[_DEAD_SINCE] = times[_DEAD_SINCE] or now
             if now - times[_DEAD_SINCE] >= for_s:
                 dead.append(number)
         return dead
@@ -257,8 +257,9 @@ class PoolStatus:
             self._read()
         except (OSError, ValueError) as error:
             self.problem = str(error)
-            # Without a file handle nothing is known: the pool may be in use.
-            self.is_used |= getattr(error.__context__, "errno", 0) in (errno.EMFILE, errno.ENFILE)
+            # Without a file handle or memory nothing is known: the pool may be in use.
+            cause = error if isinstance(error, OSError) else error.__context__
+            self.is_used |= getattr(cause, "errno", 0) in _NO_ROOM
 
     def _read(self) -> None:
         fd = open_own(self.path / MEMBERS, os.O_RDWR)
@@ -269,7 +270,7 @@ class PoolStatus:
             self.pids = [int(records[n, _PID]) for n in range(MAX_MEMBERS) if is_locked(fd, n)]
             times = np.frombuffer(os.pread(fd, 8 * _FIRST_RECORD, 0), np.float64)
             self.keep_s = float(times[_KEEP_AT])
-            self.idle_s = 0.0 if self.is_used else max(0.0, time.time() - float(times[_LAST_USED_AT]))
+            self.idle_s = 0.0 if self.is_used else max(0.0, time.monotonic() - float(times[_LAST_USED_AT]))
         finally:
             os.close(fd)
         facts = json.loads((self.path / FACTS).read_text())
@@ -391,7 +392,7 @@ def _create(path: Path, facts: Mapping[str, Any], keep_s: float) -> None:
     shutil.rmtree(new, ignore_errors=True)
     header = np.zeros(_NUM_BYTES // 8, np.uint64)
     header[_MAGIC_AT], header[_FORMAT_AT] = _MAGIC, FORMAT
-    header.view(np.float64)[[_LAST_USED_AT, _KEEP_AT]] = time.time(), keep_s
+    header.view(np.float64)[[_LAST_USED_AT, _KEEP_AT]] = time.monotonic(), keep_s
     try:
         os.mkdir(new, 0o700)
         (new / FACTS).write_text(json.dumps(dict(facts), default=str))

@@ -22,7 +22,8 @@ MEMBERS = "members"
 MAX_MEMBERS = 64
 """Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Words of the file `MEMBERS`, float64: time of the last use; seconds from the last use to the removal."""
+"""Words of the file `MEMBERS`, float64: time of the last use (`time.monotonic`); seconds from the last use to the
+removal."""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"
@@ -82,7 +83,7 @@ def keep(pool: str, interval_s: float) -> None:
         lock(fd, _KEEPER_BYTE, kind=fcntl.F_WRLCK)
         while is_named(fd, members):
             if is_locked(fd, 0, MAX_MEMBERS):
-                os.pwrite(fd, struct.pack("d", time.time()), 8 * LAST_USED_AT)
+                os.pwrite(fd, struct.pack("d", time.monotonic()), 8 * LAST_USED_AT)
             elif _is_over(fd) and _remove(pool, fd):
                 break
             time.sleep(interval_s)
@@ -93,7 +94,7 @@ def _number(fd: int, at: int) -> float:
 
 
 def _is_over(fd: int) -> bool:
-    return time.time() - _number(fd, LAST_USED_AT) >= _number(fd, KEEP_AT)
+    return time.monotonic() - _number(fd, LAST_USED_AT) >= _number(fd, KEEP_AT)
 
 
 def _remove(pool: str, fd: int) -> bool:
