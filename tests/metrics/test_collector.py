@@ -18,6 +18,7 @@ from kvoffload.metrics import Collector
 from kvoffload.metrics.collector import ENGINE_COUNTERS
 from kvoffload.metrics.families import COUNTERS, FAMILIES, TENANT_COUNTERS
 from kvoffload.testing.scripted_tier import ScriptedTier
+from support.node_members import Members
 from support.tiering_rig import Rig
 from support.timeouts import HANGS_S
 from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of
@@ -223,6 +224,22 @@ def test_a_collector_that_raises_is_dropped(
 
 def _fails(*_: Any) -> Any:
     raise OSError("out of order")
+
+
+def test_counters_in_a_shared_pool_are_of_the_engine_and_gauges_of_the_pool() -> None:
+    """The sum over the engines of a pool must not count a block once for each engine."""
+    members = Members(2, 5, key_bytes=16, policy="lru", shares=(1, 0))
+    serve(members.managers[0], "r", range(3))
+    serve(members.managers[1], "r", range(2))
+    shown = []
+    for manager in members.managers:
+        collector = Collector(manager, name="m")
+        collector.update()
+        values = values_of(collector)
+        names = ("stored_blocks_total", "hit_blocks_total", "ready_blocks", "capacity_blocks")
+        shown.append([values[f"kvoffload_{name}", "m"] for name in names])
+    assert shown == [[3, 0, 3, 5], [0, 2, 3, 5]]
+    members.close()
 
 
 def test_two_managers_in_one_registry_are_refused() -> None:

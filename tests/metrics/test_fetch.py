@@ -87,3 +87,16 @@ def test_an_answer_without_end_is_refused(server: str, monkeypatch: pytest.Monke
 def test_other_addresses_are_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="an HTTP address, such as http://localhost:8000/metrics"):
         metrics_url(address)
+
+
+@pytest.mark.parametrize(
+    ("address", "url"),
+    [
+        ("host:8000", "http://host:8000/metrics"),
+        ("http://host/v1/", "http://host/metrics"),
+        ("https://host/team-a/v1", "https://host/team-a/metrics"),
+        ("https://host/team-a/metrics", "https://host/team-a/metrics"),
+    ],
+)
+def test_addresses_are_completed(address: str, url: str) -> None:
+    assert metrics_url(address) == url

@@ -39,6 +39,13 @@ def test_samples_are_read_and_other_lines_skipped() -> None:
     assert len(read) == 7
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\x85", "\x0b", "\x1c"])
+def test_only_a_line_feed_ends_a_line(separator: str) -> None:
+    """A tenant's name may contain any character, and Prometheus escapes only the line feed."""
+    read = samples(f'held{{tenant="a{separator}b"}} 1\r\nheld{{tenant="c"}} 2')
+    assert read == [Sample("held", {"tenant": f"a{separator}b"}, 1.0), Sample("held", {"tenant": "c"}, 2.0)]
+
+
 def test_sums_are_over_labels() -> None:
     assert sums(samples(TEXT))["vllm:prompt_tokens_total"] == 2524.0
 

@@ -189,7 +189,7 @@ def test_a_pool_is_kept_after_its_last_member(root: Path) -> None:
 def test_a_step_of_the_systems_clock_ends_no_time(
     root: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    """Slots of a dead engine are not reused early, and a pool is neither removed early nor kept for longer."""
+    """Slots of a dead engine are not reused early; a pool is neither removed early nor kept for longer."""
     one, two = Engine(root, "a"), Engine(root, "b")
     passed, stepped = 0.0, 0.0
     clock = SimpleNamespace(time=lambda: time.time() + stepped, monotonic=lambda: time.monotonic() + passed)

@@ -35,24 +35,25 @@ def manager_values(manager: AnyManager) -> Iterator[Value]:
 
     Thread: the scheduler's, because tiers may change while their counters are read.
     """
-    stats = manager.stats()
-    pinned = stats.ready - stats.evictable
+    # In a shared pool `stats` sums the counters of all engines; a sum over the engines' metrics would then
+    # count each block once for each engine.
+    stats, own = manager.stats(), manager.counters()
     tiered = manager if isinstance(manager, TieredManager) else None
     plain = {
-        "hit_blocks": stats.loaded if tiered is None else sum(tiered.hit_blocks),
-        "stored_blocks": stats.stored,
-        "evicted_blocks": stats.evicted,
-        "discarded_blocks": stats.discarded,
-        "failed_store_blocks": stats.store_failed,
-        "capacity_blocks": stats.capacity,
-        "ready_blocks": stats.ready,
-        "pinned_blocks": pinned,
-        "writing_blocks": stats.writing,
+        "hit_blocks": own.loaded if tiered is None else sum(tiered.hit_blocks),
+        "stored_blocks": own.stored,
+        "evicted_blocks": own.evicted,
+        "discarded_blocks": own.discarded,
+        "failed_store_blocks": own.store_failed,
+        "capacity_blocks": own.capacity,
+        "ready_blocks": own.ready,
+        "pinned_blocks": own.ready - own.evictable,
+        "writing_blocks": own.writing,
     }
     for name, value in plain.items():
         yield Value(name, (), value)
-    yield Value(REFUSED, ("admission",), stats.refused)
-    yield Value(REFUSED, ("no_room",), stats.dropped)
+    yield Value(REFUSED, ("admission",), own.refused)
+    yield Value(REFUSED, ("no_room",), own.dropped)
     for reason in LIVE_REASONS:
         yield Value(MISSES, (reason,), stats.misses.get(reason, 0))
     for name, number in stats.policy.items():

@@ -28,7 +28,9 @@ def metrics_url(address: str, *, field: str = "url") -> str:
         is_address = False
     if not is_address:
         raise ConfigError(field, address, "allowed: an HTTP address, such as http://localhost:8000/metrics")
-    path = parts.path.rstrip("/").removesuffix("/v1") or "/metrics"
+    path = parts.path.rstrip("/")
+    if not path or path.endswith("/v1"):
+        path = path.removesuffix("/v1") + "/metrics"
     return parts._replace(path=path).geturl()
 
 

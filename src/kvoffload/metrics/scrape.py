@@ -27,7 +27,8 @@ class Sample(NamedTuple):
 
 def samples(text: str) -> list[Sample]:
     """Return the samples of a scrape, in order. Lines that are no samples are skipped."""
-    matches = map(_SAMPLE.fullmatch, map(str.strip, text.splitlines()))
+    # Not `splitlines`: values of labels may contain other line separators, such as U+2028.
+    matches = map(_SAMPLE.fullmatch, map(str.strip, text.split("\n")))
     return [Sample(match[1], _labels(match[2] or ""), float(match[3])) for match in matches if match]
 
 

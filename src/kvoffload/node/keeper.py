@@ -22,8 +22,8 @@ MEMBERS = "members"
 MAX_MEMBERS = 64
 """Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Words of the file `MEMBERS`, float64: time of the last use (`time.monotonic`); seconds from the last use to the
-removal."""
+"""Words of the file `MEMBERS`, float64: time of the last use (`time.monotonic`), and seconds from then
+to the removal."""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"

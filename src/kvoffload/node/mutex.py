@@ -108,7 +108,7 @@ class Mutex:
         return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
 
     def needs_repair(self) -> bool:
-        """Return True if the last owner died inside; the lock, which this thread holds, counts as repaired."""
+        """Return True if the last owner died inside. This thread holds the lock, which counts as repaired."""
         return not self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address))
 
     def _timed_lock(self, timeout_s: float) -> int:
