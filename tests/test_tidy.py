@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,16 @@ def test_no_module_imports_in_a_circle() -> None:
     names = {".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path for path in sources()}
     graph = {name: imports_of(path) & set(names) - {name} for name, path in names.items()}
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_no_test_imports_another_test_file() -> None:
+    """What tests share is in tests/support or in a conftest.py, also for programs in strings."""
+    line = re.compile(r"^\s*(?:from|import)\s.*\btest_\w+", re.MULTILINE)
+    assert not {
+        f"{path.relative_to(ROOT)}: {found}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for found in line.findall(path.read_text())
+    }
 
 
 def test_every_room_has_a_rule() -> None:

@@ -29,23 +29,10 @@ from kvoffload.structures.index import words_with_hash
 from kvoffload.structures.keys import Keys
 from support.naive.choice import first_unprotected
 from support.naive.lru import NaiveLRU
-from support.recorded_calls import recorded, replayed
+from support.recorded_calls import KEYS, live, recorded, replayed
 from support.run_cli import kvoffload
 
 RING_WORDS = 1 << 10
-KEYS = [bytes([number]) * 32 for number in range(1, 40)]
-
-
-def live(manager: OffloadingManager, first: int, count: int = 4) -> None:
-    """One request."""
-    keys = KEYS[first : first + count]
-    ctx = manager.begin_request("r", keys)
-    if ready := manager.lookup(keys, ctx).num_ready:
-        manager.complete_load(manager.prepare_load(keys[:ready], ctx))
-    plan = manager.prepare_store(keys, ctx)
-    assert plan is not None
-    manager.complete_store(plan)
-    manager.finish_request(ctx)
 
 
 def recording(path: Path, requests: int = 30, **options: object) -> Path:
@@ -366,9 +353,7 @@ def test_calls_before_a_kill_are_replayed(tmp_path: Path) -> None:
 import os, signal, sys, time
 from pathlib import Path
 from kvoffload.calls import recorder
-from support.recorded_calls import recorded
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_files import live
+from support.recorded_calls import live, recorded
 recorder.FLUSH_S = 0.0
 manager = recorded(Path({str(tmp_path / "kv.calls")!r}), 12)
 number = 0

@@ -29,13 +29,12 @@ from kvoffload.traces.sessions import generate
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
-from plan.test_shared import NOTHING_IN, asked_twice, by_hand, row_of, server, twice  # noqa: F401
 from support.plan_rows import MIB, PLAIN, fleet, planned, prices, words, written
 from support.run_cli import kvoffload
+from support.shared_plans import NOTHING_IN, REQUESTS, asked_twice, by_hand, row_of, server
 from support.simulated_machine import machine
 
 BOTH = Setups(("on-compute", "on-device-eviction"), ("lru",), ("all",), ("lru",), ("all",), ("all",))
-REQUESTS = len(asked_twice()[0])
 
 
 def two(**others: Any) -> Fleet:
@@ -99,7 +98,7 @@ def test_machines_that_cannot_be_are_refused(machines: int, shared: bool) -> Non
 # ---- by hand
 
 
-def test_what_engines_ask_of_each_other_is_saved_by_a_pool(twice: str) -> None:  # noqa: F811
+def test_what_engines_ask_of_each_other_is_saved_by_a_pool(twice: str) -> None:
     again = asked_twice()[1]
     answer = planned(twice, two(), of_ceiling=1.0)
     row = answer.chosen
@@ -195,7 +194,7 @@ def test_a_pool_has_the_whole_link_of_its_host(chat: str) -> None:
     assert rates[0] == 4 * rates[1]
 
 
-def test_a_sample_is_searched_and_compared_on_all_sessions(twice: str) -> None:  # noqa: F811
+def test_a_sample_is_searched_and_compared_on_all_sessions(twice: str) -> None:
     plan = Plan(TraceSource(twice, None, False), two(), Target(of_ceiling=0.9), PLAIN, jobs=1, one_in=2)
     answer = plan.run()
     assert answer.chosen.shared_ram
@@ -203,13 +202,13 @@ def test_a_sample_is_searched_and_compared_on_all_sessions(twice: str) -> None: 
     assert answer.chosen.one_in == 1
 
 
-def test_without_the_option_no_pool_is_considered(twice: str) -> None:  # noqa: F811
+def test_without_the_option_no_pool_is_considered(twice: str) -> None:
     answer = planned(twice, two(shared_ram=False))
     assert not any(row.shared_ram for row in answer.rows)
     assert "pool" not in words(answer)
 
 
-def test_a_pool_is_timed_with_its_engines(twice: str) -> None:  # noqa: F811
+def test_a_pool_is_timed_with_its_engines(twice: str) -> None:
     on = by_hand()
     answer = planned(twice, two(machine=on), of_ceiling=1.0)
     assert answer.chosen.shared_ram
@@ -231,7 +230,7 @@ def test_a_fleet_without_several_engines_in_a_host_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_command(twice: str, tmp_path: Path) -> None:  # noqa: F811
+def test_the_command(twice: str, tmp_path: Path) -> None:
     (tmp_path / "prices.toml").write_bytes(as_toml(two().prices).encode())
     arguments = ("plan", twice, "--bytes-per-token", "2048", "--gpus", "2", "--kv-per-gpu", "5MiB",
                  "--replicas", "2", "--routing", "random", "--prices", str(tmp_path / "prices.toml"),

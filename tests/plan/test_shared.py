@@ -11,34 +11,24 @@ import numpy as np
 import pytest
 
 from kvoffload.integrations.vllm.shared.options import parse_options
-from kvoffload.plan.evidence import Evidence, gather
+from kvoffload.plan.evidence import gather
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
 from kvoffload.plan.plan import Plan, PlanAnswer, Setups
 from kvoffload.plan.prices import Ram, Server, as_toml
-from kvoffload.plan.rows import Cell, Measured, Setup, difference, measured
+from kvoffload.plan.rows import Setup, difference
 from kvoffload.plan.targets import Target
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.structures.draws import whole_numbers
-from kvoffload.sweep.measuring import Measuring, Progress
+from kvoffload.sweep.measuring import Progress
 from kvoffload.sweep.task import TraceSource
-from kvoffload.sweep.workers import LocalWorkers
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.load import at_load
 from kvoffload.traces.sources import load_trace
 from support.plan_rows import MIB, PLAIN, drives, fleet, line, planned, prices, words, written
 from support.run_cli import kvoffload
+from support.shared_plans import NOTHING_IN, REQUESTS, STEP_S, asked_twice, by_hand, row_of, server
 from support.simulated_machine import machine
-
-NOTHING_IN = "reuse:1000"
-"""Admission that takes nothing: a server of no use."""
-REQUESTS = 200
-STEP_S = 10
-
-
-def server(price: float = 50, slots: int = 1, memory: str = "1GiB", **others: Any) -> Server:
-    """Large and cheap."""
-    return Server(memory=memory, price=price, slots=slots, **others)
 
 
 def two(of_server: Server | None = None, ram: Ram | None = None, **others: Any) -> Fleet:
@@ -46,27 +36,6 @@ def two(of_server: Server | None = None, ram: Ram | None = None, **others: Any) 
     ram = ram or Ram(module="10MiB", price=100, slots=4)
     options = {"gpus": 2, "replicas": 2, "routing": "random", **others}
     return fleet(prices(ram, server=of_server or server()), **options)
-
-
-def asked_twice() -> tuple[list[tuple[int, int]], int]:
-    """Chains of two blocks, each new at one engine, and later asked of the other one, once; and how many are
-    asked again. An engine by itself never sees anything twice."""
-    engines = whole_numbers(REQUESTS, 2, seed=0).tolist()
-    chains, waiting, again = list[tuple[int, int]](), list[tuple[int, int]](), 0
-    for number, engine in enumerate(engines):
-        if engine == 1 and waiting:
-            chains.append(waiting.pop(0))
-            again += 1
-        else:
-            chains.append((2 * number, 2 * number + 1))
-            waiting += chains[-1:] if engine == 0 else []
-    return chains, again
-
-
-@pytest.fixture(scope="module")
-def twice(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("shared") / "twice.jsonl"
-    return written(path, asked_twice()[0], step_ms=1000 * STEP_S)
 
 
 # ---- by hand
@@ -174,12 +143,6 @@ def test_the_fewest_servers_are_found_between_coarse_steps(twice: str) -> None:
 
 
 # ---- paired with the rows without
-
-
-def row_of(evidence: Evidence, of: Fleet, purchase: Purchase, setup: Setup) -> Measured:
-    cell = Cell(purchase, setup)
-    measuring = Measuring(evidence.replayed, LocalWorkers(1))
-    return measured(cell, measuring.measure(cell.points(of, evidence)), of, evidence)
 
 
 @pytest.mark.parametrize("routing", ["session", "prefix", "random"])
@@ -354,11 +317,6 @@ def test_what_holds_everything_says_that_it_is_never_full(twice: str) -> None:
 
 
 # ---- no clock for what is shared
-
-
-def by_hand() -> Any:
-    rates = ("load_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
-    return machine(prefill_s_per_token=1 / 512, copy_latency_s=0.1, **dict.fromkeys(rates, 4.0 * MIB))
 
 
 def test_waits_are_of_rows_without_servers_also_where_the_second_engine_has_most(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from itertools import chain, combinations
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from kvoffload.replay.optimum import OptimumResult, infinite, optimum
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
+from support.naive.optimum import best_of_all
 from support.optimum_traces import Requests, chained_requests, trace_of
 
 
@@ -42,23 +42,6 @@ def naive_optimum(requests: Requests, capacity: int) -> OptimumResult:
     return OptimumResult(hits, written)
 
 
-def best_of_all(requests: Requests, capacity: int) -> int:
-    """The most prefix hits that any choice of contents reaches."""
-
-    @cache
-    def best(now: int, resident: frozenset[int]) -> int:
-        if now == len(requests):
-            return 0
-        request = requests[now]
-        missing = [position for position, block in enumerate(request) if block not in resident]
-        found = missing[0] if missing else len(request)
-        might = resident.union(request)
-        kept = combinations(sorted(might), min(capacity, len(might)))
-        return found + max(best(now + 1, frozenset(blocks)) for blocks in kept)
-
-    return best(0, frozenset())
-
-
 @given(chained_requests(max_requests=25, max_new=5), st.integers(0, 40))
 def test_equals_its_naive_twin(requests: Requests, capacity: int) -> None:
     assert optimum(trace_of(requests), capacity) == naive_optimum(requests, capacity)
@@ -66,7 +49,9 @@ def test_equals_its_naive_twin(requests: Requests, capacity: int) -> None:
 
 @given(chained_requests(max_requests=6, max_new=2), st.integers(0, 4))
 def test_nobody_does_better_and_somebody_does_as_well(requests: Requests, capacity: int) -> None:
-    assert optimum(trace_of(requests), capacity).prefix_hit_blocks == best_of_all(requests, capacity)
+    assert optimum(trace_of(requests), capacity).prefix_hit_blocks == best_of_all(
+        requests, capacity, [(0, request) for request in requests]
+    )
 
 
 @given(chained_requests(max_requests=40, max_new=6))

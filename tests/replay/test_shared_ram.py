@@ -36,7 +36,7 @@ from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
-from replay.test_optimum_behind_device import Offers, best_of_all, naive_device, naive_optimum
+from support.naive.optimum import Offers, best_of_all, naive_device, naive_optimum
 from support.optimum_traces import Requests, chained_requests, trace_of
 from support.run_cli import kvoffload
 

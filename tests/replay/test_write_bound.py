@@ -19,7 +19,8 @@ from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.tiers.write_budget import DAY_S
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
-from support.naive.write_bound import Offers, most_hits
+from support.naive.optimum import Offers
+from support.naive.write_bound import most_hits
 from support.optimum_traces import Requests, chained_requests, trace_of
 
 

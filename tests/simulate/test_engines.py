@@ -21,9 +21,8 @@ from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
-from simulate.test_replay import QUICK, alone
 from support.run_cli import kvoffload
-from support.simulated_machine import BLOCK_BYTES, INSTANT, config, machine, timing, trace_of
+from support.simulated_machine import BLOCK_BYTES, INSTANT, QUICK, alone, config, machine, timing, trace_of
 
 
 def engines(ram: int, device: int, instances: int = 2, **options: Any) -> ReplayConfig:

@@ -26,7 +26,17 @@ from kvoffload.tiers.spec import TierOptions, parse_tiers
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
-from support.simulated_machine import BLOCK_BYTES, BLOCK_TOKENS, INSTANT, config, machine, timing, trace_of
+from support.simulated_machine import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    INSTANT,
+    QUICK,
+    alone,
+    config,
+    machine,
+    timing,
+    trace_of,
+)
 
 
 def run(
@@ -261,16 +271,6 @@ def test_a_disk_that_is_named_is_not_opened_and_two_are_twice_as_fast() -> None:
 # ---- the same decisions as without a clock
 
 
-def alone(paths: list[str]) -> Trace:
-    """Requests of the blocks along these paths of a tree; each ends with a block of its own, which nobody has
-    to compute twice. No answers."""
-    nodes = sorted({path[: end + 1] for path in paths for end in range(len(path))})
-    letters = [
-        "".join(chr(0x4E00 + nodes.index(path[: end + 1])) for end in range(len(path))) for path in paths
-    ]
-    return trace_of(*((9, f"{one}{chr(0x3400 + row)}", 0) for row, one in enumerate(letters)))
-
-
 @given(
     st.lists(st.text("ab", max_size=6), max_size=30),
     st.sampled_from(["lru", "arc", "s3fifo", "lfu"]),
@@ -298,16 +298,6 @@ def chat() -> Trace:
 def on_chat(chat: Trace, **options: Any) -> Any:
     device = 2 * chat.longest_request
     return replay_in_time(chat, config(3 * device, device, **options), Timing(QUICK, BLOCK_BYTES))
-
-
-QUICK = machine(
-    prefill_s_per_token=1e-4,
-    decode_tokens_per_s=50.0,
-    load_bytes_per_s=1e6,
-    store_bytes_per_s=1e6,
-    disk_read_bytes_per_s=2e5,
-    disk_write_bytes_per_s=1e5,
-)
 
 
 @pytest.mark.parametrize("store", ["on-compute", "on-device-eviction"])

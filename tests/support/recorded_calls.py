@@ -11,6 +11,8 @@ from kvoffload.calls.recorder import CallRecorder
 from kvoffload.calls.replay import CallReplay, Outcome
 from kvoffload.core.manager import OffloadingManager
 
+KEYS = [bytes([number]) * 32 for number in range(1, 40)]
+
 
 def recorded(
     path: Path, capacity_blocks: int = 5, max_bytes: int = 1 << 30, **options: Any
@@ -23,3 +25,15 @@ def replayed(path: Path, manager: OffloadingManager | None = None) -> Outcome:
     """Replay a recording."""
     with FrameReader(path) as reader:
         return CallReplay(reader, manager).run()
+
+
+def live(manager: OffloadingManager, first: int, count: int = 4) -> None:
+    """Serve a request: load the leading blocks that are ready, store the others."""
+    keys = KEYS[first : first + count]
+    ctx = manager.begin_request("r", keys)
+    if ready := manager.lookup(keys, ctx).num_ready:
+        manager.complete_load(manager.prepare_load(keys[:ready], ctx))
+    plan = manager.prepare_store(keys, ctx)
+    assert plan is not None
+    manager.complete_store(plan)
+    manager.finish_request(ctx)

@@ -62,3 +62,25 @@ def trace_of(*requests: tuple[float, str] | tuple[float, str, int]) -> Trace:
         timestamps_ms=np.array([int(1000 * request[0]) for request in requests], np.int64),
         output_tokens=np.array([request[2] if len(request) == 3 else 1 for request in requests], np.int64),
     )
+
+
+def alone(paths: list[str]) -> Trace:
+    """Requests of the blocks along these paths of a tree, without answers.
+
+    Each request ends with a block of its own, which is computed once.
+    """
+    nodes = sorted({path[: end + 1] for path in paths for end in range(len(path))})
+    letters = [
+        "".join(chr(0x4E00 + nodes.index(path[: end + 1])) for end in range(len(path))) for path in paths
+    ]
+    return trace_of(*((9, f"{one}{chr(0x3400 + row)}", 0) for row, one in enumerate(letters)))
+
+
+QUICK = machine(
+    prefill_s_per_token=1e-4,
+    decode_tokens_per_s=50.0,
+    load_bytes_per_s=1e6,
+    store_bytes_per_s=1e6,
+    disk_read_bytes_per_s=2e5,
+    disk_write_bytes_per_s=1e5,
+)

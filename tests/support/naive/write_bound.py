@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import combinations
 
-Requests = list[list[int]]
-Offers = list[tuple[int, list[int]]]
-"""For each request: the length of the head that the device serves, and the blocks that are offered."""
+from support.naive.optimum import Offers
+from support.optimum_traces import Requests
+
 State = tuple[frozenset[int], frozenset[int]]
 """Blocks in RAM and in the tier."""
 
