@@ -354,9 +354,11 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
             mother.stdin.flush()
             _, child, restored = mother.stdout.readline().split()
             warm += int(restored) > 0
+            acknowledged = 1 - life % 2
+            if acknowledged:  # on a slow machine, too, every second life leaves a block
+                assert mother.stdout.readline().startswith("ack")
             time.sleep(chance.random() * 0.15)
             os.kill(int(child), signal.SIGKILL)
-            acknowledged = 0
             # The last line of the killed process may lack its end: then the next one follows in it.
             while not (line := mother.stdout.readline()).endswith("dead\n"):
                 assert line, f"the mother has ended: seed {seed}, life {life}"
@@ -366,4 +368,4 @@ def test_kill_9_at_random_moments(tmp_path: Path) -> None:
                 assert verify(slab, recovered) == [], f"seed {seed}, life {life}"
                 assert len(recovered.contents) > 0 or not acknowledged, f"seed {seed}, life {life}"
         mother.stdin.close()
-    assert warm >= KILLS // 2
+    assert warm >= KILLS // 2, f"seed {seed}"
