@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import itertools
 import json
 import re
@@ -11,12 +13,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import numpy as np
 import pytest
 
+from kvoffload.cli.options import warn_of_copies
 from kvoffload.errors import ConfigError, SweepError
 from kvoffload.integrations.vllm.shared.options import parse_options
+from kvoffload.model.kv_bytes import kv_heads
 from kvoffload.plan import sample
 from kvoffload.plan.evidence import gather, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
@@ -25,6 +30,7 @@ from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened,
 from kvoffload.plan.rows import Cell, Measured, PlanRow, limits, nothing
 from kvoffload.plan.search import Space, TierAxis, confirm
 from kvoffload.plan.targets import Choice, Target, choose
+from kvoffload.plan.words import _days
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.device import run_device
 from kvoffload.replay.optimum import infinite
@@ -287,7 +293,9 @@ def test_hosts_and_slots() -> None:
     [
         ({"gpus": 0}, "gpus: 0"),
         ({"gpus": 4, "replicas": 3}, "replicas: 3 is invalid; allowed: a divisor of 4, the number"),
-        ({"kv_bytes": MIB - 1}, "kv-per-gpu"),
+        ({"kv_bytes": MIB - 1}, "kv-per-gpu: 1048575 is invalid; .* a replica has 0 blocks; allowed: 1 to "),
+        ({"kv_bytes": MIB << 31}, "a replica has 2,147,483,648 blocks; allowed: 1 to 1,073,741,824"),
+        ({"gpu_blocks": 5, "scale": 10}, "gpu-tokens: '5 blocks' is invalid; a replica has 0 blocks"),
         ({"scale": 0}, "scale"),
         ({"load": -1}, "load"),
         ({"routing": "best"}, "routing"),
@@ -827,6 +835,44 @@ def test_sliding_windows_are_warned_of(loop: str, tmp_path: Path) -> None:
     at = arguments.index("--kv-per-gpu")
     done = kvoffload(*arguments[:at], "--gpu-tokens", "2560", *arguments[at + 2 :])
     assert (done.returncode, done.stderr) == (0, "")
+
+
+MLA = {"num_hidden_layers": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
+GQA = {"num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "gpus", "given", "warning"),
+    [
+        (MLA, 8, False, "all 8 GPUs of an engine store each block (MLA)"),
+        (MLA, 8, True, ""),
+        (MLA, 1, False, ""),
+        (GQA, 8, True, "8 GPUs of an engine store 4 copies of each of the 2 KV heads"),
+        (GQA, 2, False, ""),
+        ({**GQA, "num_key_value_heads": None}, 16, False, ""),
+    ],
+)
+def test_copies_of_tensor_parallelism_are_warned_of(
+    tmp_path: Path, config: dict[str, object], gpus: int, given: bool, warning: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with click.Context(click.Command("plan")), contextlib.redirect_stderr(io.StringIO()) as told:
+        for _ in range(2):
+            warn_of_copies(str(tmp_path), gpus, has_gpu_tokens=given)
+    assert (warning in told.getvalue(), told.getvalue().count("\n")) == (True, int(bool(warning)))
+    assert kv_heads("meta-llama/Llama-3.1-8B-Instruct") == 8
+
+
+def test_a_year_to_pay_back_has_twelve_months() -> None:
+    days = {
+        59.5: "60 days",
+        60: "2 months",
+        61: "3 months",
+        365: "12 months",
+        729: "24 months",
+        730: "2.0 years",
+    }
+    assert {number: _days(number) for number in days} == days
 
 
 def test_the_answer_has_every_column(loop: str) -> None:

@@ -54,6 +54,7 @@ CONFIG = "kvoffload.settings.read"
 _FEWEST_TOKEN_BYTES = 1024
 """Fewer bytes of a token are implausible: 16-bit keys and values of a 0.5B model have 12 KiB."""
 _WARNED = "kvoffload.cli.options.small_tokens"
+_WARNED_OF_COPIES = "kvoffload.cli.options.copies"
 _WARNED_OF_WINDOWS = "kvoffload.cli.options.sliding_windows"
 
 PolicyName = Annotated[str, POLICIES]
@@ -272,6 +273,30 @@ def warn_of_windows(model: str) -> None:
             "tokens than --kv-per-gpu gives, and RAM saves less: give --gpu-tokens from vLLM's log instead",
             err=True,
         )
+
+
+def warn_of_copies(model: str, gpus: int, *, has_gpu_tokens: bool) -> None:
+    """Warn once per command if GPUs with tensor parallelism store copies, so that they hold fewer tokens.
+
+    Args:
+        gpus: GPUs of an engine.
+        has_gpu_tokens: True if the user gave the tokens that the GPUs hold.
+    """
+    context, heads = click.get_current_context(silent=True), kv_bytes.kv_heads(model)
+    if gpus <= max(heads, 1) or (not heads and has_gpu_tokens):
+        return
+    if context is None or context.meta.get(_WARNED_OF_COPIES):
+        return
+    context.meta[_WARNED_OF_COPIES] = True
+    copies, remedy = f"all {gpus} GPUs of an engine store each block (MLA)", "--gpu-tokens from vLLM's log"
+    if heads:
+        copies = f"{gpus} GPUs of an engine store {gpus / heads:g} copies of each of the {heads} KV heads"
+        remedy = f"--bytes-per-token, {gpus / heads:g} times the model's"
+    click.echo(
+        f"kvoffload: model: with tensor parallelism {copies}, so they hold fewer tokens than assumed: give "
+        f"{remedy}, instead",
+        err=True,
+    )
 
 
 def _warn_of_small_tokens(num_bytes: int) -> None:

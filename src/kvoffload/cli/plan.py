@@ -24,6 +24,7 @@ from kvoffload.cli.options import (
     options_of,
     typed_command,
     warn,
+    warn_of_copies,
     warn_of_windows,
 )
 from kvoffload.cli.output import tiers_silenced
@@ -141,6 +142,8 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
             self.load, self.scale, self.prefill_tokens_per_s or 0.0, shared_ram=self.shared_ram,
             gpu_blocks=(self.gpu_tokens or 0) // block_tokens,
         )  # fmt: skip
+        if self.model is not None:
+            warn_of_copies(self.model, fleet.gpus_of_engine, has_gpu_tokens=self.gpu_tokens is not None)
         if self.machine is None:
             return fleet
         return replace(fleet, machine=find_machine(self.machine, fleet.gpus_of_engine))

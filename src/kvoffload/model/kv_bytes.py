@@ -53,7 +53,7 @@ _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugg
 
 
 def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
-    """Compute the KV bytes of one token, summed over all layers and ranks.
+    """Compute the KV bytes of one token, summed over all layers and heads, without copies (`kv_heads`).
 
     Equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention). As
     with vLLM's ``auto``, a 32-bit model has a 16-bit cache. Layers with a sliding window count in full,
@@ -104,6 +104,23 @@ def sliding_layers(model: str) -> tuple[int, int]:
     if isinstance(pattern, int) and isinstance(layers, int) and pattern > 1:
         return layers - layers // pattern, layers
     return 0, 0
+
+
+def kv_heads(model: str) -> int:
+    """Return the number of KV heads of a model that `bytes_per_token` knows; 0 for latent attention (MLA).
+
+    Ranks of tensor parallelism divide the heads. With more ranks than heads, several ranks store each head;
+    with latent attention every rank stores all.
+    """
+    place = _config_file(model)
+    if place is None:
+        return _KNOWN[model.lower().removesuffix("-instruct")][1]
+    config: dict[str, Any] = msgspec.json.decode(place.read_bytes(), type=dict[str, Any])
+    text = _object(config, "text_config") or config
+    number = _numbers(model, text)
+    if "kv_lora_rank" not in text:
+        return _heads_with_kv(text, number)
+    return number("num_attention_heads") if text.get("model_type") in _EXPANDED else 0
 
 
 def _config_file(model: str) -> Path | None:
@@ -164,19 +181,7 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
     text = _object(config, "text_config") or config
-
-    def number(*names: str, default: int | None = None) -> int:
-        for name in names:
-            value = text.get(name)
-            if isinstance(value, list):
-                why = f"its layers differ in {name}; give --bytes-per-token"
-                raise ConfigError("model", model, why)
-            if isinstance(value, int) and value > 0:
-                return value
-        if default is None:
-            raise ConfigError("model", model, f"its configuration has no {names[0]}; give --bytes-per-token")
-        return default
-
+    number = _numbers(model, text)
     named = [at.get(name) for at in (text, config) for name in ("torch_dtype", "dtype")]
     dtype = next((str(name) for name in named if name), "bfloat16")
     if dtype not in _DTYPE_BYTES:
@@ -201,6 +206,24 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
     return layers * values * (number_bytes or _DTYPE_BYTES[dtype])
 
 
+def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
+    """Return a function that returns the first number among some keys, or a default."""
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = text.get(name)
+            if isinstance(value, list):
+                why = f"its layers differ in {name}; give --bytes-per-token"
+                raise ConfigError("model", model, why)
+            if isinstance(value, int) and value > 0:
+                return value
+        if default is None:
+            raise ConfigError("model", model, f"its configuration has no {names[0]}; give --bytes-per-token")
+        return default
+
+    return number
+
+
 def _values_of_heads(model: str, text: Mapping[str, Any], number: Callable[..., int]) -> int:
     """Return the number of values that a layer with ordinary attention stores for a token."""
     heads = number("num_attention_heads", "n_head")
@@ -209,9 +232,13 @@ def _values_of_heads(model: str, text: Mapping[str, Any], number: Callable[..., 
     if number("v_head_dim", "v_channels", default=size) != size:
         why = "its keys and values have different sizes; give --bytes-per-token"
         raise ConfigError("model", model, why)
+    return 2 * size * _heads_with_kv(text, number)
+
+
+def _heads_with_kv(text: Mapping[str, Any], number: Callable[..., int]) -> int:
     if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
-        return 2 * size  # Also if `num_kv_heads` is larger, as in Falcon 7B.
-    return 2 * size * number(*_KV_HEADS, default=heads)
+        return 1  # Also if `num_kv_heads` is larger, as in Falcon 7B.
+    return number(*_KV_HEADS, "num_attention_heads", "n_head")
 
 
 def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> int:

@@ -79,8 +79,12 @@ class Fleet:
                 "replicas", self.replicas, f"allowed: a divisor of {self.gpus}, the number of GPUs"
             )
         if not 1 <= self.device_blocks <= MOST_BLOCKS:
-            why = f"a replica has {self.device_blocks:,} blocks of {self.block_bytes:,} B; allowed: 1 or more"
-            raise ConfigError("kv-per-gpu", self.kv_bytes_per_gpu, why)
+            why = f"a replica has {self.device_blocks:,} blocks; allowed: 1 to {MOST_BLOCKS:,}"
+            if self.gpu_blocks:
+                raise ConfigError("gpu-tokens", f"{self.gpu_blocks} blocks", why)
+            raise ConfigError(
+                "kv-per-gpu", self.kv_bytes_per_gpu, f"a block has {self.block_bytes:,} B, and {why}"
+            )
         if self.machine is not None:
             self.machine.check(has_ram=True, has_disk=self.prices.ssd.slots > 0)
 

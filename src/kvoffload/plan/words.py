@@ -188,7 +188,7 @@ def _days(days: float) -> str:
     """Format a time to pay back: ``12 days``, ``7 months``, ``2.1 years``."""
     if days < 60:
         return _several(math.ceil(days), "day")
-    return _several(math.ceil(days / 30.4), "month") if days < 730 else f"{days / 365:.1f} years"
+    return _several(math.ceil(12 * days / 365), "month") if days < 730 else f"{days / 365:.1f} years"
 
 
 def _overload(findings: Findings) -> list[str]:
