@@ -13,8 +13,10 @@ import pytest
 from kvoffload.node import keeper
 from kvoffload.node.directory import STATE, PoolDirectory, pools
 
+KEEP_S = 0.4
 
-def join(root: Path, name: str, keep_s: float = 0.4) -> PoolDirectory:
+
+def join(root: Path, name: str, keep_s: float = KEEP_S) -> PoolDirectory:
     directory = PoolDirectory.join({"test": "keeper"}, name, keep_s=keep_s, root=root)
     (directory.path / STATE).touch()
     return directory
@@ -71,8 +73,9 @@ def test_a_pool_is_removed_after_its_time(root: Path) -> None:
     wait_for(lambda: keepers(root))
     time.sleep(0.6)
     assert directory.path.exists(), "removed while a process uses the pool"
+    closed = time.monotonic()
     directory.close()
-    assert directory.path.exists()
+    assert directory.path.exists() or time.monotonic() - closed >= KEEP_S
     wait_for(lambda: not directory.path.exists())
     assert list(root.iterdir()) == []
 
@@ -82,21 +85,23 @@ def test_a_killed_member_counts_from_its_end(root: Path) -> None:
     pid = killed_member(root, 1.0)
     wait_for(lambda: keepers(root))
     time.sleep(1.2)
+    killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     time.sleep(0.3)
-    [pool] = pools(root)
-    assert not pool.is_expired
+    is_kept = [pool.is_expired for pool in pools(root)] == [False]
+    assert is_kept or time.monotonic() - killed >= 1.0
     wait_for(lambda: not pools(root))
 
 
 def test_a_member_that_joins_in_time_keeps_the_pool(root: Path) -> None:
     first = join(root, "a")
+    closed = time.monotonic()
     first.close()
     second = join(root, "b")
+    assert not second.created or time.monotonic() - closed >= KEEP_S
     time.sleep(1.0)
     assert second.path.exists()
-    assert not second.created
     second.close()
 
 
