@@ -229,8 +229,16 @@ def test_times_in_mixed_units_are_refused(tmp_path: Path) -> None:
 
 def test_whole_seconds_are_converted_when_they_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([t], timestamp=t) for t in (5, 7)])
-    assert converted(path)[0].timestamps_ms.tolist() == [0, 2]
-    assert converted(path, source="mooncake,time_unit=s")[0].timestamps_ms.tolist() == [0, 2000]
+    trace, done = converted(path)
+    assert trace.timestamps_ms.tolist() == [0, 2]
+    assert trace.time_unit == "", "a conversion does not make an assumption a fact"
+    assert "times are in ms, because the recording does not state their unit" in done.remarks[0]
+    again, done = converted(path.with_name("out.jsonl"), "again.jsonl")
+    assert again.time_unit == ""
+    assert done.remarks
+    trace, done = converted(path, source="mooncake,time_unit=s")
+    assert trace.timestamps_ms.tolist() == [0, 2000]
+    assert (trace.time_unit, done.remarks) == ("ms", ())
     with pytest.raises(ConfigError, match="time_unit: 'h' is invalid; allowed: s, ms"):
         converted(path, source="mooncake,time_unit=h")
 

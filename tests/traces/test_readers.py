@@ -612,6 +612,65 @@ def test_whole_seconds_are_not_taken_for_milliseconds(chat: Callable[..., Path])
         load_trace(sure, time_unit="s")
 
 
+def _in_seconds(trace: Trace, path: Path) -> Path:
+    """Write a trace without a header, with whole seconds for times."""
+    write_trace(dataclasses.replace(trace, timestamps_ms=trace.timestamps_ms // 1000), path)
+    return path
+
+
+def test_seconds_are_recognised_by_answers_that_would_be_too_fast(tmp_path: Path) -> None:
+    """At less than one request per second, a log of 45 minutes lasted 2.7 s, and a plan bought nothing."""
+    chat = generate(builtin("chat", sessions=400, sessions_per_minute=9))
+    path = _in_seconds(chat, tmp_path / "log.jsonl")
+    why = r"read as ms, conversations go on so soon that answers are generated at [\d,]+ tokens a second"
+    with pytest.raises(TraceError, match=rf"{why} \(median of [\d,]+ turns\); give --time-unit s if"):
+        load_trace(path)
+    assert load_trace(path, time_unit="ms").duration_s < 60
+    read = load_trace(path, time_unit="s")
+    assert read.duration_s == pytest.approx(chat.duration_s, abs=1)
+    assert not read.warnings
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_the_times_of_a_workload_are_plausible(name: str, tmp_path: Path) -> None:
+    for per_minute in (10, 600):
+        path = tmp_path / f"{per_minute}.jsonl"
+        write_trace(generate(builtin(name, sessions=40, sessions_per_minute=per_minute)), path)
+        assert load_trace(path).time_unit == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["made_up", "conversation_first60", pytest.param("agentic_3h", marks=pytest.mark.slow)]
+)
+def test_the_times_of_recordings_are_plausible(
+    name: str, recorded_trace_path: Callable[[str], Path], tmp_path: Path
+) -> None:
+    whole = load_trace(recorded_trace_path(name))
+    assert whole.warnings == []
+    # Parts are short enough to be checked by their answers.
+    for first in range(0, whole.requests - 1000, whole.requests // 3):
+        part = whole.of_requests(np.arange(first, first + 1000))
+        write_trace(part, tmp_path / "part.jsonl")
+        assert load_trace(tmp_path / "part.jsonl").warnings == []
+        with pytest.raises(TraceError, match="give --time-unit s if"):
+            load_trace(_in_seconds(part, tmp_path / "seconds.jsonl"))
+
+
+def test_many_requests_in_less_than_a_minute_are_reported_if_ms_are_assumed(
+    chat: Callable[..., Path],
+) -> None:
+    requests = [line([number], timestamp=4 * number) for number in range(600)]
+    (warning,) = load_trace(chat(*requests)).warnings
+    assert warning.startswith("the times of chat are read as ms, so its 600 requests arrive within 2.4 s")
+    assert not load_trace(chat(*requests[:99])).warnings
+    assert not load_trace(chat(*requests), time_unit="ms").warnings
+    header = {"kvoffload_trace": 1, "block_tokens": 512}
+    assert not load_trace(chat(json.dumps(header), *requests)).warnings
+    assumed = load_trace(chat(json.dumps(header | {"assumed_ms": True}), *requests))
+    assert assumed.time_unit == ""
+    assert assumed.warnings
+
+
 def test_lines_out_of_order_without_notice_are_sorted_with_a_warning(
     chat: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -25,6 +25,7 @@ from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.likeness import features, resemblance
 from kvoffload.traces.sessions import generate as generate_trace
 from kvoffload.traces.statistics import Percentiles, TraceStatistics, describe
+from kvoffload.traces.trace import MILLISECONDS, Trace
 from kvoffload.traces.working_set import Period, working_set
 from kvoffload.traces.workloads import BUILTIN, LogNormal, Workload, builtin
 
@@ -102,13 +103,15 @@ def info(options: InfoOptions) -> None:
     if options.is_json:
         sections = {
             "assumed": loaded.assumed,
+            "time_unit": loaded.time_unit or MILLISECONDS,
+            "time_unit_is_assumed": not loaded.time_unit,
             "working_set": [period._asdict() for period in periods],
             "resembles": like,
         }
         click.echo(json.dumps(_as_json(loaded.name, statistics, best) | sections, indent=2))
     else:
         console = Console()
-        console.print(terminal_table(_totals_table(loaded.name, statistics)))
+        console.print(terminal_table(_totals_table(loaded, statistics)))
         console.print(terminal_table(_distributions_table(statistics)))
         console.print(terminal_table(_working_set_table(periods)))
         console.print(terminal_table(_best_table(best)))
@@ -123,13 +126,14 @@ def _as_json(name: str, statistics: TraceStatistics, best: list[dict[str, Any]])
     return {"trace": name, **distributions, "optimum": best}
 
 
-def _totals_table(name: str, statistics: TraceStatistics) -> Table:
+def _totals_table(trace: Trace, statistics: TraceStatistics) -> Table:
     totals = [
         (field.replace("_", " "), _number(value))
         for field, value in vars(statistics).items()
         if not isinstance(value, Percentiles) and value is not None
     ]
-    return Table(f"trace {name}", ("", "#"), totals)
+    totals.append(("time unit", trace.time_unit or f"{MILLISECONDS} (assumed)"))
+    return Table(f"trace {trace.name}", ("", "#"), totals)
 
 
 def _distributions_table(statistics: TraceStatistics) -> Table:

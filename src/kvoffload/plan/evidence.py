@@ -38,6 +38,7 @@ class Evidence:
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if unknown.
         warnings: faults of the recording that change the answer.
+        time_unit: as in `Trace`; empty if ms are assumed.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
         busy: references per second in the busiest minute, divided by the mean over the recording.
         footprint_blocks: unique blocks of the replica with the largest number.
@@ -58,6 +59,7 @@ class Evidence:
     tokens: int
     share_outside_blocks: float | None
     warnings: tuple[str, ...]
+    time_unit: str
     duration_s: float
     busy: float
     footprint_blocks: int
@@ -145,6 +147,7 @@ def gather(
         tokens=refs * shares[0].block_tokens,
         share_outside_blocks=_outside_blocks(shares),
         warnings=tuple(load(source).warnings),
+        time_unit=shares[0].time_unit,
         duration_s=duration_s,
         busy=busy,
         footprint_blocks=max(share.unique_blocks for share in shares),

@@ -501,6 +501,10 @@ def assumptions(findings: Findings) -> list[Assumption]:
                    "the recording's references; writes and reads are assumed to follow them"),
         Assumption("replicas", "writes and loads are spread evenly", "assumed"),
     ]  # fmt: skip
+    if not evidence.time_unit:
+        listed.insert(
+            0, Assumption("time unit", "ms", "assumed: the recording does not state it; --time-unit")
+        )
     if evidence.assumed:
         source = "header of the recording; docs/traces.md explains it"
         listed.insert(0, Assumption("conversion", evidence.assumed, source))

@@ -28,6 +28,7 @@ class Header(msgspec.Struct, omit_defaults=True):
         assumed: assumption that replaces data which the source lacks; empty if nothing is assumed.
         in_order: False if lines may be out of order, as in recordings, which list requests by their ends. A
             reader then sorts the requests by arrival, without a warning.
+        assumed_ms: True if the times came from a file that does not state their unit, and were read as ms.
     """
 
     kvoffload_trace: Literal[1]
@@ -35,6 +36,7 @@ class Header(msgspec.Struct, omit_defaults=True):
     source: str = ""
     assumed: str = ""
     in_order: bool = True
+    assumed_ms: bool = False
 
     def line(self) -> bytes:
         return msgspec.json.encode(self) + b"\n"

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from kvoffload.errors import ConfigError, TraceError
+from kvoffload.errors import ConfigError
 from kvoffload.settings.read import nearest
-from kvoffload.text import duration
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, stated_header
 from kvoffload.traces.compressed import STDIN
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
-from kvoffload.traces.trace import SECONDS, Trace
+from kvoffload.traces.time_unit import in_unit
+from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import BUILTIN, builtin
-
-_MOST_PER_S = 1000
-"""Highest plausible rate of a recording, in requests per second. Busy fleets have hundreds per second."""
 
 
 def load_trace(
@@ -32,14 +28,14 @@ def load_trace(
 
     Args:
         time_unit: ``s`` or ``ms``, for a file that does not state the unit of its times. None: ms, and an
-            error if the rate of requests is then implausible.
+            error if requests or answers are then implausibly fast.
 
     Built-in names take precedence over files (``./chat`` is a file). ``-`` is standard input. Arguments as
     for `read_trace`; blocks of a workload have `block_tokens` tokens, by default 512.
 
     Raises:
         ConfigError: there is no such workload or file.
-        TraceError: as `read_trace`, or the rate of requests is implausible.
+        TraceError: as `read_trace`, or the times are implausible.
     """
     if str(name_or_path) in BUILTIN:
         tokens = DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens
@@ -48,23 +44,7 @@ def load_trace(
     trace = read_trace(
         name_or_path, block_tokens=block_tokens, skip_bad_lines=skip_bad_lines, progress=progress
     )
-    return _in_unit(trace, time_unit, name_or_path)
-
-
-def _in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
-    """Return the trace with its times read in the user's unit. Raises `ConfigError`, `TraceError`."""
-    if unit is not None and trace.time_unit not in ("", unit):
-        raise ConfigError("time-unit", unit, f"the times of {name_or_path} are in {trace.time_unit}")
-    if unit == SECONDS and not trace.time_unit:
-        return replace(trace, timestamps_ms=1000 * trace.timestamps_ms)
-    seconds = float(trace.timestamps_ms[-1] - trace.timestamps_ms[0]) / 1000
-    if unit is None and not trace.time_unit and trace.requests > _MOST_PER_S * max(seconds, 0.1) and seconds:
-        raise TraceError(
-            f"{name_or_path}: {trace.requests:,} requests in {duration(seconds)} are "
-            f"{trace.requests / seconds:,.0f} a second; give --time-unit s if the times are in seconds, or "
-            "--time-unit ms if this rate is right"
-        )
-    return trace
+    return in_unit(trace, time_unit, name_or_path)
 
 
 def block_tokens_of(name_or_path: str | Path, block_tokens: int | None = None) -> int:

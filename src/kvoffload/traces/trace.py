@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.text import duration
 
 SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
 """If at least this many requests name the same session, the name is probably a constant field."""
+_SHORT_S = 60
+"""A recording of many requests that is shorter is suspicious if the unit of its times is assumed."""
 
 
 def codes_by_appearance(
@@ -72,8 +75,8 @@ class Trace:
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
         skipped_lines: bad lines that were skipped on request.
-        time_unit: unit of the times in the file, ``s`` or ``ms``. Empty if the file does not state the unit;
-            then ms is assumed.
+        time_unit: unit of the times in the file, ``s`` or ``ms``, as the file or the user states it. Empty
+            if nobody does; then ms is assumed.
         hints: hints of the requests; None if there are none.
         prompt_tokens: shape ``(requests,)``, int64; length of each prompt, including the tokens after its
             last whole block. None if the source counts only whole blocks.
@@ -126,6 +129,12 @@ class Trace:
         return 1 - self.block_refs * self.block_tokens / max(1, int(self.prompt_tokens.sum()))
 
     @property
+    def duration_s(self) -> float:
+        """Time from the first arrival to the last, in seconds."""
+        times = self.timestamps_ms
+        return int(times.max() - times.min()) / 1000 if len(times) else 0.0
+
+    @property
     def has_one_session(self) -> bool:
         """True if the recording names the same session in every request."""
         if self.sessions is None or not self.requests or self.sessions[0] < 0:
@@ -135,12 +144,21 @@ class Trace:
     @property
     def warnings(self) -> list[str]:
         """Sentences about faults of the recording that change results; empty if there are none."""
-        if self.requests < _MANY_REQUESTS or not self.has_one_session:
+        if self.requests < _MANY_REQUESTS:
             return []
-        return [
-            f"all {self.requests:,} requests of {self.name} name the same session: they count as one "
-            "conversation. If the field is a constant, remove it; sessions are then inferred."
-        ]
+        warnings = []
+        if not self.time_unit and 0 < self.duration_s < _SHORT_S:
+            warnings.append(
+                f"the times of {self.name} are read as ms, so its {self.requests:,} requests arrive within "
+                f"{duration(self.duration_s)}: give --time-unit s if the times are in seconds, or "
+                "--time-unit ms if this is right"
+            )
+        if self.has_one_session:
+            warnings.append(
+                f"all {self.requests:,} requests of {self.name} name the same session: they count as one "
+                "conversation. If the field is a constant, remove it; sessions are then inferred."
+            )
+        return warnings
 
     def of_requests(self, requests: npt.NDArray[np.integer]) -> Trace:
         """Select requests, in this order. Cost: 0.1 s per million block references."""

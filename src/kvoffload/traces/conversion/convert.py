@@ -216,7 +216,8 @@ def _write_lines(
     # Lines out of order keep their times, because the first line is not the earliest.
     first_s = first.time_s if in_order else 0.0
     with partial.open("wb") as raw, compressing(raw, out.suffix) as file:
-        file.write(Header(1, block_tokens, source.name, source.assumed, in_order).line())
+        header = Header(1, block_tokens, source.name, source.assumed, in_order, source.assumes_ms)
+        file.write(header.line())
         for request in chain((first,), iterator):
             time_ms = round(1000 * (request.time_s - first_s))
             if time_ms > _LATEST_MS:

@@ -128,6 +128,11 @@ class Source(ABC):
         """The assumption that replaces missing data; empty if none. Known after the first request."""
         return ""
 
+    @property
+    def assumes_ms(self) -> bool:
+        """True if times are read as ms without a statement of the unit. Known after the first request."""
+        return False
+
     def remarks(self) -> list[str]:
         """Return notes about the result for the user, after the last record."""
         return []

@@ -215,7 +215,7 @@ class _Requests:
         self.skipped_lines = 0
         self._are_seconds = False
         self._given_block_tokens, self._assumed = block_tokens, list[str]()
-        self._is_in_order, self._has_header = True, False
+        self._is_in_order, self._has_unit = True, False
         self._number_of: dict[int | str, int] = {}
         self._num_numbered = 0
         self._names, self._number_of_session = NamedSessions(), dict[str, int]()
@@ -244,7 +244,7 @@ class _Requests:
         self.sessions.append(numbers.setdefault(name, len(numbers)) if name else _NO_SESSION)
 
     def _apply(self, header: Header) -> None:
-        self._has_header = True
+        self._has_unit |= not header.assumed_ms
         given, tokens = self._given_block_tokens, self.block_size.tokens
         if given is not None and header.block_tokens != given:
             raise BadLineError(f"field block_tokens: {header.block_tokens}, but --block-tokens is {given}")
@@ -270,7 +270,7 @@ class _Requests:
     def _select(self, requests: Iterable[int]) -> _Requests:
         kept, starts = _Requests(self.block_size.tokens), self.offsets().tolist()
         kept.skipped_lines, kept._are_seconds = self.skipped_lines, self._are_seconds
-        kept._assumed, kept._has_header = self._assumed, self._has_header
+        kept._assumed, kept._has_unit = self._assumed, self._has_unit
         for request in requests:
             kept.ids.extend(self.ids[starts[request] : starts[request + 1]])
             for name in _OF_A_REQUEST:
@@ -324,8 +324,8 @@ class _Requests:
         }
 
     def time_unit(self) -> str:
-        """Return the unit of the times, ``s`` or ``ms``; empty for whole numbers without a header."""
-        return SECONDS if self._are_seconds else MILLISECONDS if self._has_header else ""
+        """Return the unit of the times, ``s`` or ``ms``; empty for whole numbers if no header states ms."""
+        return SECONDS if self._are_seconds else MILLISECONDS if self._has_unit else ""
 
     def in_ms(self) -> _Int64s:
         """Return all times in ms. The file's times are in seconds if any time has a fraction, else in ms."""

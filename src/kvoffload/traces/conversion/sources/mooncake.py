@@ -30,7 +30,7 @@ class Mooncake(Source):
         super().__init__(given)
         if self.time_unit not in ("", SECONDS, MILLISECONDS):
             raise ConfigError("time_unit", self.time_unit, f"allowed: {SECONDS}, {MILLISECONDS}")
-        self._per_second = 0
+        self._per_second, self._has_unit = 0, bool(self.time_unit)
         self._sessions = NamedSessions()
 
     @classmethod
@@ -41,9 +41,20 @@ class Mooncake(Source):
     def assumed(self) -> str:
         return self.given.header.assumed
 
+    @property
+    def assumes_ms(self) -> bool:
+        return self._per_second == 1000 and not self._has_unit
+
+    def remarks(self) -> list[str]:
+        if not self.assumes_ms:
+            return []
+        remedy = "if they are in seconds, give --from mooncake,time_unit=s"
+        return [f"assumed: times are in ms, because the recording does not state their unit; {remedy}"]
+
     def read(self, record: bytes) -> Iterable[Request]:
         if (header := header_in(record)) is not None:
             self._compare(header)
+            self._has_unit |= not header.assumed_ms
             return []
         line = decode_line(record)
         unit = 1 if isinstance(line.timestamp, float) or self.time_unit == SECONDS else 1000

@@ -1,0 +1,74 @@
+"""The unit of a recording's times: as stated by the file or the user, else assumed and checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.errors import ConfigError, TraceError
+from kvoffload.text import duration
+from kvoffload.traces.statistics import turns
+from kvoffload.traces.trace import SECONDS, Trace
+
+_MOST_REQUESTS_PER_S = 1000
+"""Highest plausible rate of a recording. Busy fleets have hundreds of requests per second."""
+_MOST_TOKENS_PER_S = 1000
+"""Highest plausible speed of one answer. In recordings, the median of generated tokens / time to the next
+turn is 2 to 14 per second, which is 2,000 to 14,000 if seconds are read as ms."""
+_FEWEST_TURNS = 20
+_LONGEST_S = 3600
+"""Longer recordings are not checked: as seconds, an hour of ms would be 41 days."""
+
+
+def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
+    """Return the trace with its times read in the user's unit; None: as read, if that is plausible.
+
+    Cost: a call of `turns` for an assumed unit. Raises `ConfigError`, `TraceError`.
+    """
+    if unit is not None and trace.time_unit not in ("", unit):
+        raise ConfigError("time-unit", unit, f"the times of {name_or_path} are in {trace.time_unit}")
+    if trace.time_unit:
+        return trace
+    if unit is not None:
+        per_unit = 1000 if unit == SECONDS else 1
+        return replace(trace, timestamps_ms=per_unit * trace.timestamps_ms, time_unit=unit)
+    if why := _implausible(trace):
+        raise TraceError(
+            f"{name_or_path}: read as ms, {why}; give --time-unit s if the times are in seconds, or "
+            "--time-unit ms if this is right"
+        )
+    return trace
+
+
+def _implausible(trace: Trace) -> str:
+    """Return the reason why the times cannot be ms; empty if they can be."""
+    seconds = trace.duration_s
+    if not 0 < seconds < _LONGEST_S:
+        return ""
+    if trace.requests > _MOST_REQUESTS_PER_S * max(seconds, 0.1):
+        rate = f"{trace.requests / seconds:,.0f}"
+        return f"{trace.requests:,} requests in {duration(seconds)} are {rate} a second"
+    num_turns, speed = _speed_of_answers(trace)
+    if num_turns >= _FEWEST_TURNS and speed > _MOST_TOKENS_PER_S:
+        return (
+            f"conversations go on so soon that answers are generated at {speed:,.0f} tokens a second (median "
+            f"of {num_turns:,} turns)"
+        )
+    return ""
+
+
+def _speed_of_answers(trace: Trace) -> tuple[int, float]:
+    """Return the number of next turns, and the median of generated tokens / time to the next turn.
+
+    A next turn begins with all blocks of an earlier request and adds blocks, so the answer came before it.
+    """
+    previous = turns(replace(trace, sessions=None)).previous_turn
+    lengths = np.diff(trace.offsets)
+    following = np.flatnonzero(previous >= 0)
+    following = following[lengths[following] > lengths[previous[following]]]
+    before = previous[following]
+    gaps_ms = np.maximum(1, trace.timestamps_ms[following] - trace.timestamps_ms[before])
+    speeds = 1000 * trace.output_tokens[before] / gaps_ms
+    return len(speeds), float(np.median(speeds)) if len(speeds) else 0.0
