@@ -46,6 +46,19 @@ def test_the_title_has_the_load(chat: str) -> None:
     assert " requests, 2 times as dense" in kvoffload("simulate", chat, *ON_MACHINE, "--load", "2x").stdout
 
 
+def test_waits_in_an_endless_queue_are_no_numbers(chat: str) -> None:
+    """They were the length of the recording: ``TTFT p50 107 s -> 107 s``."""
+    shown = kvoffload("simulate", chat, *ON_MACHINE, "--load", "400x").stdout
+    for name in ("TTFT, mean", "p50", "p90", "p99", "waiting, mean / p90"):
+        (row,) = (line for line in shown.splitlines() if line.strip().startswith(f"{name}  "))
+        assert row.count("grows without end") == 2, row
+    summary = " ".join(shown.split())
+    assert "TTFT without offloading and with offloading grows without end. Requests arrive" in summary
+    assert " -> " not in shown
+    with_few = kvoffload("simulate", chat, *ON_MACHINE, "--at-once", "4").stdout
+    assert "grows without end" not in with_few
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html.parser
+import importlib
 import json
 import math
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvoffload.errors import ConfigError
 from kvoffload.pages.page import check_report
@@ -313,11 +315,40 @@ def test_what_stands_in_a_page_cannot_break_it(tmp_path: Path, chat: str) -> Non
 def test_a_report_that_cannot_be_is_known_before_the_work(command: str, tmp_path: Path, chat: str) -> None:
     more = ("--gpus", "1", "--kv-per-gpu", "1GB", "--bytes-per-token", "2KiB") if command == "plan" else ()
     (tmp_path / "there.html").write_text("precious")
-    for name, why in (("page.pdf", "a file that ends in .html"), ("there.html", "--force replaces it")):
+    for name, why in (
+        ("page.pdf", "a file that ends in .html"),
+        ("there.html", "--force replaces it"),
+        ("missing/page.html", "the file cannot be written (No such file or directory)"),
+        ("there.html/page.html", "the file cannot be written (Not a directory)"),
+    ):
         done = kvoffload(command, chat, *more, "--report", tmp_path / name)
         assert done.returncode == 2
         assert why in done.stderr
     assert (tmp_path / "there.html").read_text() == "precious"
+
+
+@pytest.mark.parametrize("command", ["plan", "sweep", "explain"])
+def test_the_answer_is_printed_although_the_page_cannot_be_written(
+    command: str, tmp_path: Path, chat: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk may fill up during the replays."""
+
+    def full(path: Path, content: str) -> None:
+        raise ConfigError("report", str(path), "the file cannot be written (No space left on device)")
+
+    module = importlib.import_module(f"kvoffload.cli.{command}")
+    monkeypatch.setattr(module, "write_report", full)
+    more = {
+        "plan": ("--gpus", "1", "--kv-per-gpu", "200MiB", "--bytes-per-token", "2KiB", "--policies", "lru",
+                 "--ssd-admissions", "all", "--jobs", "1"),
+        "sweep": ("--policies", "lru", "--capacities", "5%", "--jobs", "1"),
+        "explain": ("--capacity", "5%", "--no-capacities"),
+    }  # fmt: skip
+    report = ("--report", str(tmp_path / "page.html"), "--quiet")
+    called = getattr(module, "command" if command == "explain" else command)
+    done = CliRunner().invoke(called, [chat, *more[command], *report])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert {"plan": "of the prefill", "sweep": "lru", "explain": "missing"}[command] in done.output
 
 
 # ---- in a browser

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
+from kvoffload.pages.plan import plan_page
 from kvoffload.plan import clock
 from kvoffload.plan.clock import Clock
 from kvoffload.plan.evidence import gather
@@ -306,12 +307,20 @@ def test_more_than_can_be_served_is_said_first(
     step_ms: int, said: str | None, first: str, waits: str, tmp_path: Path
 ) -> None:
     """An overloaded fleet was told to buy RAM, and waits that only show how long the recording is."""
+    pytest.importorskip("plotly", reason="pages take plotly: pip install 'kvoffload[report]'")
     answer = timed(written(tmp_path / "dense.jsonl", TURNS, step_ms))
+    assert answer.in_time is not None
     assert first in answer.words[0]
     assert any(waits in sentence for sentence in answer.words)
     found = [one for one in answer.cannot_tell if "faster than the GPUs compute" in one]
     assert len(found) == (said is not None)
     assert said is None or found[0].startswith(said)
+    content = plan_page(answer, "kvoffload plan")
+    for name in ("recommended", "the GPUs alone"):
+        has_bars = f"The time to first token of {name} grows without end." not in content
+        run = answer.in_time.with_offload if name == "recommended" else answer.in_time.without
+        assert has_bars == (not run.is_overloaded), name
+    assert ('id="waits"' in content) == (not answer.in_time.with_offload.is_overloaded)
 
 
 def test_a_recording_without_times_has_no_waits(tmp_path: Path) -> None:

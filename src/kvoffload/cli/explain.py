@@ -129,9 +129,9 @@ def command(options: ExplainOptions) -> None:
         report, misses, config,
         has_token_ids=tokens is not None, top=options.top, request=options.request,
     )  # fmt: skip
+    show(explained.to_json(), _shown(explained), is_json=options.is_json, output=options.output)
     if options.report is not None:
         write_report(options.report, explanation_page(explained, typed_command()))
-    show(explained.to_json(), _shown(explained), is_json=options.is_json, output=options.output)
 
 
 def _shown(explained: Explanation) -> RenderableType:

@@ -190,8 +190,6 @@ def plan(options: PlanOptions) -> None:
         answer = run.run(on_progress)
     answer = msgspec.structs.replace(answer, vllm=_vllm_flag(answer, fleet))
     warn(answer.warnings)
-    if options.report is not None:
-        write_report(options.report, plan_page(answer, typed_command()))
     if options.is_json:
         click.echo(answer.to_json(), nl=False)
     else:
@@ -201,6 +199,8 @@ def plan(options: PlanOptions) -> None:
         if answer.vllm:
             # Not through the console, which folds lines: users paste the flag.
             click.echo(f"Each engine ({PLACEHOLDERS}):\n{answer.vllm}")
+    if options.report is not None:
+        write_report(options.report, plan_page(answer, typed_command()))
     if answer.outcome == Outcome.NOT_REACHED.name:
         sys.exit(1)
 

@@ -19,6 +19,8 @@ from kvoffload.simulate.report import (
 )
 from kvoffload.text import duration, outside_blocks, percent, size
 
+_ENDLESS = "grows without end"
+
 
 def table(report: TimedReport) -> RenderableType:
     waits, links, tiers = map(terminal_table, (_waits(report), _links(report), _tiers(report)))
@@ -27,12 +29,16 @@ def table(report: TimedReport) -> RenderableType:
 
 def _waits(report: TimedReport) -> Table:
     runs = (report.with_offload, report.without)
+
+    def wait_of(cell: Callable[[TimedOutcome], str]) -> Callable[[TimedOutcome], str]:
+        return lambda run: _ENDLESS if _has_endless_queue(report, run) else cell(run)
+
     cells: tuple[tuple[str, Callable[[TimedOutcome], str]], ...] = (
-        ("TTFT, mean", lambda run: duration(run.ttft_s.mean)),
-        ("p50", lambda run: duration(run.ttft_s.p50)),
-        ("p90", lambda run: duration(run.ttft_s.p90)),
-        ("p99", lambda run: duration(run.ttft_s.p99)),
-        ("waiting, mean / p90", lambda run: _pair(run.waiting_s)),
+        ("TTFT, mean", wait_of(lambda run: duration(run.ttft_s.mean))),
+        ("p50", wait_of(lambda run: duration(run.ttft_s.p50))),
+        ("p90", wait_of(lambda run: duration(run.ttft_s.p90))),
+        ("p99", wait_of(lambda run: duration(run.ttft_s.p99))),
+        ("waiting, mean / p90", wait_of(lambda run: _pair(run.waiting_s))),
         ("loading, mean / p90", lambda run: _pair(run.loading_s)),
         ("longest queue", lambda run: f"{run.most_waiting:,}"),
         ("hit ratio", lambda run: f"{run.hit_ratio:.3f}"),
@@ -69,21 +75,39 @@ def _tiers(report: TimedReport) -> Table:
 def _summary(report: TimedReport) -> RenderableType:
     run, without = report.with_offload, report.without
     share = report.gpu_seconds_saved / without.prefill_s if without.prefill_s else 0.0
-    before, after = without.ttft_s, run.ttft_s
     lines = [_engines(report)] if report.instances > 1 else []
     lines += [
         f"{report.gpu_seconds_saved / 3600:,.2f} GPU-hours of prompts saved, {percent(share)} of them.",
-        f"TTFT p50 {duration(before.p50)} -> {duration(after.p50)}, "
-        f"p90 {duration(before.p90)} -> {duration(after.p90)}.",
+        _first_tokens(report),
     ]
     if report.at_once:
         lines.append(f"With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.")
     lines.append(break_even_sentence("RAM", report.break_even_tokens))
     lines += [f"{miss}." for miss in run.misses()]
     lines += outside_blocks(report.share_outside_blocks)
-    if not report.at_once and without.is_overloaded:
-        lines.append(f"{OVERLOADED} Try --load 0.5.")
     return Group(Lines(lines), Text())
+
+
+def _has_endless_queue(report: TimedReport, run: TimedOutcome) -> bool:
+    """Return True if waits are only the length of the recording. With `at_once` arrivals follow the GPUs."""
+    return run.is_overloaded and not report.at_once
+
+
+def _first_tokens(report: TimedReport) -> str:
+    before, after = report.without.ttft_s, report.with_offload.ttft_s
+    sides = {"without offloading": report.without, "with offloading": report.with_offload}
+    endless = [name for name, run in sides.items() if _has_endless_queue(report, run)]
+    if not endless:
+        return (
+            f"TTFT p50 {duration(before.p50)} -> {duration(after.p50)}, "
+            f"p90 {duration(before.p90)} -> {duration(after.p90)}."
+        )
+    texts = [f"TTFT {' and '.join(endless)} {_ENDLESS}."]
+    for name, run in sides.items():
+        if name not in endless:
+            wait = run.ttft_s
+            texts.append(f"TTFT {name}: p50 {duration(wait.p50)}, p90 {duration(wait.p90)}.")
+    return " ".join([*texts, OVERLOADED, "Try --load 0.5."])
 
 
 def _assumptions(report: TimedReport) -> Table:

@@ -135,8 +135,6 @@ def sweep(options: SweepOptions) -> None:
     )  # fmt: skip
     with stopping_cleanly(run), shown(options.quiet) as on_progress:
         result = run.run(on_progress)
-    if options.report is not None:
-        write_report(options.report, sweep_page(result.rows, result.verdicts, typed_command()))
     if options.is_json:
         click.echo(as_json(result.rows), nl=False)
     else:
@@ -149,5 +147,7 @@ def sweep(options: SweepOptions) -> None:
         click.echo(f"{count}: {'; '.join(result.left_out)}", err=True)
     for violation in result.violations:
         click.echo(f"kvoffload: better than the optimum: {violation}", err=True)
+    if options.report is not None:
+        write_report(options.report, sweep_page(result.rows, result.verdicts, typed_command()))
     if result.violations:
         sys.exit(1)

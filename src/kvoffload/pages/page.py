@@ -6,10 +6,11 @@ Does not know plans or sweeps. plotly.js comes from the package plotly (`pip ins
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import html
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -82,16 +83,27 @@ def check_report(path: Path, *, force: bool) -> None:
     if path.exists() and not (force and path.is_file()):
         raise ConfigError("report", str(path), "the file exists; --force replaces it")
     _plotly_js(path)
+    with _unfinished(path) as unfinished:
+        unfinished.touch()
+        unfinished.unlink()
 
 
 def write_report(path: Path, content: str) -> None:
-    """Write a page atomically. Raises `ConfigError`."""
-    unfinished = path.with_name(path.name + ".part")
-    try:
+    """Write a page atomically. Call it after the answer is printed. Raises `ConfigError`."""
+    with _unfinished(path) as unfinished:
         unfinished.write_text(content, "utf-8")
         os.replace(unfinished, path)
+
+
+@contextlib.contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """Yield the name of the incomplete page, in the same directory. Raises `ConfigError` for `OSError`."""
+    unfinished = path.with_name(path.name + ".part")
+    try:
+        yield unfinished
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise ConfigError("report", str(path), f"the file cannot be written ({error.strerror})") from None
 
 

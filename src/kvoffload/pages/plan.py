@@ -194,20 +194,28 @@ def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
     return Chart("wait-for-money", "Cost against waiting", data, axes, note)
 
 
-def _waits(timed: InTime) -> Chart:
+def _waits(timed: InTime) -> Chart | Text:
+    """Build the chart of waits. Runs with an endless queue have no bars: their waits are no property."""
     names = ("p50", "mean", "p90", "p99")
+    runs = {"recommended": timed.with_offload, "the GPUs alone": timed.without}
+    stable = {name: run for name, run in runs.items() if not run.is_overloaded}
+    endless = [f"The time to first token of {name} grows without end." for name in runs if name not in stable]
+    if not stable:
+        return Text("Time to first token", endless)
     data: Data = [
         {"type": "bar", "name": name, "x": names,
          "y": [dict(ttft(run))[percentile] for percentile in names],
          "hovertemplate": f"%{{y:.3g}} s<extra>{name}</extra>"}
-        for name, run in (("recommended", timed.with_offload), ("the GPUs alone", timed.without))
+        for name, run in stable.items()
     ]  # fmt: skip
     layout = {"barmode": "group", "yaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"}}
-    (waiting, loading), (before, _) = shares(timed.with_offload), shares(timed.without)
     note = f"In simulated time on {timed.machine.name}, {timed.requests:,} requests"
-    note += f" of the busiest of {timed.engines:,} engines. " if timed.is_one_of_several else ". "
-    note += f"Of the mean, {waiting} is waiting and {loading} loading; by the GPUs alone {before} is waiting."
-    return Chart("waits", "Time to first token", data, layout, note)
+    note += f" of the busiest of {timed.engines:,} engines." if timed.is_one_of_several else "."
+    for name, run in stable.items():
+        waiting, loading = shares(run)
+        note += f" Of the mean of {name}, {waiting} is waiting"
+        note += f" and {loading} loading." if run is timed.with_offload else "."
+    return Chart("waits", "Time to first token", data, layout, " ".join([note, *endless]))
 
 
 def _links(timed: InTime) -> Table:
