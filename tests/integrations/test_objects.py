@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload import DiskTier
-from kvoffload.integrations.objects import KEY_BYTES, Extents, ObjectStore, _Batch
+from kvoffload.integrations.objects import KEY_BYTES, MOST_PARTS, Extents, ObjectStore, _Batch
 from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from kvoffload.tiers.contract import SecondaryTier
 
@@ -233,6 +233,36 @@ def test_too_large_an_object_is_a_miss(caplog: pytest.LogCaptureFixture) -> None
     assert write(store, [1], 5 * BLOCK) == [False]
     assert read(store, [1], 5 * BLOCK) == [None]
     assert "does not fit into the staging memory" in caplog.text
+
+
+def test_an_object_of_too_many_blocks_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    store = ObjectStore([ScriptedTier(1)], block_bytes=1, staging_bytes=1 << 20, deadline_s=10.0)
+    size = MOST_PARTS + 1
+    path = store.open_path()
+    store.extend_path(path, [key(1)], size)
+    store.finish_path(path)
+    assert write(store, [1], size) == [False]
+    assert read(store, [1], size) == [None]
+    assert store.find([key(1)], size).tolist() == [False]
+    store.delete([key(1)], size)
+    assert "use larger blocks" in caplog.text
+
+
+def test_a_store_that_a_reset_overtakes_writes_nothing() -> None:
+    """Its objects may be of the weights before the reset."""
+    tier = ScriptedTier(BLOCK, immediate=True)
+    tier.room, waits, written = 0, threading.Event(), list[bool]()
+    tier.on_call = lambda method: waits.set() if method == "queue_room" else None
+    store = store_of(tier)
+    writer = threading.Thread(target=lambda: written.extend(write(store, [1], BLOCK)))
+    writer.start()
+    waits.wait()
+    assert store.clear()
+    tier.room = 1 << 20
+    writer.join()
+    assert written == [False]
+    assert not tier.blocks
+    assert write(store, [1], BLOCK) == [True]
 
 
 def test_the_next_tier_is_tried_for_failed_blocks() -> None:

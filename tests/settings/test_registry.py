@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def test_what_is_wrong_is_said(file: Path, tmp_path: Path) -> None:
         ("class Mine:\n  def f(:\n", "it cannot be imported: invalid syntax .*broken.py, line 2"),
         ("import nowhere", "it cannot be imported: No module named 'nowhere'"),
         ("1 / 0", "it cannot be imported: ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", "it cannot be imported: SystemExit: 3"),
     ],
 )
 def test_a_file_that_cannot_be_run_is_forgotten(tmp_path: Path, text: str, message: str) -> None:
@@ -117,6 +119,13 @@ def test_a_file_that_cannot_be_run_is_forgotten(tmp_path: Path, text: str, messa
         POLICIES.find(f"{path}:Mine")
     path.write_text(POLICY)  # mended: the failure is not remembered
     assert POLICIES.find(f"{path}:Mine").name == "mine"
+
+
+def test_a_broken_entry_point_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint("broken", "no.such.module:Policy", "kvoffload.policies")]
+    monkeypatch.setattr("kvoffload.settings.registry.entry_points", lambda group: points)
+    assert "broken" in POLICIES.names()
+    assert refused("broken").startswith("it cannot be imported: No module")
 
 
 def test_parameters_are_annotated_attributes_with_defaults(file: Path) -> None:

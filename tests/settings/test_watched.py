@@ -78,9 +78,19 @@ def test_a_wrong_version_is_an_error_once(tmp_path: Path, text: str, message: st
 
 
 def test_a_directory_in_its_place(tmp_path: Path) -> None:
-    file, _ = watched(tmp_path)
+    """An error once, until the file is back."""
+    path = tmp_path / "live.json"
+    path.mkdir()
+    file, clock = watched(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         file.poll()
+    for _ in range(3):
+        clock.now += INTERVAL_S
+        assert file.poll() is None
+    path.rmdir()
+    write(path, '{"size": 2}')
+    clock.now += INTERVAL_S
+    assert file.poll() == Options(2)
 
 
 def test_a_file_that_cannot_be_reached_is_an_error_once(tmp_path: Path) -> None:

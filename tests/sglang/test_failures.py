@@ -126,6 +126,9 @@ def test_an_internal_error_is_a_miss(stand: MakeStand, caplog: pytest.LogCapture
     sglang.write(range(1000, 1000 + PAGE))
     assert sglang.stored_tokens == 0
     assert "internal error in batch_exists" in caplog.text
+    assert sglang.storage.clear() is True, "a later process must not find the pages of older weights"
+    sglang.close()
+    assert stand().read(TOKENS) == []
 
 
 def test_a_server_that_goes_away(stand: MakeStand, server: Any) -> None:

@@ -20,7 +20,20 @@ class _ToEngine(logging.Handler):
 
 
 def join(logger: logging.Logger) -> None:
-    """Forward the library's log to an engine's logger, unless the user has set a handler. Idempotent."""
+    """Forward the library's log to an engine's logger, unless the user has set a handler. Idempotent.
+
+    If the engine's records reach the root logger, the forwarded records do too. The library's own records
+    then end here, so that no line is logged twice.
+    """
     library = logging.getLogger("kvoffload")
     if not library.handlers:
         library.addHandler(_ToEngine(logger))
+        library.propagate = not _reaches_root(logger)
+
+
+def _reaches_root(logger: logging.Logger) -> bool:
+    while logger.parent is not None:
+        if not logger.propagate:
+            return False
+        logger = logger.parent
+    return True

@@ -165,6 +165,7 @@ class ObjectStore:
         self._lock = threading.Lock()
         self._jobs: dict[tuple[int, int], _Job] = {}
         self._closed = False
+        self._num_clears = 0
         self._log = RateLimitedLog("kvoffload.objects")
         self.num_late = 0
 
@@ -177,6 +178,8 @@ class ObjectStore:
 
     def extend_path(self, path: ObjectPath, keys: Sequence[bytes], object_bytes: int) -> None:
         """Append objects to a path."""
+        if self.parts_of(object_bytes) > MOST_PARTS:
+            return
         new = self._block_keys(keys, object_bytes)
         path.keys += new
         packed, whole = Keys.pack(new, KEY_BYTES), Keys.pack(path.keys, KEY_BYTES)
@@ -199,11 +202,11 @@ class ObjectStore:
 
         Waits for probes of shared tiers, for at most the longest `probe_timeout_s`.
         """
-        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         parts = self.parts_of(object_bytes)
+        if self._closed or not len(keys) or parts > MOST_PARTS:
+            return np.zeros(len(keys), np.bool_)
+        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         is_present = np.zeros(len(blocks), np.bool_)
-        if self._closed or not len(blocks):
-            return _whole(is_present, parts)
         probes = list[_Job]()
         until = self._clock()
         with self._lock:
@@ -250,8 +253,9 @@ class ObjectStore:
         """Write objects from `memory` to all tiers. Returns a mask of the objects that need no retry.
 
         True: each block of the object is in some tier, or was refused by an admission rule or a policy.
-        False: the tiers were busy, full or failed, or the deadline passed.
+        False: the tiers were busy, full or failed, or the deadline passed, or `clear` was called meanwhile.
         """
+        num_clears = self._num_clears
         ok = np.zeros(len(keys), np.bool_)
         until = self._clock() + STORE_DEADLINES * self.deadline_s
         running = deque[_Batch]()
@@ -264,7 +268,7 @@ class ObjectStore:
                 break
             if batch.buffer.memory is not None:
                 self._gather(batch, memory)
-            self._begin_writes(batch, path, until)
+            self._begin_writes(batch, path, until, num_clears)
             running.append(batch)
             if len(running) >= _BATCHES_IN_FLIGHT:
                 end(running.popleft(), memory, until, ok)
@@ -274,14 +278,20 @@ class ObjectStore:
 
     def delete(self, keys: Sequence[bytes], object_bytes: int) -> None:
         """Forget objects in all tiers."""
+        if self.parts_of(object_bytes) > MOST_PARTS:
+            return
         blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
         with self._lock:
             for tier in self.tiers:
                 tier.delete(blocks)
 
     def clear(self, timeout_s: float = 10.0) -> bool:
-        """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm."""
+        """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm.
+
+        A store that is under way writes nothing more, because its objects may be of the weights before.
+        """
         with self._lock:
+            self._num_clears += 1
             for tier in self.tiers:
                 tier.clear()
             confirmed = [tier.drain(timeout_s) for tier in self.tiers]
@@ -317,7 +327,11 @@ class ObjectStore:
     def _batches(self, keys: Sequence[bytes], memory: Extents) -> Iterator[_Batch]:
         """Divide a call into batches, each small enough for one buffer. `_give_buffer` assigns the buffer."""
         parts = self.parts_of(memory.object_bytes)
-        if self._closed or not self.tiers or parts > MOST_PARTS or not len(keys):
+        if self._closed or not self.tiers or not len(keys):
+            return
+        if parts > MOST_PARTS:
+            text = "an object of %d bytes has more than %d blocks of %d bytes: use larger blocks"
+            self._log.error("too many", text, memory.object_bytes, MOST_PARTS, self.block_bytes)
             return
         each = len(keys)
         if not self._is_direct(memory):
@@ -435,8 +449,11 @@ class ObjectStore:
         self._give_back(batch)
         ok[batch.objects] = whole
 
-    def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float) -> None:
-        """Start to write the missing blocks of each tier. Waits for room in the queues, up to `until`."""
+    def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float, num_clears: int) -> None:
+        """Start to write the missing blocks of each tier. Waits for room in the queues, up to `until`.
+
+        `num_clears`: number of calls of `clear` before the store. After a further call nothing is written.
+        """
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]
             with self._lock:
@@ -445,6 +462,8 @@ class ObjectStore:
             while len(left):
                 with self._lock:
                     self._poll()
+                    if self._num_clears != num_clears:
+                        return
                     room = min(tier.queue_room, len(left))
                     if room:
                         self._offer(batch, lane, tier, left[:room], record)
@@ -550,8 +569,9 @@ class _Staging:
             self._allocated -= self._free.pop().nbytes
         if self._allocated and self._allocated + size > self.limit_bytes:
             return None
+        memory = mmap.mmap(-1, size)
         self._allocated += size
-        return np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(-1, self._block_bytes)
+        return np.frombuffer(memory, np.uint8).reshape(-1, self._block_bytes)
 
     def put(self, buffer: Blocks) -> None:
         """Release a buffer."""

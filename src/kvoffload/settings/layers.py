@@ -90,7 +90,7 @@ def read_file(path: object) -> dict[str, Any]:
         options: dict[str, Any] = msgspec.toml.decode(Path(path).read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise ConfigError("config", str(path), f"it cannot be read ({error.strerror})") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError("config", str(path), f"it is not a TOML file ({error})") from None
     problems = Problems(str(path))
     problems.found += unknown_options(options, sorted(OF_ENGINES), "config ")

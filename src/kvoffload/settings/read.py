@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
@@ -149,11 +150,17 @@ class _UnitParser:
         self.allowed, self._units = allowed, units
 
     def parse(self, field: str, value: object) -> float:
-        text = str(value).strip() if isinstance(value, (int, float, str)) and value is not True else ""
-        match = _NUMBER.fullmatch(text)
-        if match is None or match[2] not in self._units or float(match[1]) == 0.0:
+        number = math.nan
+        if isinstance(value, str):
+            match = _NUMBER.fullmatch(value.strip())
+            if match is not None and match[2] in self._units:
+                number = float(match[1]) * self._units[match[2]]
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            with suppress(OverflowError):
+                number = float(value)
+        if not 0.0 < number < math.inf:
             raise ConfigError(field, value, f"allowed: {self.allowed}")
-        return float(match[1]) * self._units[match[2]]
+        return number
 
 
 class OneOf:
@@ -204,11 +211,13 @@ def convert(field: str, value: object, kind: Any) -> Any:
     Raises: `ConfigError` with the allowed values.
     """
     kind = without_none(kind)
+    plain = value
+    if hasattr(value, "item"):  # a scalar of numpy; arrays of several numbers stay, and are refused
+        with suppress(ValueError, RuntimeError):
+            plain = value.item()
     if parser := parser_of(kind):
-        return parser.parse(field, value)
+        return parser.parse(field, plain)
     try:
-        # numpy's scalars have `item`.
-        plain = value.item() if hasattr(value, "item") else value
         converted = msgspec.convert(plain, kind, strict=False)
     except msgspec.ValidationError:
         converted = math.nan

@@ -8,6 +8,7 @@ import importlib.util
 import pkgutil
 import sys
 import typing
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.settings.read import convert, nearest, possible_values
 
 T = TypeVar("T")
+_Loaded = TypeVar("_Loaded")
 
 
 class Parameter(NamedTuple):
@@ -129,7 +131,7 @@ class Registry(Generic[T]):
             return next(cls for cls in self._own(module) if cls.name == known), value  # type: ignore[attr-defined]
         for point in self._entry_points():
             if point.name == known:
-                return self._check(known, point.load()), value
+                return self._check(known, self._loaded(known, point.load)), value
         home, _, attribute = name.rpartition(":")
         if not (home and attribute):
             raise ConfigError(self.field, name, f"allowed: {self.allowed}{nearest(name, self.names())}")
@@ -151,9 +153,15 @@ class Registry(Generic[T]):
     def _import(self, name: str, home: str) -> ModuleType:
         if home.endswith(".py") and not Path(home).is_file():
             raise ConfigError(self.field, name, f"there is no file {home}")
+        if home.endswith(".py"):
+            return self._loaded(name, lambda: _load_file(Path(home)))
+        return self._loaded(name, lambda: importlib.import_module(home))
+
+    def _loaded(self, name: str, load: Callable[[], _Loaded]) -> _Loaded:
+        """Return the result of `load`, which imports the code of a third party. Raises `ConfigError`."""
         try:
-            return _load_file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
-        except Exception as error:
+            return load()
+        except (Exception, SystemExit) as error:
             kind = "" if isinstance(error, (ImportError, SyntaxError)) else f"{type(error).__name__}: "
             raise ConfigError(self.field, name, f"it cannot be imported: {kind}{error}") from error
 

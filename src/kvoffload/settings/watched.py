@@ -51,7 +51,6 @@ class WatchedFile(Generic[T]):
             version = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
             if version == self._seen:
                 return None
-            self._seen = version
             with open(self.path, "rb") as file:
                 text = file.read()
         except FileNotFoundError:
@@ -62,6 +61,7 @@ class WatchedFile(Generic[T]):
                 return None
             self._seen = str(error)
             raise ConfigError("live settings", self.path, f"the file cannot be read: {error}") from None
+        self._seen = version
         try:
             given = msgspec.json.decode(text, type=dict[str, object])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -108,9 +108,12 @@ class KVOffloadStorage(HiCacheStorage):
         if store is not None:
             store.close()
 
-    @contained(False)
+    @contained(False, when_broken=lambda storage: True)
     def clear(self) -> bool:
-        """Forget all pages in all tiers, for all machines. Returns False if a tier has not confirmed."""
+        """Forget all pages in all tiers, for all machines. Returns False if a tier has not confirmed.
+
+        Also after an internal error: a later process may find the pages.
+        """
         self._paths.clear()
         self._chains.clear()
         confirmed = self.store is not None and self.store.clear()
@@ -282,48 +285,48 @@ class KVOffloadStorage(HiCacheStorage):
         self._count("prefetch", ok, memory, began)
         used = _leading(ok)
         if used:
-            path = self._path(f"load {name}", name, keys[:used], prefix)
+            path = self._path(store, f"load {name}", name, keys[:used], prefix)
             if used < STORAGE_BATCH_SIZE:
-                self._finish(f"load {name}", path)
+                self._finish(store, f"load {name}", path)
         return ok
 
     def _save(self, name: str, keys: Sequence[str], memory: Extents, prefix: list[str] | None) -> Mask:
         if (store := self.store) is None:
             return np.zeros(len(keys), np.bool_)
         began = time.monotonic()
-        path = self._path(f"store {name}", name, keys, prefix)
+        path = self._path(store, f"store {name}", name, keys, prefix)
         ok = store.store(self._keys(name, keys), memory, path)
         self._count("backup", ok, memory, began)
         if len(keys) < STORAGE_BATCH_SIZE or not ok.all():
-            self._finish(f"store {name}", path)
+            self._finish(store, f"store {name}", path)
         return ok
 
-    def _path(self, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None) -> ObjectPath:
+    def _path(
+        self, store: ObjectStore, kind: str, name: str, keys: Sequence[str], prefix: list[str] | None
+    ) -> ObjectPath:
         """Return the path that consists of `prefix` and `keys`.
 
         If `prefix` equals the path of the last batch, `keys` are appended to this path. So the policies count
         each page of an operation once.
         """
-        assert self.store is not None
         before, page_bytes = prefix or [], self._pages[name].page_bytes
         path, chain = self._paths.get(kind), self._chains.get(kind)
         if path is not None and chain != before:
-            self._finish(kind, path)
+            self._finish(store, kind, path)
             path = None
         if path is None:
-            path, chain = self.store.open_path(), list(before)
+            path, chain = store.open_path(), list(before)
             if before:
-                self.store.extend_path(path, self._keys(name, before), page_bytes)
+                store.extend_path(path, self._keys(name, before), page_bytes)
         assert chain is not None
-        self.store.extend_path(path, self._keys(name, keys), page_bytes)
+        store.extend_path(path, self._keys(name, keys), page_bytes)
         self._paths[kind], self._chains[kind] = path, [*chain, *keys]
         return path
 
-    def _finish(self, kind: str, path: ObjectPath) -> None:
-        assert self.store is not None
+    def _finish(self, store: ObjectStore, kind: str, path: ObjectPath) -> None:
         self._paths.pop(kind, None)
         self._chains.pop(kind, None)
-        self.store.finish_path(path)
+        store.finish_path(path)
 
     def _keys(self, name: str, keys: Sequence[str]) -> list[bytes]:
         salt = self._salts[name]
