@@ -423,6 +423,8 @@ def test_rope_is_found_at_every_depth_of_a_configuration(fields: dict[str, Any],
         ({"inputs_embeds": torch.zeros((1, 9, 32))}, "inputs_embeds: 'Tensor'"),
         ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, r"attention_mask\[0\]: .*padding on the left"),
         ({"attention_mask": torch.ones((1, 8))}, r"attention_mask.shape: \(1, 8\)"),
+        ({"attention_mask": torch.full((1, 9), 2)}, "attention_mask: 2 is invalid; allowed: 0 for padding"),
+        ({"attention_mask": torch.full((1, 9), 0.5)}, "attention_mask: 0.5"),
     ],
 )
 def test_arguments_that_cannot_work_are_named(options: dict[str, Any], named: str) -> None:

@@ -141,7 +141,7 @@ def _continuation(sequence: torch.Tensor, known: torch.Tensor, name: str) -> tor
 
 def first_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
     """Return the column of each row's first token. Raises `ConfigError` unless padding is on the left."""
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+    if input_ids.ndim != 2 or 0 in input_ids.shape:
         raise ConfigError("input_ids.shape", tuple(input_ids.shape), "allowed: (batch, tokens)")
     if attention_mask is None:
         return [0] * len(input_ids)
@@ -150,6 +150,10 @@ def first_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
             "attention_mask.shape", tuple(attention_mask.shape), f"allowed: {tuple(input_ids.shape)}"
         )
     mask = attention_mask.to(torch.long)
+    # Models compute positions from sums of the mask, so another number would give other KV to equal tokens.
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+        raise ConfigError("attention_mask", others[0].item(), "allowed: 0 for padding, 1 for a token")
     for row, is_falling in enumerate((mask[:, 1:] < mask[:, :-1]).any(1).tolist()):
         if is_falling or not mask[row, -1]:
             raise ConfigError(f"attention_mask[{row}]", mask[row].tolist(), "allowed: padding on the left")
