@@ -222,6 +222,12 @@ def test_quotas_change_at_run_time() -> None:
         ({"a": Quota(-1)}, "tenants.a.min"),
         ({"a": Quota(2, 1)}, "tenants.a.max"),
         ({"a": Quota(0, 0)}, "tenants.a.max"),
+        ({"a": Quota(float("nan"))}, "tenants.a.min"),
+        ({"a": Quota("1")}, "tenants.a.min"),
+        ({"a": Quota(1.5)}, "tenants.a.min"),
+        ({"a": Quota(1, 2.5)}, "tenants.a.max"),
+        ({"a": 1}, "tenants.a.*allowed: a Quota"),
+        ({1: Quota(1)}, "needs a name"),
         ({"": Quota(1)}, "needs a name"),
         ({str(number): Quota() for number in range(MAX_TENANTS)}, "at most 62"),
     ],
@@ -234,6 +240,14 @@ def test_wrong_quotas_change_nothing(quotas: dict[str, Quota], message: str) -> 
     assert snapshot(manager) == before
     with pytest.raises(ConfigError, match=message):
         make("lru", 4, tenants=quotas)
+
+
+def test_integers_of_numpy_are_quotas() -> None:
+    manager = make("lru", 4, tenants={"a": Quota(np.int64(1), np.int32(3))})
+    assert manager.tenants == {"a": Quota(1, 3)}
+    assert [
+        type(number) for number in (manager.tenants["a"].min_blocks, manager.tenants["a"].max_blocks)
+    ] == [int] * 2
 
 
 def test_names_keep_their_numbers() -> None:

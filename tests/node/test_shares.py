@@ -135,6 +135,9 @@ def test_shares_beyond_the_pool_are_refused(root: Path) -> None:
     for share in (4, -1):
         with pytest.raises(ConfigError, match=r"share: '-?\d blocks' .*8 blocks.* 5; allowed: 0 to 3 blocks"):
             Member(root, "two", share)
+    for wrong in (1.5, float("nan"), "1"):
+        with pytest.raises(ConfigError, match=r"share: .* allowed: 0 to 3 blocks"):
+            Member(root, "two", wrong)
     assert one.manager.contains(KEYS[:3]).all(), "a refused engine has emptied the pool"
     one.look_around()
     assert one.held() == (3, 0, 0)

@@ -164,7 +164,7 @@ class RecordedManager(OffloadingManager):
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
         """Replace the quotas, see `OffloadingManager.set_tenants`."""
         super().set_tenants(quotas)
-        self._put(Call.TENANTS, 0, _words_of(self._hint_numbers.quotas(quotas)))
+        self._put(Call.TENANTS, 0, _words_of(self._hint_numbers.quotas(self.tenants)))
 
     # ---- hooks of the manager
 

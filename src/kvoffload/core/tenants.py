@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import index
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -160,7 +162,7 @@ class TenantNumbers:
             why = f"at most {MAX_TENANTS - 1} different names in the life of a manager"
             raise ConfigError("tenants", len(names) - 1, why)
         self._numbers = {name: number for number, name in enumerate(names)}
-        self.quotas = dict(quotas)
+        self.quotas = {name: _plain(quota) for name, quota in quotas.items()}
 
     def write(self, tenants: Tenants) -> None:
         """Write the quotas to a manager's state; tenants without a quota get no minimum and no limit."""
@@ -190,16 +192,24 @@ class TenantNumbers:
 def check_quotas(quotas: Mapping[str, Quota], capacity: int) -> None:
     """Raise `ConfigError` for quotas that are invalid in a cache of `capacity` blocks."""
     for name, quota in quotas.items():
-        low, high = quota.min_blocks, quota.max_blocks
-        if not name:
+        if not isinstance(name, str) or not name:
             raise ConfigError("tenants", name, "a tenant needs a name")
-        if low < 0:
+        if not isinstance(quota, Quota):
+            raise ConfigError(f"tenants.{name}", quota, "allowed: a Quota")
+        low, high = quota.min_blocks, quota.max_blocks
+        if not isinstance(low, SupportsIndex) or low < 0:
             raise ConfigError(f"tenants.{name}.min", low, "allowed: 0 or more blocks")
-        if high is not None and high < max(low, 1):
+        if high is not None and (not isinstance(high, SupportsIndex) or high < max(low, 1)):
             raise ConfigError(f"tenants.{name}.max", high, f"allowed: {max(low, 1)} blocks or more")
     total = sum(quota.min_blocks for quota in quotas.values())
     if total > capacity:
         raise ConfigError("tenants", total, f"the minimums add up to more than the capacity of {capacity}")
+
+
+def _plain(quota: Quota) -> Quota:
+    """Return the quota with integers of Python, for recordings and reports."""
+    high = quota.max_blocks
+    return Quota(index(quota.min_blocks), None if high is None else index(high))
 
 
 # ---- the room of a store

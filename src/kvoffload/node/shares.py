@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -37,12 +38,12 @@ def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int]
     """
     taken = sum(int(tenants.min[owner_of(other)]) for other in running if other != number)
     left = max(0, capacity - taken) if number < MAX_OWNERS else 0
-    if not 0 <= share <= left:
+    if not isinstance(share, SupportsIndex) or not 0 <= share <= left:
         why = (
             f"the pool has {capacity:,} blocks, and the shares of its other engines are {taken:,}; "
             f"allowed: 0 to {left:,} blocks"
         )
-        raise ConfigError("share", f"{share:,} blocks", why)
+        raise ConfigError("share", f"{share:,} blocks" if isinstance(share, int) else share, why)
     owner = owner_of(number)
     if owner:
         tenants.min[owner] = share
