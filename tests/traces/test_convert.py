@@ -364,6 +364,14 @@ def test_burst_by_its_sessions(tmp_path: Path) -> None:
         converted(tmp_path / "in.csv", out, source="lengths:sessions")
 
 
+def test_requests_without_a_session_id_are_no_conversation(tmp_path: Path) -> None:
+    rows = "timestamp,session_id,prompt_tokens,completion_tokens\n0,,32,16\n1,,64,16\n2,a,32,16\n3,a,64,16\n"
+    (tmp_path / "in.csv").write_text(rows)
+    trace, _ = converted(tmp_path / "in.csv", "b.jsonl", source="lengths:sessions", block_tokens=16)
+    assert chains(trace) == [[0, 1], [2, 3, 4, 5], [6, 7], [6, 7, 8, 9]]
+    assert sessions_of(trace) == [-1, -1, 0, 0]
+
+
 BAD_ROWS = {
     "short": ("5,s1", "column input: missing"),
     "no number": ("5,s1,1,x,many,8,9,l", "column input: 'many' is not a number of tokens"),

@@ -29,7 +29,8 @@ class Lengths(Source):
       longest that fits, was used in the last `within_s` seconds, and has not been continued. This is nearly
       the upper bound.
     - `sessions`: requests with the same session id form one conversation, if the gaps are below `within_s`
-      seconds. A prompt that is shorter than the last context starts a new context.
+      seconds. A prompt that is shorter than the last context starts a new context. Requests without an id
+      share nothing.
     """
 
     name = "lengths"
@@ -85,14 +86,10 @@ class Lengths(Source):
         time_s = seconds_of("timestamp", self._text(row, "time"))
         input_tokens, output_tokens = self._count(row, "input"), self._count(row, "output")
         context = self._context(time_s, input_tokens, row)
+        ids = self._blocks(context, input_tokens)
         self._keep(context, time_s, input_tokens + output_tokens, row)
         session = self._text(row, "session") if "session" in self._columns else ""
-        return [
-            Request(
-                time_s, input_tokens, output_tokens, self._blocks(context, input_tokens),
-                session=self.given.keys.name(session),
-            )
-        ]  # fmt: skip
+        return [Request(time_s, input_tokens, output_tokens, ids, session=self.given.keys.name(session))]
 
     def _begin(self, head: list[str]) -> None:
         for column, names in (("time", _TIME), ("input", _INPUT), ("output", _OUTPUT), ("session", _SESSION)):
@@ -127,7 +124,7 @@ class Lengths(Source):
         self._close_before(time_s - self.within_s)
         name: object = None
         if self.reuse == "sessions":
-            name = self._text(row, "session")
+            name = self._text(row, "session") or None  # A request without an id is no turn of a session.
         elif self.reuse == "continued":
             place = bisect_right(self._by_tokens, (input_tokens, 2**62))
             name = self._by_tokens[place - 1][1] if place else None
@@ -141,9 +138,10 @@ class Lengths(Source):
         return self._num_contexts
 
     def _keep(self, context: int, time_s: float, tokens: int, row: list[str]) -> None:
-        if self.reuse == "none":
+        name: object = self._text(row, "session") if self.reuse == "sessions" else context
+        if self.reuse == "none" or name == "":
+            self._ids.pop(context, None)
             return
-        name = self._text(row, "session") if self.reuse == "sessions" else context
         self._open[name] = (time_s, tokens, context)
         if self.reuse == "continued":
             insort(self._by_tokens, (tokens, context))
