@@ -75,7 +75,7 @@ def main() -> None:
     given = parser.parse_args()
     capacity_bytes = parse_size("--capacity", given.capacity)
     if given.reserve_only:
-        first_touch._advise = lambda *advice: errno.EINVAL
+        first_touch.advise = lambda *advice: errno.EINVAL
     options = {
         "num_members": 1 + given.workers,
         "num_parts": 1 if given.replicated else given.workers,

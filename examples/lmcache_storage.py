@@ -37,22 +37,27 @@ from lmcache.v1.distributed.storage_manager import StorageManager
 
 LAYOUT = MemoryLayoutDesc([torch.Size([2, 2, 16, 64])], [torch.bfloat16])
 KEYS = [ObjectKey(number.to_bytes(32, "big"), "example", 0x01000100) for number in range(8)]
+SPEC = PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, LAYOUT, FULL_ATTENTION_WINDOW_CHUNKS)])
 TIMEOUT_S = 60.0
 
 
-def main(tier: str) -> None:
+def storage_of(tier: str, **params: str) -> StorageManager:
+    """LMCache's storage manager with the configuration beside this file, this tier and more parameters."""
     adapter = json.loads(Path(__file__).with_name("lmcache_adapter.json").read_text())
-    adapter["adapter_params"] |= {"tiers": [tier], "block": "8KiB"}
+    adapter["adapter_params"] |= {"tiers": [tier], "block": "8KiB", **params}
     l1 = L1MemoryManagerConfig(size_in_bytes=16 << 20, use_lazy=False, shm_name="")
-    storage = StorageManager(
+    return StorageManager(
         StorageManagerConfig(
             L1ManagerConfig(l1),
             EvictionConfig("LRU"),
             L2AdaptersConfig([PluginL2AdapterConfig.from_dict(adapter)]),
         )
     )
-    spec = PrefetchTaskSpec([GroupedObjectKeys(KEYS, 0, LAYOUT, FULL_ATTENTION_WINDOW_CHUNKS)])
-    task = storage.submit_prefetch_task(spec)
+
+
+def main(tier: str) -> None:
+    storage = storage_of(tier)
+    task = storage.submit_prefetch_task(SPEC)
     storage.wait_prefetch_status(task, TIMEOUT_S)
     hits = storage.query_prefetch_status(task).l2_hit_count
     print(f"{hits} of {len(KEYS)} objects found")

@@ -16,46 +16,17 @@ import numpy as np
 import pytest
 
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
 from kvoffload.tiers.shared.identity import Epoch
 from support import s3_server, valkey_server
+from support.integrity_bench import BENCH, IN_ONE_PROCESS, SEED, peers, play, read_blindly
 
-ROOT = Path(__file__).resolve().parents[2]
-SEED = 20261121
-IN_ONE_PROCESS = (
-    "a bit of the payload",
-    "bits of journal or config file",
-    "two blocks swapped",
-    "block zero-filled",
-    "truncated in the middle",
-    "an older version in its place",
-    "another model's block in its place",
-    "unreadable",
-    "opened for another model",
-)
-"""The others fork and mount: the whole script runs them below."""
+ROOT = BENCH.parent
 
 
 @pytest.fixture(scope="module")
 def scenes() -> Iterator[ModuleType]:
-    """bench/peers, which is no part of the package."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    try:
-        yield importlib.import_module("peers.scenes")
-    finally:
-        sys.path.remove(str(ROOT / "bench"))
-        for name in [name for name in sys.modules if name.split(".")[0] == "peers"]:
-            del sys.modules[name]
-
-
-def play(scenes: ModuleType, kind: str, directory: Path, product: str = "kvoffload") -> list[dict[str, Any]]:
-    module = importlib.import_module("integrity").MODULES[product]
-    adapter = importlib.import_module(f"peers.{module}").ADAPTERS[product]
-    rows: list[dict[str, Any]] = scenes.play(
-        adapter, kind, directory / "scene", SEED, isolation=scenes.inline
-    )
-    assert rows
-    return rows
+    with peers() as module:
+        yield module
 
 
 def test_every_kind_is_tested_here(scenes: ModuleType) -> None:
@@ -145,14 +116,7 @@ WRONG_BYTES = (
 def test_a_reader_that_does_not_verify_is_caught(
     scenes: ModuleType, product: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = Slab.read_blocks
-
-    def blind(self: Slab, *arguments: Any) -> Outcomes:
-        outcomes = honest(self, *arguments)
-        outcomes[outcomes == MISMATCH] = SOUND
-        return outcomes
-
-    monkeypatch.setattr(Slab, "read_blocks", blind)
+    read_blindly(monkeypatch)
     rows = play(scenes, kind, tmp_path, product)
     assert [row["wrong"] for row in rows] == [row["damaged"] for row in rows]
 

@@ -438,7 +438,7 @@ def test_threads_share_a_cache(tmp_path: Path, disk: bool) -> None:
 
         with ThreadPoolExecutor(8) as threads:
             assert sum(threads.map(work, range(8))) > 0
-        manager = cache._jobs._manager
+        manager = cache.manager
         assert cache.stats().ram.writing == 0
         until(lambda: not manager.has_jobs)
         assert not manager.waits
@@ -468,7 +468,7 @@ def test_tasks_share_a_cache(tmp_path: Path) -> None:
         model="toy", layout=LAYOUT, ram=60 * LAYOUT.block_bytes, tiers=[f"disk:{tmp_path}:16MiB"]
     ) as cache:
         assert asyncio.run(all_of(cache)) > 0
-        assert not cache._jobs._manager.waits
+        assert not cache.manager.waits
 
 
 KILLED = """

@@ -254,7 +254,7 @@ def test_a_load_into_read_only_tensors_is_refused() -> None:
 
 def test_text_is_converted_to_numbers() -> None:
     with opened(recompute_tokens_per_s="1000", deadline_s="50ms") as cache:
-        assert cache._jobs._manager.recompute_s_per_block == T / 1000
+        assert cache.manager.recompute_s_per_block == T / 1000
         assert cache.deadline_s == 0.05
 
 
@@ -306,7 +306,7 @@ def test_a_damaged_block_of_ram_ends_the_prefix() -> None:
     engine, tokens = TokenEngine(layout_of()), [*range(33)]
     with opened() as cache:
         serve(cache, engine, tokens, [*range(9)])
-        cache._jobs._ram.pool[2] ^= 1
+        cache._jobs.ram.pool[2] ^= 1
         assert serve(cache, engine, tokens, [*range(9)]) == 8
         assert serve(cache, engine, tokens, [*range(9)]) == 32, "the block was computed and stored again"
 
@@ -316,8 +316,8 @@ def test_a_damaged_block_of_ram_comes_from_the_disk(tmp_path: Path) -> None:
     with opened(tiers=[f"disk:{tmp_path}:16MiB"]) as cache:
         serve(cache, engine, tokens, [*range(9)])
         assert cache.flush()
-        cache._jobs._ram.pool[2] ^= 1
-        cache._jobs._ram.pool[5] ^= 1
+        cache._jobs.ram.pool[2] ^= 1
+        cache._jobs.ram.pool[5] ^= 1
         assert serve(cache, engine, tokens, [*range(9)]) == 32
         assert cache.stats().hit_tokens["disk"] == 8
 
@@ -376,7 +376,7 @@ def test_an_exception_in_the_block_finishes_the_request() -> None:
         with contextlib.suppress(ZeroDivisionError), cache.request([*range(9)]) as request:
             request.load_into(engine.kv, [0, 1])
             raise ZeroDivisionError
-        assert not cache._jobs._manager.waits, "no request is left open"
+        assert not cache.manager.waits, "no request is left open"
         assert serve(cache, engine, [*range(9)], [0, 1, 2]) == 0
 
 
@@ -388,7 +388,7 @@ def test_a_failed_copy_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
                 patch.setattr(f"kvoffload.transfer.parts.HostParts.{name}", _fails)
                 with pytest.raises(OSError, match="out of order"):
                     getattr(request, method)(engine.kv, [0, 1])
-            slots = cache._jobs._manager.slots
+            slots = cache.manager.slots
             assert slots.num_writing == 0
             assert not (slots.ref_cnt > 0).any()
             assert serve(cache, engine, tokens, [0, 1, 2]) == (0 if name == "store" else 8)

@@ -74,7 +74,7 @@ def test_one_recorder_records_one_manager(tmp_path: Path) -> None:
 
 def test_a_torn_tail_is_cut_at_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last frame of calls may end anywhere: the calls before it are replayed."""
-    monkeypatch.setattr(recorder_module, "_FRAME_WORDS", 200)
+    monkeypatch.setattr(recorder_module, "FRAME_WORDS", 200)
     whole = recording(tmp_path / "kv.calls").read_bytes()
     starts = [at for at in range(len(whole)) if whole[at : at + 4] == b"KVOF"]
     assert len(starts) > 4
@@ -92,7 +92,7 @@ def test_a_torn_tail_is_cut_at_every_byte(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_damaged_frame_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_FRAME_WORDS", 200)
+    monkeypatch.setattr(recorder_module, "FRAME_WORDS", 200)
     path = recording(tmp_path / "kv.calls")
     whole = path.read_bytes()
     starts = [at for at in range(len(whole)) if whole[at : at + 4] == b"KVOF"]
@@ -217,7 +217,7 @@ def test_a_full_disk_ends_the_recording_with_one_line(
 def test_the_size_is_limited(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder_module, "_FRAME_WORDS", 1000)
+    monkeypatch.setattr(recorder_module, "FRAME_WORDS", 1000)
     manager = recorded(tmp_path / "kv.calls", 12, max_bytes=20_000)
     many(manager)
     manager.end_recording()
@@ -293,12 +293,12 @@ def test_the_command_shows_a_difference(sound: Path, tmp_path: Path) -> None:
 
 def _resealed(content: bytes) -> bytes:
     """Correct the checksum of the header's frame."""
-    from kvoffload.calls.format import _checksum
+    from kvoffload.calls.format import frame_checksum
 
     at = len(MAGIC) + 4
     length = int.from_bytes(content[at + 8 : at + 12], "little")
     body = content[at + 32 : at + 32 + length]
-    checksum = _checksum(content[at : at + 32], body).to_bytes(8, "little")
+    checksum = frame_checksum(content[at : at + 32], body).to_bytes(8, "little")
     return content[: at + 24] + checksum + content[at + 32 :]
 
 

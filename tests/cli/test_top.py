@@ -387,7 +387,7 @@ def test_an_interrupt_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch
         return read(samples(metrics(2)), 1.0)
 
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    monkeypatch.setattr(top, "_scrape", scrape)
+    monkeypatch.setattr(top, "scrape", scrape)
     with pytest.raises(KeyboardInterrupt):
-        top._watch("url", read(samples(metrics(1)), 0.0), 0.0)
+        top.watch("url", read(samples(metrics(1)), 0.0), 0.0)
     assert num_scrapes == 1

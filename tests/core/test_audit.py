@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists, push_head
-from kvoffload.testing.audit import _audit_lists
+from kvoffload.testing.audit import audit_lists
 
 POSITIONS, NUM_LISTS = 6, 2
 ROWS = POSITIONS + NUM_LISTS
@@ -40,7 +40,7 @@ def made(members: list[int | None]) -> Lists:
 
 def sound(lists: Lists) -> bool:
     try:
-        _audit_lists("the lists", lists)
+        audit_lists("the lists", lists)
     except AssertionError:
         return False
     return True

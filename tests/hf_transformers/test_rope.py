@@ -127,7 +127,7 @@ def test_a_probe_makes_no_huge_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
     forward = ByLength.forward
     monkeypatch.setattr(ByLength, "forward", recorded)
-    monkeypatch.setattr("kvoffload.integrations.transformers.rope._LONGEST_TABLE", 4 * LONGEST)
+    monkeypatch.setattr("kvoffload.integrations.transformers.rope.LONGEST_TABLE", 4 * LONGEST)
     kv_layout(model_by_length(10**9))
     assert longest == 4 * LONGEST
 
@@ -194,7 +194,7 @@ def test_a_wrapped_model_is_probed() -> None:
 
 def test_a_long_model_with_tables_is_probed_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model itself keeps the table that it makes."""
-    monkeypatch.setattr("kvoffload.integrations.transformers.rope._LONGEST_TABLE", LONGEST // 2)
+    monkeypatch.setattr("kvoffload.integrations.transformers.rope.LONGEST_TABLE", LONGEST // 2)
     model = model_by_length(10**9)
     lengths: list[int] = []
     forward = ByLength.forward

@@ -25,7 +25,7 @@ from kvoffload import ConfigError
 from kvoffload.integrations.objects import ObjectStore
 from kvoffload.testing.scripted_tier import ScriptedTier
 from support import servers, valkey_server
-from support.servers import CREDENTIALS, KINDS, TierServer
+from support.servers import KINDS, TierServer
 
 MODEL = "meta-llama/Llama-3.1-8B"
 SHAPE = torch.Size([2, 4, 16, 100])
@@ -389,11 +389,7 @@ def test_a_disk_that_cannot_be_used_now(make: Make) -> None:
 
 
 @pytest.fixture(params=KINDS)
-def server(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TierServer]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierServer]:
     with servers.running(request.param, tmp_path / "server") as running:
         yield running
 

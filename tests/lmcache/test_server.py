@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from support import servers
-from support.servers import CREDENTIALS, KINDS
+from support.servers import KINDS
 from support.timeouts import HANGS_S
 from support.valkey_server import free_port
 
@@ -39,7 +39,6 @@ def environment() -> dict[str, str]:
     paths = [path for path in sys.path if path.endswith("src")]
     return {
         **os.environ,
-        **CREDENTIALS,
         "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_LOG_LEVEL": "ERROR",

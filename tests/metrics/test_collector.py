@@ -184,7 +184,7 @@ def test_a_cache_counts_by_itself(tmp_path: Path) -> None:
                     engine.compute(tokens, place)
                     request.store_from(engine.kv, **place)
                 assert cache.flush(HANGS_S)
-                cache._jobs._ram.pool[:] ^= 1
+                cache._jobs.ram.pool[:] ^= 1
         values = values_of(collector)
         hits, lookups = (values[f"kvoffload_{name}_blocks_total", "chat"] for name in ("hit", "lookup"))
         misses = sum(value for (name, *_), value in values.items() if "miss_blocks" in name)

@@ -57,7 +57,7 @@ def test_weights_that_are_replaced_are_seen_and_others_are_read_once(
     assert weights_identity(path) != before
     after = weights_identity(path)
     monkeypatch.setattr(
-        "kvoffload.model.weights._digest_of", lambda path: pytest.fail(f"{path} is read again")
+        "kvoffload.model.weights.digest_of", lambda path: pytest.fail(f"{path} is read again")
     )
     assert weights_identity(path) == after
 
@@ -109,7 +109,7 @@ def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "_is_on_cpu", lambda: False)
+    monkeypatch.setattr(tiers, "is_on_cpu", lambda: False)
 
 
 def of_engine(path: str, *, commit: str = "", theta: float = 1e4, draft: str = "", **more: Any) -> Producer:
@@ -128,7 +128,7 @@ def test_engines_with_copies_of_a_model_share(tmp_path: Path, monkeypatch: pytes
     assert shared_fingerprint(of_engine(copy), "") == shared
     monkeypatch.setattr(tiers, "cpu_capability", lambda: "another processor")
     assert shared_fingerprint(of_engine(copy), "") == shared, "a device's layout does not depend on it"
-    monkeypatch.setattr(tiers, "_is_on_cpu", lambda: True)
+    monkeypatch.setattr(tiers, "is_on_cpu", lambda: True)
     assert shared_fingerprint(of_engine(copy), "") != shared
     assert str(tmp_path) not in shared
 

@@ -427,7 +427,7 @@ def test_a_lock_file_of_another_kind(root: Path) -> None:
 def test_a_process_that_is_stopped_while_it_changes_pools(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directories, "_LOCK_PATIENCE_S", 0.05)
+    monkeypatch.setattr(directories, "LOCK_PATIENCE_S", 0.05)
     with directories.locked(root), pytest.raises(UnavailableError, match="stopped"):
         Engine(root, "a")
     Engine(root, "a").close()

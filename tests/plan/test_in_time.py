@@ -73,10 +73,10 @@ def test_waits_of_other_code_are_not_reused(turns: str, monkeypatch: pytest.Monk
     source, of = TraceSource(turns, None, False), fleet(machine=by_hand())
     evidence = gather(source, of)
     row, own = nothing(of, evidence).row, Clock(by_hand(), of, evidence)
-    before = own._key(row, of_all=False)
-    assert own._key(row, of_all=False) == before
+    before = own.cache_key(row, of_all=False)
+    assert own.cache_key(row, of_all=False) == before
     monkeypatch.setattr("kvoffload.sweep.task.code_digest", lambda *names: f"other code of {names}")
-    assert own._key(row, of_all=False) != before
+    assert own.cache_key(row, of_all=False) != before
 
 
 def test_waits_by_hand(turns: str) -> None:

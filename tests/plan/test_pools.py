@@ -189,7 +189,7 @@ def test_a_pool_has_the_whole_link_of_its_host(chat: str) -> None:
     for shared in (True, False):
         setup = Setup("on-compute", "lru", "all", server_admission="all", shared_ram=shared)
         row = row_of(evidence, of, Purchase(1, 0, 1), setup).row
-        rate = Clock(of.machine, of, evidence)._timing(row).machine.disk_read_bytes_per_s
+        rate = Clock(of.machine, of, evidence).timing_of(row).machine.disk_read_bytes_per_s
         rates.append(rate.value)
     assert rates[0] == 4 * rates[1]
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.traces.sources import load_trace
 from kvoffload.whatif import WhatIf
@@ -42,10 +43,10 @@ def test_behind_ram_with_tiers_policies_refuse_as_in_the_replay() -> None:
     trace = load_trace("chat").of_requests(range(50))  # type: ignore[arg-type]
     config = replace(CONFIG, policy="hazard", tiers=(SimulatedOptions(capacity="900"),))
     replay = Replay(trace, config, what_if=SETTINGS)
-    assert replay._tiered is not None
-    assert not replay._tiered.ram_manager.refuses_unasked
-    assert replay._shadows is not None
-    assert not any(shadow.manager.refuses_unasked for shadow in replay._shadows._shadows)
+    assert isinstance(replay.manager, TieredManager)
+    assert not replay.manager.ram_manager.refuses_unasked
+    assert replay.shadows is not None
+    assert not any(shadow.manager.refuses_unasked for shadow in replay.shadows.members)
 
 
 def test_the_command_shows_every_setting() -> None:

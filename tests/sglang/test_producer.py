@@ -50,11 +50,11 @@ def fingerprint(pages: HostPages) -> str:
 @pytest.fixture
 def change(arguments: ServerArgs, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that replaces values of arguments."""
-    found = producer_module._arguments()
+    found = producer_module.server_arguments()
     assert found is not None
 
     def replace(**values: Any) -> None:
-        monkeypatch.setattr(producer_module, "_arguments", lambda: {**found, **values})
+        monkeypatch.setattr(producer_module, "server_arguments", lambda: {**found, **values})
 
     return replace
 
@@ -148,7 +148,7 @@ def test_both_names_of_weights_are_bound(arguments: ServerArgs) -> None:
 
 def test_a_drawn_seed_is_known(tmp_path: Path, arguments: ServerArgs) -> None:
     """SGLang draws the seed of random weights, and keeps the user's value, None, in its arguments."""
-    found = producer_module._arguments()
+    found = producer_module.server_arguments()
     assert found is not None
     assert arguments.random_seed is None
     assert isinstance(found["random_seed"], int)

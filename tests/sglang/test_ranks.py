@@ -89,7 +89,7 @@ def test_data_parallel_ranks_divide_a_disk(
     ranks = list[Rank]()
     for rank in range(4):
         context = {"attn_dp_size": 4} if kind == "attention" else {"dp_size": 4, "dp_rank": rank}
-        monkeypatch.setattr(ranks_module, "_of_context", context.get)
+        monkeypatch.setattr(ranks_module, "of_context", context.get)
         ranks.append(Rank(storage_config(tiers, dp_rank=rank if kind == "attention" else 0)))
     written = [rank.write(number) for number, rank in enumerate(ranks)]
     assert [rank.read() for rank in ranks] == written
@@ -101,7 +101,7 @@ def test_data_parallel_ranks_divide_a_disk(
 
 
 def test_an_unknown_replica_needs_a_shared_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_module, "_of_context", {"dp_size": 2}.get)
+    monkeypatch.setattr(ranks_module, "of_context", {"dp_size": 2}.get)
     with pytest.raises(ConfigError, match="the number of this replica, of 2, is unknown"):
         KVOffloadStorage(storage_config([f"disk:{tmp_path}:64MiB"]), {})
     KVOffloadStorage(storage_config(["valkey://127.0.0.1:1/team"]), {})

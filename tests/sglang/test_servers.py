@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import servers
-from support.servers import CREDENTIALS, KINDS, TierServer
+from support.servers import KINDS, TierServer
 from support.sglang_pools import PAGE, Stand
 
 MakeStand = Callable[..., Stand]
@@ -17,11 +17,7 @@ TOKENS = range(8 * PAGE)
 
 
 @pytest.fixture(params=KINDS)
-def server(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TierServer]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierServer]:
     with servers.running(request.param, tmp_path / "server") as running:
         yield running
 

@@ -9,7 +9,7 @@ from kvoffload.structures.index import ABSENT
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import Lists
-from kvoffload.testing.audit import _audit_key_lists, _audit_lists
+from kvoffload.testing.audit import audit_key_lists, audit_lists
 from kvoffload.testing.scripts import long_lists
 from support.kernels import forget, forget_coldest, move_to_head, push_head, remember, unlink
 from support.naive.structures import NaiveLists
@@ -40,7 +40,7 @@ def test_lists_equal_python_lists(script: list[tuple[int, int, int]]) -> None:
             twin.move_to_head(number, position)
         assert [lists.members(i) for i in range(NUM_LISTS)] == twin.lists
         assert [lists.size(i) for i in range(NUM_LISTS)] == [len(members) for members in twin.lists]
-        _audit_lists("lists", lists)
+        audit_lists("lists", lists)
     lists.clear()
     assert [lists.members(i) for i in range(NUM_LISTS)] == [[]] * NUM_LISTS
 
@@ -66,7 +66,7 @@ def test_lists_of_keys_equal_python_lists(script: list[tuple[int, int, int]]) ->
             forget_coldest(key_lists.memory, sentinel)
             twin[number].pop()
         assert [key_lists.members(0), key_lists.members(1)] == twin
-        _audit_key_lists("key lists", key_lists)
+        audit_key_lists("key lists", key_lists)
 
 
 def test_lists_of_keys_start_and_clear_with_every_position_spare() -> None:
@@ -81,4 +81,4 @@ def test_lists_of_keys_start_and_clear_with_every_position_spare() -> None:
     assert key_lists.members(1) == []
     assert key_lists.lists.members(2) == spare
     assert key_lists.index.position_of(b"12345678") == ABSENT
-    _audit_key_lists("key lists", key_lists)
+    audit_key_lists("key lists", key_lists)

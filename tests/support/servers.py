@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from support import s3_server, valkey_server
 
 KINDS = ("valkey", "s3")
-CREDENTIALS = {"AWS_ACCESS_KEY_ID": s3_server.KEY_ID, "AWS_SECRET_ACCESS_KEY": s3_server.SECRET}
-"""Environment of a client of the bucket."""
 
 
 class TierServer(NamedTuple):
@@ -28,12 +28,13 @@ class TierServer(NamedTuple):
 
 @contextmanager
 def running(kind: str, directory: Path) -> Iterator[TierServer]:
-    """Run a server; `kind` is one of `KINDS`."""
+    """Run a server; `kind` is one of `KINDS`. Meanwhile the environment has a bucket's credentials."""
     directory.mkdir()
     if kind == "valkey":
         with valkey_server.running(directory) as valkey:
             yield TierServer(f"valkey://127.0.0.1:{valkey.port}/team?timeout=200ms", valkey)
         return
-    with s3_server.running(s3_server.Rclone, directory) as rclone:
+    credentials = {"AWS_ACCESS_KEY_ID": s3_server.KEY_ID, "AWS_SECRET_ACCESS_KEY": s3_server.SECRET}
+    with s3_server.running(s3_server.Rclone, directory) as rclone, patch.dict(os.environ, credentials):
         url = f"s3://{s3_server.BUCKET}/team?endpoint={rclone.endpoint}&region=us-east-1&timeout=2s"
         yield TierServer(url, rclone)

@@ -116,11 +116,11 @@ def put_in_order(engine: Any, runner: str, order: str | int, *, guarded: bool = 
         guarded: our worker knows the runner; otherwise it assumes V1.
     """
     engine.drain()
-    worker, host = engine.worker, engine.worker._copies
+    worker, host = engine.worker, engine.worker.copies
     if isinstance(host, OrderedCopies):
         assert not any(host._queues.values())
         host = host._host
-    worker._copies = ordered = OrderedCopies(host, order)
+    worker.copies = ordered = OrderedCopies(host, order)
     assert engine.core.scheduler.needs_kv_cache_zeroing
     configs = (
         SimpleNamespace(use_v2_model_runner=runner == V2 and guarded),

@@ -246,11 +246,11 @@ class Recorder:
     def __init__(self, engine: Any) -> None:
         self.stored: dict[int, bytes] = {}
         self.compared = self.different = 0
-        self._engine, self._copies = engine, engine.worker._copies
-        engine.worker._copies = self
+        self._engine, self._copies = engine, engine.worker.copies
+        engine.worker.copies = self
 
     def remove(self) -> None:
-        self._engine.worker._copies = self._copies
+        self._engine.worker.copies = self._copies
 
     def store(self, job: int, blocks: Any, slots: Any) -> None:
         self._copies.store(job, blocks, slots)
@@ -266,7 +266,7 @@ class Recorder:
                 self.different += digest != self.stored[place]
 
     def _digests(self, blocks: Any, slots: Any) -> dict[Any, bytes]:
-        layout, tensors, digests = self._copies._layout, self._copies._tensors, {}
+        layout, tensors, digests = self._copies.layout, self._copies.tensors, {}
         for move in layout.moves(blocks, slots.block_ids):
             for block, slot in zip(move.blocks.tolist(), move.slots.tolist(), strict=True):
                 parts = [
@@ -284,7 +284,7 @@ def damage(engine: Any, how: str) -> None:
 
     Its kernels multiply old contents of a block by zero, beyond the end of a sequence.
     """
-    slots = engine.manager._pool._slots
+    slots = engine.manager.pool.slots
     if how == "zeros":
         slots[:] = 0
     elif how == "noise":

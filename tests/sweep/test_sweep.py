@@ -40,7 +40,7 @@ from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Progress
 from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.sweep import Sweep
-from kvoffload.sweep.table import Row, _baselines
+from kvoffload.sweep.table import Row, baselines_of
 from kvoffload.sweep.task import Failure, Measurement, Task
 from kvoffload.text import size
 from kvoffload.traces.formats.mooncake import write_trace
@@ -157,7 +157,7 @@ def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
         ("on-compute", "0"), ("on-compute", "4"), ("on-device-eviction", "4"),
     }  # fmt: skip
     points, _ = axes.points(0, 1000)
-    for place, number in _baselines(points).items():
+    for place, number in baselines_of(points).items():
         found = points[number]
         assert (found.config.policy, found.config.store, found.tiers) == ("lru", *place[-2:])
     with pytest.raises(ConfigError, match="on-device-eviction needs a device cache"):
@@ -262,7 +262,7 @@ def test_each_trace_is_read_once(chat: str, rag: str, monkeypatch: pytest.Monkey
         read.append(path)
         return load_trace(path, **options)  # type: ignore[arg-type]
 
-    tasks._whole.cache_clear()
+    tasks.whole_trace.cache_clear()
     monkeypatch.setattr(tasks, "load_trace", counted)
     Sweep([chat, rag, chat], SMALL, jobs=1).run()
     assert read == [chat, rag]
@@ -352,7 +352,7 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     journal = output.with_name("out.csv.journal").read_bytes()
 
     def finished_rows(path: str, **options: object) -> int:
-        tasks._whole.cache_clear()
+        tasks.whole_trace.cache_clear()
         output.with_name("out.csv.journal").write_bytes(journal)
         return Sweep([path], SMALL, jobs=1, output=output, force=True, **options).run().from_journal  # type: ignore[arg-type]
 

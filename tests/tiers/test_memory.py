@@ -50,7 +50,7 @@ def test_any_sequence_of_writes_erases_and_reads_equals_a_dict(data):
         st.tuples(st.integers(0, 5), st.integers(0, 3)), max_size=6, unique_by=lambda pair: pair[0]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_CHUNK_BYTES", 2 * block_bytes)
+        patch.setattr(memory, "CHUNK_BYTES", 2 * block_bytes)
         for action in data.draw(st.lists(st.sampled_from(["write", "erase", "read"]), max_size=12)):
             batch = data.draw(slots_and_keys)
             slots, keys = np.array([slot for slot, _ in batch], np.int64), keys_of(*(key for _, key in batch))
@@ -153,7 +153,7 @@ class FailingEngine(HostEngine):
 
 
 def test_a_write_that_fails_half_way_leaves_no_sound_slot(monkeypatch):
-    monkeypatch.setattr(memory, "_CHUNK_BYTES", 64)
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 64)
     tier, keys, rows, device = MemoryTier(2, 64), keys_of(1, 2), np.arange(2), blocks_of(2, 64)
     tier.write(keys, rows, device, rows)
     with pytest.raises(RuntimeError, match="the device is gone"):

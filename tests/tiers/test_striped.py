@@ -35,7 +35,7 @@ def scripted(count: int, *, immediate: bool = False) -> list[ScriptedTier]:
 def homes_of(identities: list[int], count: int) -> list[int]:
     """Return the identity of the tier of each of the first keys."""
     tier = StripedTier([ScriptedTier(BLOCK_BYTES, identity=identity) for identity in identities])
-    return [identities[number] for number in tier._homes(keys_of(range(count))).tolist()]
+    return [identities[number] for number in tier.homes(keys_of(range(count))).tolist()]
 
 
 # ---- which key belongs to which
@@ -267,7 +267,7 @@ def test_a_tier_that_raises_loses_only_its_share_of_a_job() -> None:
     """The other tiers use the rows of the pool until the job ends, so the call must not raise."""
     parts = scripted(2)
     tier, keys, pool = StripedTier(parts), keys_of(range(8)), np.ones((8, BLOCK_BYTES), np.uint8)
-    mine = tier._homes(keys) == 0
+    mine = tier.homes(keys) == 0
     assert 0 < mine.sum() < 8
     parts[1].submit_write = parts[1].submit_read = broken  # type: ignore[method-assign]
     job, taken = tier.submit_write(keys, pool, np.arange(8))

@@ -261,5 +261,5 @@ def test_mutants_meet_the_tests_that_can_notice_them(
     killed, by, _ = outcome(10, "    import os; os.kill(os.getpid(), 11)")
     assert killed == "killed"
     assert by.endswith("(SIGSEGV)")
-    monkeypatch.setattr(mutants.trial, "_HANG_S", 1.0)
+    monkeypatch.setattr(mutants.trial, "HANG_S", 1.0)
     assert outcome(6, "        x = x - STEP") == ("timeout", "test_toy.py::test_added", 0)

@@ -586,7 +586,7 @@ def test_unordered_lines_are_sorted_by_time(chat: Callable[..., Path]) -> None:
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     chat: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.traces.lines._LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("kvoffload.traces.lines.LONGEST_LINE", 1 << 20)
     path = chat(line([1]), "x" * (1 << 21))
     with pytest.raises(TraceError, match=f"^{path}:2: longer than 1 MiB; not a trace$"):
         read_trace(path)

@@ -165,7 +165,7 @@ def ways_to_clear(runtime: FakeCuda, way: str, monkeypatch: pytest.MonkeyPatch) 
     """Give the runtime one of the three ways to clear an error."""
     assert hasattr(runtime.runtime, "cudaGetLastError") == (way == "torch")
     library = SimpleNamespace(cudaGetLastError=runtime.take_last_error)
-    monkeypatch.setattr(pinned, "_runtime_library", lambda: library if way == "library" else None)
+    monkeypatch.setattr(pinned, "runtime_library", lambda: library if way == "library" else None)
 
 
 @pytest.mark.parametrize("way", ["torch", "library", "launch"])
@@ -192,7 +192,7 @@ def test_an_error_of_pinning_is_not_left_for_the_next_kernel(
 def test_the_fake_runtime_keeps_an_uncleared_error(fake: Any, monkeypatch: Any) -> None:
     """Negative control of the test above."""
     runtime = fake(LATE, pin_limit=1000)
-    monkeypatch.setattr(pinned, "_clear_error", lambda: None)
+    monkeypatch.setattr(pinned, "clear_error", lambda: None)
     engine, _ = engine_on(runtime, numbered(4, 64))
     with pytest.raises(RuntimeError, match="CUDA error: 2"):
         engine.store(np.array([2, 0]), paged(32, 64), np.array([2, 0])).wait()

@@ -533,7 +533,7 @@ def test_a_request_that_ends_after_an_error_leaves_nothing(tmp_path: Path) -> No
 def test_tenants_have_quotas_and_metrics(world: Callable[..., World], tmp_path: Path) -> None:
     path = tmp_path / "live.json"
     rig = world(4, live_settings=str(path), tenants={"a": {"min": 2048}})
-    share = rig.manager._options.ram_bytes // 4
+    share = rig.manager.options.ram_bytes // 4
     path.write_text(json.dumps({"tenants": {"a": {"min": 2 * share}, "b": {"max": 2 * share}}}))
     rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     for number, tenant in enumerate(["a", "b", "b", "b"]):

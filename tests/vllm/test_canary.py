@@ -106,38 +106,24 @@ def check(server: Server, fault: Path, faults: list[str]) -> None:
     assert set(changed(fault)) == set(faults), "no other load was changed"
 
 
-@pytest.mark.parametrize(
-    ("model", "connector", "dtype", "faults"),
-    [
-        ("hybrid", "FaultyKVOffloadConnector", "float32", FAULTS),
-        ("llama", "FaultyKVOffloadConnector", "bfloat16", part(0)),
-        ("llama", "FaultyOffloadingConnector", "float32", part(1)),
-    ],
-)
-def test_every_fault_is_found_and_no_sound_server_raises_an_alarm(
-    model: str,
-    connector: str,
-    dtype: str,
-    faults: list[str],
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = request.getfixturevalue(model)
-    with faulty(path, tmp_path, monkeypatch, connector, dtype, None) as (server, fault):
-        check(server, fault, faults)
+WITHOUT_OUR_CODE = [
+    ("llama", "FaultySimpleCPUOffloadConnector", "bfloat16", part(2), _RAM),
+    ("hybrid", "FaultySimpleCPUOffloadConnector", "float32", part(3), _DISK),
+    ("hybrid", "FaultyNativeConnector", "float32", part(4), _NATIVE),
+]
+"""vLLM's own schedulers, managers and workers; only streams and copies of CUDA are replaced."""
 
 
-@needs(*OWN_CONNECTORS)
 @pytest.mark.parametrize(
     ("model", "connector", "dtype", "faults", "extra"),
     [
-        ("llama", "FaultySimpleCPUOffloadConnector", "bfloat16", part(2), _RAM),
-        ("hybrid", "FaultySimpleCPUOffloadConnector", "float32", part(3), _DISK),
-        ("hybrid", "FaultyNativeConnector", "float32", part(4), _NATIVE),
+        ("hybrid", "FaultyKVOffloadConnector", "float32", FAULTS, None),
+        ("llama", "FaultyKVOffloadConnector", "bfloat16", part(0), None),
+        ("llama", "FaultyOffloadingConnector", "float32", part(1), None),
+        *(pytest.param(*case, marks=needs(*OWN_CONNECTORS)) for case in WITHOUT_OUR_CODE),
     ],
 )
-def test_every_fault_of_connectors_without_our_code_is_found(
+def test_every_fault_is_found_and_no_sound_server_raises_an_alarm(
     model: str,
     connector: str,
     dtype: str,
@@ -147,7 +133,6 @@ def test_every_fault_of_connectors_without_our_code_is_found(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's own schedulers, managers and workers; only streams and copies of CUDA are replaced."""
     path = request.getfixturevalue(model)
     with faulty(path, tmp_path, monkeypatch, connector, dtype, extra) as (server, fault):
         check(server, fault, faults)

@@ -133,7 +133,7 @@ def test_metrics_under_vllms_own(engine: Any, on_llama: Expected, monkeypatch: p
     engine.drain()
     stats, hits = engine.manager.core.stats(), value("kvoffload_hit_blocks_total")
     assert hits > before["kvoffload_hit_blocks_total"]
-    block_bytes = engine.manager._pool.part_bytes
+    block_bytes = engine.manager.pool.part_bytes
     assert value("kv_offload_load_bytes_total") - before["kv_offload_load_bytes_total"] == block_bytes * (
         hits - before["kvoffload_hit_blocks_total"]
     )
@@ -149,16 +149,16 @@ def test_wrong_bytes_change_the_tokens(engine: Any, on_llama: Expected, how: str
     """The negative control: without verification the engine computes with the damaged bytes."""
     assert engine.core.reset_prefix_cache(reset_connector=True)
     # Blocks of these prompts that earlier tests stored in other slots would have the right bytes.
-    engine.manager._pool._slots[:] = 0
+    engine.manager.pool.slots[:] = 0
     on_llama.check(engine, THREE)
     engine.forget_device()
-    kept = engine.manager._pool._slots.copy()
+    kept = engine.manager.pool.slots.copy()
     damage(engine, how)
     before = loaded(engine)
     answers = [engine.tokens([prompt])[0] for prompt in on_llama.prompts[:THREE]]
     engine.drain()
     assert loaded(engine) == before + 27
-    engine.manager._pool._slots[:] = kept
+    engine.manager.pool.slots[:] = kept
     engine.forget_device()
     for answer, right in zip(answers, on_llama.answers, strict=False):
         wrong = sum(map(operator.ne, answer, right))
@@ -178,7 +178,7 @@ def test_a_failing_worker_stops_nothing(
     def fail(*_: Any) -> None:
         raise RuntimeError("a failing copy")
 
-    monkeypatch.setattr(engine.worker._copies, "_copy", fail)
+    monkeypatch.setattr(engine.worker.copies, "_copy", fail)
     assert engine.tokens([on_llama.prompts[0]])[0] == on_llama.answers[0]
     engine.drain()
     monkeypatch.undo()

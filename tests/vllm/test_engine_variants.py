@@ -60,7 +60,7 @@ def test_a_damaged_block_is_computed_again(
     ready = engine.manager.core.lookup(engine_keys(engine, on_llama.prompts[0])).num_ready
     assert ready == 9
     plan = engine.manager.core.prepare_load(engine_keys(engine, on_llama.prompts[0]))
-    engine.manager._pool._slots[plan.slots[4], 0] ^= 1
+    engine.manager.pool.slots[plan.slots[4], 0] ^= 1
     engine.manager.core.unpin(plan)
     before = engine.manager.core.stats()
     on_llama.check(engine, 1)

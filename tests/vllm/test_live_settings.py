@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +23,46 @@ from support.vllm_traffic import PATIENCE_S, certain_answers, conversations, dri
 pytestmark = [pytest.mark.filterwarnings("ignore"), needs(*CONNECTOR)]
 
 
-def test_the_policy_changes_in_a_serving_engine(
-    start_engine: Callable[..., Any],
-    llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Served:
+    """An engine with live settings that serves a chat."""
+
+    def __init__(self, engine: Any, path: Path) -> None:
+        self.core, self._engine, self._path = engine.manager.core, engine, path
+        self._prompts, self._answers = certain_answers(engine, conversations(2, documents=8, turns=3), 8)
+        self._seeds, self._deadline = itertools.count(), time.monotonic() + PATIENCE_S
+
+    def serve(self) -> None:
+        assert not drive(self._engine, self._prompts, self._answers, next(self._seeds), 30).wrong
+
+    def change(self, setting: str, value: str, has_changed: Callable[[], bool]) -> None:
+        """Write the setting, and serve requests until it has changed, and once more after."""
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({setting: value}))
+        os.rename(new, self._path)
+        while not has_changed():
+            assert time.monotonic() < self._deadline
+            self.serve()
+        audit(self.core)
+        self.serve()
+
+    def check(self) -> None:
+        assert self.core.stats().loaded > 0
+        assert not self._engine.manager.broken
+
+
+@pytest.fixture
+def served(
+    start_engine: Callable[..., Any], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Served:
     monkeypatch.setattr(watched, "INTERVAL_S", 0.0)
     monkeypatch.setattr(live_settings, "NUM_BLOCKS", 4)
     path = tmp_path / "live.json"
     options = {"ram": "6MiB", "policy": "lru", "live_settings": str(path), "prompt_only": False}
-    engine = start_engine(llama, options, connector=True)
-    core, chats = engine.manager.core, conversations(2, documents=8, turns=3)
-    prompts, answers = certain_answers(engine, chats, 8)
-    steps_during = 0
+    return Served(start_engine(llama, options, connector=True), path)
+
+
+def test_the_policy_changes_in_a_serving_engine(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    core, steps_during = served.core, 0
     step = live_settings.LiveSettings.step
 
     def counted(live: Any) -> bool:
@@ -43,47 +71,25 @@ def test_the_policy_changes_in_a_serving_engine(
         steps_during += core.advance_policy_change(0)
         return has_changed
 
+    def has_policy(name: str) -> bool:
+        return bool(core.policy.name == name and not core.advance_policy_change(0))
+
     monkeypatch.setattr(live_settings.LiveSettings, "step", counted)
-    seeds, deadline = itertools.count(), time.monotonic() + PATIENCE_S
     for policy in ("hazard", "arc"):
-        new = path.with_suffix(".new")
-        new.write_text(f'{{"policy": "{policy}"}}')
-        os.rename(new, path)
-        while core.policy.name != policy or core.advance_policy_change(0):
-            assert time.monotonic() < deadline
-            assert not drive(engine, prompts, answers, next(seeds), 30).wrong
-        audit(core)
-        assert not drive(engine, prompts, answers, next(seeds), 30).wrong
+        served.change("policy", policy, partial(has_policy, policy))
     assert steps_during > 10, "the engine served while its policy changed"
-    assert core.stats().loaded > 0
-    assert not engine.manager.broken
+    served.check()
 
 
-def test_the_used_part_of_ram_changes_in_a_serving_engine(
-    start_engine: Callable[..., Any],
-    llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(watched, "INTERVAL_S", 0.0)
-    monkeypatch.setattr(live_settings, "NUM_BLOCKS", 4)
-    path = tmp_path / "live.json"
-    options = {"ram": "6MiB", "policy": "lru", "live_settings": str(path), "prompt_only": False}
-    engine = start_engine(llama, options, connector=True)
-    core, chats = engine.manager.core, conversations(2, documents=8, turns=3)
-    prompts, answers = certain_answers(engine, chats, 8)
-    seeds, deadline, capacity = itertools.count(), time.monotonic() + PATIENCE_S, core.capacity_blocks
-    assert not drive(engine, prompts, answers, next(seeds), 30).wrong
+def test_the_used_part_of_ram_changes_in_a_serving_engine(served: Served) -> None:
+    core, capacity = served.core, served.core.capacity_blocks
+
+    def uses(num_blocks: int) -> bool:
+        return bool(core.usable_blocks == num_blocks)
+
+    served.serve()
     for size, share in (("1MiB", 6), ("6MiB", 1), ("3MiB", 2)):
-        new = path.with_suffix(".new")
-        new.write_text(f'{{"ram": "{size}"}}')
-        os.rename(new, path)
-        while core.usable_blocks != capacity // share:
-            assert time.monotonic() < deadline
-            assert not drive(engine, prompts, answers, next(seeds), 30).wrong
-        audit(core)
-        assert not drive(engine, prompts, answers, next(seeds), 30).wrong
+        served.change("ram", size, partial(uses, capacity // share))
         assert core.stats().ready <= capacity // share
-    assert core.stats().loaded > 0
     assert core.stats().evicted > 0
-    assert not engine.manager.broken
+    served.check()

@@ -23,8 +23,8 @@ SETTINGS = [{"policy": "hazard"}, {"capacity": 4.0}]
 
 def reported(manager: Any) -> dict[str, dict[str, float]]:
     """Return the gauges of the next report: name -> setting -> value."""
-    manager.metrics.interval_s, manager._what_if._reported_s = 0.0, -1e9
-    manager._what_if.settle()
+    manager.metrics.interval_s, manager.what_if._reported_s = 0.0, -1e9
+    manager.what_if.settle()
     values = vars(manager.get_stats())["data"]["data"]
     return {
         name: {labels[0]: value for labels, value in values.get(f"{PREFIX}{name}", {}).items()}
@@ -90,7 +90,7 @@ def test_blocks_that_are_only_stored_are_not_looked_up(tmp_path: Path) -> None:
             rig.manager.complete_store({*output.keys_to_store}, ctx)
             rig.manager.on_request_finished(ctx)
     assert reported(rig.manager)["what_if_hit_ratio"]["current"] == 0.5
-    assert rig.manager._what_if.shadows.num_looked_up == 40
+    assert rig.manager.what_if.shadows.num_looked_up == 40
 
 
 def test_several_groups_look_up_the_blocks_of_the_path_before_they_run(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_several_groups_look_up_the_blocks_of_the_path_before_they_run(tmp_path:
     rig.manager.complete_store({*output.keys_to_store}, ctx)
     rig.manager.on_request_finished(ctx)
     assert reported(rig.manager)["what_if_hit_ratio"]["current"] == 0.0
-    assert rig.manager._what_if.shadows.num_looked_up == 20
+    assert rig.manager.what_if.shadows.num_looked_up == 20
 
 
 def test_shadows_follow_a_change_of_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,17 +112,17 @@ def test_shadows_follow_a_change_of_the_policy(tmp_path: Path, monkeypatch: pyte
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1, live_settings=str(path))
     traffic(rig, at_once=True, count=20)
     path.write_text('{"policy": "sieve"}')
-    deadline, before = time.monotonic() + PATIENCE_S, rig.manager._what_if.shadows
-    while rig.manager._what_if.shadows is before:
+    deadline, before = time.monotonic() + PATIENCE_S, rig.manager.what_if.shadows
+    while rig.manager.what_if.shadows is before:
         assert time.monotonic() < deadline
         rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
     assert rig.manager.core.policy.name == "sieve"
-    shadows = rig.manager._what_if.shadows
-    names = [shadow.manager.policy.name for shadow in shadows._shadows]
+    shadows = rig.manager.what_if.shadows
+    names = [shadow.manager.policy.name for shadow in shadows.members]
     assert names == ["sieve", "hazard", "sieve"]
     assert shadows.num_looked_up == 0
     rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    assert rig.manager._what_if.shadows is shadows, "one change, one restart"
+    assert rig.manager.what_if.shadows is shadows, "one change, one restart"
 
 
 def test_shadows_follow_a_change_of_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +130,12 @@ def test_shadows_follow_a_change_of_the_size(tmp_path: Path, monkeypatch: pytest
     path = tmp_path / "live.json"
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1, live_settings=str(path))
     traffic(rig, at_once=True, count=20)
-    path.write_text(f'{{"ram": {rig.manager._options.ram_bytes // 2}}}')
-    deadline, before = time.monotonic() + PATIENCE_S, rig.manager._what_if.shadows
-    while rig.manager._what_if.shadows is before:
+    path.write_text(f'{{"ram": {rig.manager.options.ram_bytes // 2}}}')
+    deadline, before = time.monotonic() + PATIENCE_S, rig.manager.what_if.shadows
+    while rig.manager.what_if.shadows is before:
         assert time.monotonic() < deadline
         rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
-    capacities = [shadow.manager.capacity_blocks for shadow in rig.manager._what_if.shadows._shadows]
+    capacities = [shadow.manager.capacity_blocks for shadow in rig.manager.what_if.shadows.members]
     assert capacities == [CAPACITY // 2, CAPACITY // 2, 2 * CAPACITY]
 
 
@@ -143,7 +143,7 @@ def test_a_reset_forgets_the_shadows_blocks(tmp_path: Path) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
     keys = [*map(key, range(10))]
     serve(rig, "before", keys, at_once=True)
-    rig.manager._what_if.settle()
+    rig.manager.what_if.settle()
     rig.manager.reset_cache()
     assert serve(rig, "after", keys, at_once=True) == 0
     assert reported(rig.manager)["what_if_hit_ratio"]["current"] == 0.0
@@ -153,20 +153,20 @@ def test_an_error_in_the_shadows_does_not_stop_offloading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS, what_if_sample=1)
-    monkeypatch.setattr(rig.manager._what_if.shadows, "finished", None)
+    monkeypatch.setattr(rig.manager.what_if.shadows, "finished", None)
     keys = [*map(key, range(10))]
     assert [serve(rig, name, keys, at_once=True) for name in ("1", "2")] == [0, 10]
     assert not rig.manager.broken
-    assert rig.manager._what_if.shadows is None
+    assert rig.manager.what_if.shadows is None
 
 
 def test_the_usual_rate_depends_on_the_size_of_blocks(tmp_path: Path) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS)
-    assert rig.manager._what_if.shadows.one_in == 2048  # this world has no size
+    assert rig.manager.what_if.shadows.one_in == 2048  # this world has no size
 
 
 def test_without_the_option_there_are_no_shadows(tmp_path: Path) -> None:
-    assert World(tmp_path, CAPACITY).manager._what_if is None
+    assert World(tmp_path, CAPACITY).manager.what_if is None
 
 
 @pytest.mark.parametrize(

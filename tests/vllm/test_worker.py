@@ -168,7 +168,7 @@ def test_vllms_copies_put_bytes_where_ours_do(
             ctypes.memmove(dst, src, num_bytes)
         block_at, slot_at = block_at + size, slot_at + chunks
     vllm_side = pool.part(1).copy()
-    pool._slots[:] = 0
+    pool.slots[:] = 0
     our_side = copies.HostCopies(source, layout, pool.part(1))
     our_side.store(1, blocks, slots)
     our_side.wait({1})
@@ -369,7 +369,7 @@ def test_chunks_that_are_not_whole_are_not_stored(
     rig = worker.KVOffloadWorker(
         pool, 0, copies.HostCopies(source, layout, pool.part(0)), blocks_per_chunk=3, seal=True
     )
-    pool._slots[:] = 7
+    pool.slots[:] = 7
     blocks = base.GPULoadStoreSpec(list(range(sum(sizes))), [*sizes, 0], [*firsts, 0])
     slots = specs.SlotsSpec(np.arange(5, dtype=np.int32), np.arange(5, dtype=np.uint64), [2, 3])
     rig.submit_store(1, blocks, slots)

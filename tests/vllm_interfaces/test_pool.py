@@ -24,7 +24,7 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared import first_touch
-from kvoffload.integrations.vllm.shared.pool import SharedPool, _promised_bytes
+from kvoffload.integrations.vllm.shared.pool import SharedPool, promised_bytes
 from kvoffload.node.directory import SHARED_MEMORY, locked
 from kvoffload.structures.keys import Keys
 from support.letters import keys, make, store
@@ -329,7 +329,7 @@ def test_workers_that_share_a_part_take_a_share_of_the_slots_each(
 def test_a_kernel_that_cannot_touch_pages_for_us_reserves_them(
     attach: Callable[..., SharedPool], shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(first_touch, "_advise", lambda address, num_bytes, advice: errno.EINVAL)
+    monkeypatch.setattr(first_touch, "advise", lambda address, num_bytes, advice: errno.EINVAL)
     pool = attach(1, num_members=3, num_parts=1, part_bytes=PAGE, directory=shared_memory)
     (file,) = pools_in(shared_memory)
     # Half of the slots, and one page each of header and ledger.
@@ -538,6 +538,6 @@ def test_a_file_of_another_user_reserves_no_memory(tmp_path: Path, monkeypatch: 
     path = tmp_path / "kvoffload-dead-1"
     with path.open("wb") as file:
         file.truncate(10 * 2**40)
-    assert _promised_bytes(tmp_path) == 10 * 2**40
+    assert promised_bytes(tmp_path) == 10 * 2**40
     monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
-    assert _promised_bytes(tmp_path) == 0
+    assert promised_bytes(tmp_path) == 0

@@ -8,19 +8,18 @@ import threading
 import pytest
 
 from kvoffload.whatif.background import Background
-from support.timeouts import HANGS_S
 
 
 def test_a_task_that_exits_is_reported_and_the_next_task_runs() -> None:
     background, seen = Background("exits"), list[int]()
     background.run(sys.exit)
-    assert background._idle.wait(HANGS_S)
+    background.wait()
     assert not background.is_busy
     with pytest.raises(RuntimeError, match="SystemExit"):
         background.check()
     background.check()
     background.run(lambda: seen.append(1))
-    assert background._idle.wait(HANGS_S)
+    background.wait()
     assert seen == [1]
     background.close()
 

@@ -120,11 +120,11 @@ def test_a_reset_in_the_middle_of_work_forgets_the_blocks_before_it() -> None:
     assert live.shadows is not None
     assert live.shadows.num_looked_up == ENOUGH_REQUESTS + 2
     assert [estimate.hit_ratio for estimate in live.due(REPORT_S)] == [0.0, 0.0]
-    assert [shadow.manager.stats().ready for shadow in live.shadows._shadows] == [2, 2]
+    assert [shadow.manager.stats().ready for shadow in live.shadows.members] == [2, 2]
     live.reset()
     live.work()
     background.end()
-    assert [shadow.manager.stats().ready for shadow in live.shadows._shadows] == [0, 0]
+    assert [shadow.manager.stats().ready for shadow in live.shadows.members] == [0, 0]
 
 
 def test_a_restart_is_made_in_the_background() -> None:
@@ -246,7 +246,7 @@ def test_a_failing_setting_is_logged_and_the_others_stay(
     def fail(*_: Any) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr(live.shadows._shadows[1], "live", fail)
+    monkeypatch.setattr(live.shadows.members[1], "live", fail)
     loop(manager, live)
     assert [estimate.setting for estimate in live.due(REPORT_S)] == ["current", "policy=arc"]
     (record,) = caplog.records

@@ -78,8 +78,8 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
     assert shadows.num_looked_up == looked_up
     assert current.hit_ratio == pytest.approx(hit / looked_up)
     assert larger.hit_ratio >= current.hit_ratio
-    assert shadows._shadows[0].is_compiled == (admission == "all")
-    shadow = shadows._shadows[0].manager
+    assert shadows.members[0].is_compiled == (admission == "all")
+    shadow = shadows.members[0].manager
     ours, theirs = manager.stats(), shadow.stats()
     for name in ("stored", "evicted", "refused", "dropped", "ready"):
         assert getattr(ours, name) == getattr(theirs, name), name
@@ -161,9 +161,9 @@ def test_policies_in_python_are_served_by_calls() -> None:
 def test_a_failing_setting_is_removed() -> None:
     failed = list[tuple[str, Exception]]()
     shadows = Shadows([WhatIf(capacity=2)], 100, one_in=2, on_failure=lambda *failure: failed.append(failure))
-    broken = Shadows([WhatIf()], 100, policy=Failing, one_in=2)._shadows[0]
+    broken = Shadows([WhatIf()], 100, policy=Failing, one_in=2).members[0]
     broken.setting = WhatIf(policy="failing")
-    shadows._shadows.insert(1, broken)
+    shadows.members.insert(1, broken)
     run(shadows)
     shadows.work()
     assert [(label, str(error)) for label, error in failed] == [("policy=failing", "boom")]
@@ -221,7 +221,7 @@ def test_requests_are_served_equally_in_any_batches() -> None:
             other.work()
     other.work()
     assert one.estimates() == other.estimates()
-    for ours, theirs in zip(one._shadows, other._shadows, strict=True):
+    for ours, theirs in zip(one.members, other.members, strict=True):
         assert ours.manager.stats() == theirs.manager.stats()
 
 
@@ -250,9 +250,9 @@ def test_behind_a_manager_with_tiers_only_a_policy_with_a_write_cost_refuses(
 ) -> None:
     settings = [WhatIf(policy=policy), WhatIf(capacity=2)]
     shadows = Shadows(settings, 100, policy=policy, one_in=1, refuses_unasked=False)
-    assert [shadow.manager.policy_may_refuse for shadow in shadows._shadows] == [refuses] * 3
+    assert [shadow.manager.policy_may_refuse for shadow in shadows.members] == [refuses] * 3
     unlimited = Shadows(settings, 100, policy=policy, one_in=1)
-    assert [shadow.manager.policy_may_refuse for shadow in unlimited._shadows] == [True] * 3
+    assert [shadow.manager.policy_may_refuse for shadow in unlimited.members] == [True] * 3
 
 
 def test_refusals_are_those_of_a_serving_manager_with_tiers() -> None:
@@ -262,7 +262,7 @@ def test_refusals_are_those_of_a_serving_manager_with_tiers() -> None:
     for keys, on_device, hints in traffic(4, 300):
         shadows.finished(serve(manager, keys, on_device, hints)[0])
     shadows.work()
-    ours, theirs = manager.stats(), shadows._shadows[0].manager.stats()
+    ours, theirs = manager.stats(), shadows.members[0].manager.stats()
     assert (ours.stored, ours.evicted, ours.refused) == (theirs.stored, theirs.evicted, theirs.refused)
     assert ours.refused == 0
 
@@ -313,7 +313,7 @@ def test_nothing_is_estimated_before_the_first_lookup() -> None:
 
 def test_shadows_are_smaller_managers() -> None:
     shadows = Shadows([WhatIf(capacity=2), WhatIf(admission="reuse:2")], 800, one_in=8)
-    managers = [shadow.manager for shadow in shadows._shadows]
+    managers = [shadow.manager for shadow in shadows.members]
     assert [manager.capacity_blocks for manager in managers] == [100, 200, 100]
     assert managers[2].admission is not None
     assert managers[2].admission.max_tracker_size == 8000  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from mutants.reach import Reach
 from mutants.watch import read
 
 _PADDING_BYTES = 512
-_FIRST_TEST_S, _HANG_S, _HANG_FACTOR = 600.0, 120.0, 10.0
+_FIRST_TEST_S, HANG_S, _HANG_FACTOR = 600.0, 120.0, 10.0
 """How long it takes to the first test, at most: kernels compile. And a test that takes so long, and so many
 times what it took before, hangs."""
 
@@ -158,7 +158,7 @@ def _wait(child: subprocess.Popen[bytes], journal: Path, wall_s: dict[str, float
         if journal.exists() and journal.stat().st_size != size:
             size, since = journal.stat().st_size, time.monotonic()
             running = [row.get("test", "") for row in read(journal)][-1:]
-            limit_s = _HANG_S + _HANG_FACTOR * sum(wall_s.get(test, 0.0) for test in running)
+            limit_s = HANG_S + _HANG_FACTOR * sum(wall_s.get(test, 0.0) for test in running)
         if time.monotonic() - since > limit_s:
             return True
     return False

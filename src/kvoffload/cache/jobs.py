@@ -92,14 +92,15 @@ class Jobs:
 
     Attributes:
         manager: the manager, for the owner's thread only.
+        ram: the memory of RAM's slots.
         num_resets: number of resets so far. Any thread may read it.
 
     Thread: the owner's, except `__init__`.
     """
 
     def __init__(self, manager: TieredManager, ram: MemoryTier, block_tokens: int) -> None:
-        self.manager = self._manager = manager
-        self._ram, self._block_tokens = ram, block_tokens
+        self.manager = manager
+        self.ram, self._block_tokens = ram, block_tokens
         self._observer: Observer | None = None
         self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvoffload-copy")
         self._polling: asyncio.Task[None] | None = None
@@ -115,7 +116,7 @@ class Jobs:
         """
         async with work.turn:
             ctx = self._begun(work, keys)
-            self._manager.restart_wait(ctx)
+            self.manager.restart_wait(ctx)
             present = first
             self._count("lookup_blocks", len(keys) - first)
             for _ in range(_ATTEMPTS):
@@ -123,7 +124,7 @@ class Jobs:
                 num_ready = await self._num_ready(rest, ctx, limit)
                 if num_ready == 0:
                     break
-                plan = self._manager.prepare_load(rest[:num_ready], ctx)
+                plan = self.manager.prepare_load(rest[:num_ready], ctx)
                 rows, damaged = ids[present : present + num_ready], np.empty(0, np.intp)
                 try:
                     copy = functools.partial(self._copy_out, plan.keys, plan.slots, parts, rows)
@@ -134,13 +135,13 @@ class Jobs:
                     self._count("failed_load_blocks", num_ready)
                     raise
                 finally:
-                    self._manager.complete_load(plan, damaged)
+                    self.manager.complete_load(plan, damaged)
                 if not len(damaged):
                     present += num_ready
                     break
                 present += int(damaged[0])
             if self._observer is not None and present < len(keys):
-                self._manager.count_misses(ctx, present, keys[present:])
+                self.manager.count_misses(ctx, present, keys[present:])
             self._poll()
             return present
 
@@ -153,7 +154,7 @@ class Jobs:
             ctx = self._begun(work, keys)
             if work.num_resets != self.num_resets:
                 return 0
-            plan = self._manager.prepare_store(keys, ctx)
+            plan = self.manager.prepare_store(keys, ctx)
             if plan is None:
                 return 0
             rows, arrived = ids[plan.rows], False
@@ -163,7 +164,7 @@ class Jobs:
                     await self._in_thread(copy)
                 arrived = True
             finally:
-                self._manager.complete_store(plan, success=arrived)
+                self.manager.complete_store(plan, success=arrived)
                 self._poll()
             return len(plan)
 
@@ -173,32 +174,32 @@ class Jobs:
             if not work.finished:
                 ctx = self._begun(work, keys)
                 work.finished = True
-                self._manager.finish_request(ctx)
+                self.manager.finish_request(ctx)
                 self._poll()
 
     async def flush(self, limit: Limit) -> bool:
         """Write all blocks of RAM to the tiers that lack them; see `TieredManager.flush`."""
-        self._manager.offer_all()
+        self.manager.offer_all()
         pause_s = _SHORTEST_PAUSE_S
         # In short slices: other jobs run between them, and a caller that is interrupted ends the wait.
-        while self._manager.poll() or not self._manager.drain(_LONGEST_PAUSE_S):
+        while self.manager.poll() or not self.manager.drain(_LONGEST_PAUSE_S):
             if not limit.left_s():
                 return False
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return self._manager.flush(0.0)  # False if a block is still to be written, because its write failed
+        return self.manager.flush(0.0)  # False if a block is still to be written, because its write failed
 
     async def reset(self, limit: Limit) -> bool:
         """Forget every block in RAM and in the tiers. Returns False if a tier has not confirmed in time."""
         self.num_resets += 1
-        self._manager.reset()
+        self.manager.reset()
         pause_s = _SHORTEST_PAUSE_S
-        while not self._manager.drain(_LONGEST_PAUSE_S):  # in short slices: other jobs run between them
+        while not self.manager.drain(_LONGEST_PAUSE_S):  # in short slices: other jobs run between them
             if not limit.left_s():
                 return False
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_DRAIN_PAUSE_S)
-            self._manager.poll()
+            self.manager.poll()
         self._poll()
         return True
 
@@ -209,12 +210,12 @@ class Jobs:
 
     async def stats(self) -> CacheStats:
         """Return the counters."""
-        names = ["ram", *self._manager.tier_names]
-        tokens = [self._block_tokens * blocks for blocks in self._manager.hit_blocks]
+        names = ["ram", *self.manager.tier_names]
+        tokens = [self._block_tokens * blocks for blocks in self.manager.hit_blocks]
         return CacheStats(
             dict(zip(names, tokens, strict=True)),
-            self._manager.stats(),
-            dict(zip(names[1:], self._manager.tier_stats(), strict=True)),
+            self.manager.stats(),
+            dict(zip(names[1:], self.manager.tier_stats(), strict=True)),
         )
 
     async def close(self, limit: Limit) -> None:
@@ -226,11 +227,11 @@ class Jobs:
             await self.flush(limit)
             self._update()
         finally:
-            self._manager.close()
+            self.manager.close()
             if self._polling is not None:
                 self._polling.cancel()
             self._threads.shutdown()
-            self._ram.close()
+            self.ram.close()
 
     # ---- private
 
@@ -238,15 +239,15 @@ class Jobs:
         if work.finished:
             raise MisuseError("this request has finished")
         if work.ctx is None:
-            work.ctx = self._manager.begin_request("", keys, hints=work.hints)
+            work.ctx = self.manager.begin_request("", keys, hints=work.hints)
         return work.ctx
 
     async def _num_ready(self, keys: Keys, ctx: RequestContext, limit: Limit) -> int:
         """Return the number of leading blocks that are ready. Waits for tiers and for stores in flight."""
         pause_s = _SHORTEST_PAUSE_S
         while True:
-            self._manager.poll()
-            result = self._manager.lookup(keys, ctx)
+            self.manager.poll()
+            result = self.manager.lookup(keys, ctx)
             if result.stopped_by not in _WAITS or not limit.left_s():
                 return result.num_ready
             await asyncio.sleep(pause_s)
@@ -262,7 +263,7 @@ class Jobs:
 
     async def _poll_until_idle(self) -> None:
         updated_s = time.monotonic()
-        while self._manager.poll():
+        while self.manager.poll():
             await asyncio.sleep(_LONGEST_PAUSE_S)
             if (now := time.monotonic()) - updated_s >= _UPDATE_PAUSE_S:
                 updated_s = now
@@ -286,19 +287,19 @@ class Jobs:
         """Verify blocks and copy the sound blocks to the engine. Thread: any."""
         sound = np.empty(len(slots), np.bool_)
         for batch in self._chunks(len(slots)):
-            sound[batch] = good = self._ram.verify_slots(keys[batch], slots[batch])
+            sound[batch] = good = self.ram.verify_slots(keys[batch], slots[batch])
             if good.any():
-                parts.load(self._ram.pool, slots[batch][good], rows[batch][good])
+                parts.load(self.ram.pool, slots[batch][good], rows[batch][good])
         return sound
 
     def _copy_in(self, keys: Keys, slots: npt.NDArray[np.int32], parts: Parts, rows: BlockIds) -> None:
         """Copy blocks from the engine and compute their checksums. Thread: any."""
-        self._ram.erase(slots)
+        self.ram.erase(slots)
         for batch in self._chunks(len(slots)):
-            parts.store(rows[batch], self._ram.pool, slots[batch])
-            self._ram.seal(keys[batch], slots[batch])
+            parts.store(rows[batch], self.ram.pool, slots[batch])
+            self.ram.seal(keys[batch], slots[batch])
 
     def _chunks(self, count: int) -> list[slice]:
         """Divide `count` blocks into chunks that fit the CPU's cache: check and copy both read each block."""
-        step = max(1, _CHUNK_BYTES // self._ram.block_bytes)
+        step = max(1, _CHUNK_BYTES // self.ram.block_bytes)
         return [slice(begin, begin + step) for begin in range(0, count, step)]

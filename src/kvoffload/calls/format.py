@@ -151,10 +151,10 @@ class FrameWriter:
 
 def _frame(kind: int, body: bytes, num_words: int = 0) -> bytes:
     head = _FRAME.pack(_FRAME_MAGIC, kind, len(body), num_words, time.time_ns(), 0)
-    return head[:_CHECKSUM_AT] + _checksum(head, body).to_bytes(8, "little") + body
+    return head[:_CHECKSUM_AT] + frame_checksum(head, body).to_bytes(8, "little") + body
 
 
-def _checksum(head: bytes, body: bytes) -> int:
+def frame_checksum(head: bytes, body: bytes) -> int:
     return xxhash.xxh3_64_intdigest(body, xxhash.xxh3_64_intdigest(head[:_CHECKSUM_AT]))
 
 
@@ -244,7 +244,7 @@ class FrameReader:
             magic, kind, num_bytes, num_words, time_ns, checksum = _FRAME.unpack(head)
             if magic == _FRAME_MAGIC and num_bytes <= MAX_FRAME_BYTES:
                 body = self._file.read(num_bytes)
-                if len(body) == num_bytes and checksum == _checksum(head, body):
+                if len(body) == num_bytes and checksum == frame_checksum(head, body):
                     return kind, body, num_words, time_ns
         self.num_cut = self.num_bytes - begin
         return None

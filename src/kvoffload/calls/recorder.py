@@ -20,7 +20,7 @@ from kvoffload.errors import MisuseError
 
 POLL_S, FLUSH_S, CLOSING_S = 0.05, 1.0, 5.0
 """Seconds: pause of the thread; longest time between a call and its write; longest wait of `close`."""
-_FRAME_WORDS = 1 << 18
+FRAME_WORDS = 1 << 18
 """Words of the largest frame, 1 MiB before compression. If the ring has as many words, the thread writes them
 before `FLUSH_S` has passed."""
 _TOO_SLOW = "the writer did not keep up, and a gap would make the recording useless"
@@ -105,12 +105,12 @@ class CallRecorder:
         If the kernels have lost a record, write the records and end the recording.
         """
         is_lost, head, now = not log.is_open, log.head, time.monotonic()
-        is_due = head - log.tail >= _FRAME_WORDS or now - self._last_write_s >= FLUSH_S
+        is_due = head - log.tail >= FRAME_WORDS or now - self._last_write_s >= FLUSH_S
         if is_due or is_last or is_lost:
             self._last_write_s = now
             while log.tail < head and self.ended is None:
                 start = log.tail % len(log.words)
-                stop = min(start + head - log.tail, start + _FRAME_WORDS, len(log.words))
+                stop = min(start + head - log.tail, start + FRAME_WORDS, len(log.words))
                 self._write_header()
                 self._write(self._frames.calls(log.words[start:stop]))
                 log.tail += stop - start

@@ -71,14 +71,14 @@ def top(options: TopOptions) -> None:
     interval is one line.
     """
     url = metrics_url(options.url)
-    before = _scrape(url)
+    before = scrape(url)
     if not options.once and not options.is_json and sys.stdout.isatty():
-        _watch(url, before, options.interval)
+        watch(url, before, options.interval)
         return
     while True:
         time.sleep(options.interval)
         try:
-            after = _scrape(url)
+            after = scrape(url)
         except UnavailableError as error:
             if options.once:
                 raise
@@ -96,7 +96,7 @@ def top(options: TopOptions) -> None:
 # ---- scrapes
 
 
-def _scrape(url: str) -> Reading:
+def scrape(url: str) -> Reading:
     """Read the server's metrics. Raises `UnavailableError` if there are none of kvoffload."""
     scraped = samples(fetch(url, _TIMEOUT_S))
     if not scraped:
@@ -114,7 +114,7 @@ def _scrape(url: str) -> Reading:
 # ---- live display
 
 
-def _watch(url: str, before: Reading, interval_s: float) -> None:
+def watch(url: str, before: Reading, interval_s: float) -> None:
     """Show intervals until the user presses q. A scrape's error is shown until the next scrape."""
     console = Console(highlight=False)
     with (
@@ -126,7 +126,7 @@ def _watch(url: str, before: Reading, interval_s: float) -> None:
             if interrupts:
                 raise KeyboardInterrupt
             try:
-                after = _scrape(url)
+                after = scrape(url)
             except UnavailableError as error:
                 live.update(Text(str(error), "bold red"), refresh=True)
                 continue

@@ -76,14 +76,14 @@ def _content_digest(model: str, directory: Path) -> str:
         status = path.stat()
         # With the inode change time, because a copy may preserve the modification time.
         name = f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
-        known[name] = remembered.get(name) or _digest_of(path)
+        known[name] = remembered.get(name) or digest_of(path)
         total.update(f"{path.name}\0{status.st_size}\0{known[name]}\n".encode())
     if known.items() - remembered.items():
         _remember(remembered | known)
     return total.hexdigest()
 
 
-def _digest_of(path: Path) -> str:
+def digest_of(path: Path) -> str:
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_READ_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):

@@ -52,7 +52,7 @@ had a manager. Times are float64 seconds since 1970."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-_LOCK_PATIENCE_S = 30.0
+LOCK_PATIENCE_S = 30.0
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -336,7 +336,7 @@ def locked(root: Path) -> Iterator[None]:
     Raises: `UnavailableError` if another process, probably a stopped one, has held the lock for 30 s.
     """
     path = root / f".{PREFIX}{os.geteuid()}.lock"
-    until = time.monotonic() + _LOCK_PATIENCE_S
+    until = time.monotonic() + LOCK_PATIENCE_S
     while True:
         fd = open_own(path, os.O_RDWR | os.O_CREAT)
         try:

@@ -124,7 +124,7 @@ class Clock:
         outcome = self.known(row, of_all=of_all)
         if outcome is None:
             config, trace = self._config(row), self._trace_of(of_all)
-            timing, requests, done = self._timing(row), trace.requests, self._num_timed
+            timing, requests, done = self.timing_of(row), trace.requests, self._num_timed
             rows, before = done + 1 + later, done * requests
 
             def report(ended: int) -> None:
@@ -141,7 +141,7 @@ class Clock:
             report(requests)
             self._known[Cell(row.purchase, row.setup), of_all] = outcome
             if self._journal is not None:
-                self._journal.add_timed(self._key(row, of_all), outcome)
+                self._journal.add_timed(self.cache_key(row, of_all), outcome)
         return outcome
 
     def known(self, row: PlanRow, *, of_all: bool = False) -> TimedOutcome | None:
@@ -149,7 +149,7 @@ class Clock:
         of_all |= _shares(row)
         cell = Cell(row.purchase, row.setup), of_all
         if cell not in self._known and self._journal is not None:
-            kept = self._journal.timed.get(self._key(row, of_all))
+            kept = self._journal.timed.get(self.cache_key(row, of_all))
             if kept is not None:
                 self._known[cell] = kept
         return self._known.get(cell)
@@ -163,7 +163,7 @@ class Clock:
 
     def compared(self, row: PlanRow, nothing: PlanRow) -> InTime:
         """Compare the timed replays of `row` and of `nothing`, which is the row without a purchase."""
-        timing, bytes_per_token = self._timing(row), self._fleet.block_bytes / self._trace.block_tokens
+        timing, bytes_per_token = self.timing_of(row), self._fleet.block_bytes / self._trace.block_tokens
         of_all = _shares(row)
         from_ram = timing.machine.break_even_tokens(bytes_per_token)
         from_below = math.inf
@@ -199,18 +199,19 @@ class Clock:
         points = cell.points(self._whole, self._evidence)
         return points[0 if _shares(row) else self._busiest].config
 
-    def _key(self, row: PlanRow, of_all: bool) -> str:
+    def cache_key(self, row: PlanRow, of_all: bool) -> str:
         """Cache key: a hash of everything that the timed replay depends on."""
         config, source = self._config(row), self._evidence.traces[self._busiest].source
         if of_all and self._evidence.whole is not None:
             source = self._evidence.whole.source
-        code = code_digests(config)
-        parts = ["timed", _FORMAT, source.digest, code, self._timing(row), self._whole.device_blocks, config]
+        code, timing = code_digests(config), self.timing_of(row)
+        parts = ["timed", _FORMAT, source.digest, code, timing, self._whole.device_blocks, config]
         if of_all:
             parts += [self._fleet.replicas, self._fleet.routing]
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
-    def _timing(self, row: PlanRow) -> Timing:
+    def timing_of(self, row: PlanRow) -> Timing:
+        """Return the machine, with the links of a row's drives or servers, and the engine's settings."""
         machine = self._with_servers(row) if row.servers else self._with_drives(row.ssd_drives)
         return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
 

@@ -205,6 +205,7 @@ class Replay:
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
+        shadows: the managers of the settings in `what_if`; None without settings.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class Replay:
         self._watch: Watch | None = None
         if observer is not None:
             self._watch = Watch(observer, trace, self.manager, self._keys, followed)
-        self._shadows = shadows_of(trace, config, what_if, what_if_sample) if what_if else None
+        self.shadows = shadows_of(trace, config, what_if, what_if_sample) if what_if else None
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
@@ -352,8 +353,8 @@ class Replay:
         for request, ctx in ends:
             self._engines.switch_to(request)
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
-            if self._shadows is not None:
-                self._shadows.finished(ctx)
+            if self.shadows is not None:
+                self.shadows.finished(ctx)
             if self._watch is not None:
                 self._watch.offered(self._trace.refs[self._offsets[request] : self._offsets[request + 1]])
             if self._ends.are_late and self._is_victim_tier and self._device is not None:
@@ -366,8 +367,8 @@ class Replay:
         if self._watch is not None:
             self._watch.settled()
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
-        if self._shadows is not None and self._shadows.is_due:
-            self._shadows.work()
+        if self.shadows is not None and self.shadows.is_due:
+            self.shadows.work()
 
     def _load(self, request: int, codes: npt.NDArray[np.int32], keys: Keys, ctx: RequestContext) -> int:
         """Load the leading resident blocks; returns the number of blocks before the first damaged block."""
@@ -531,16 +532,16 @@ class Replay:
             instances=config.instances,
             routing=config.routing if config.instances > 1 else "",
             hit_blocks_of_others=self._engines.hit_blocks_of_others,
-            what_if_sample=0 if self._shadows is None else self._shadows.one_in,
+            what_if_sample=0 if self.shadows is None else self.shadows.one_in,
             what_if=self._what_if_reports(),
         )
 
     def _what_if_reports(self) -> list[WhatIfReport]:
         """Process the pending requests in the shadows, and create the report of each setting."""
-        if self._shadows is None:
+        if self.shadows is None:
             return []
-        self._shadows.work()
-        return [*map(WhatIfReport.of, self._shadows.estimates())]
+        self.shadows.work()
+        return [*map(WhatIfReport.of, self.shadows.estimates())]
 
     def _tier_reports(self) -> list[TierReport]:
         """Create the reports of RAM, then of the tiers behind RAM."""

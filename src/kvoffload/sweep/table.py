@@ -181,7 +181,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
         timings: add the column of seconds.
     """
     points, measured = runs.points, runs.measured
-    baselines, best = _baselines(points), _best(points, measured)
+    baselines, best = baselines_of(points), _best(points, measured)
     rows = []
     for number, point in enumerate(points):
         rival = best[_sizes(point)]
@@ -230,7 +230,7 @@ def place(point: Point) -> tuple[object, ...]:
     return *_sizes(point), point.config.shared_ram, point.config.store, point.tiers
 
 
-def _baselines(points: Sequence[Point]) -> dict[tuple[object, ...], int]:
+def baselines_of(points: Sequence[Point]) -> dict[tuple[object, ...], int]:
     baselines: dict[tuple[object, ...], int] = {}
     for number, point in enumerate(points):
         is_first = place(point) not in baselines

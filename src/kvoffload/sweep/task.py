@@ -127,13 +127,13 @@ def identified(source: TraceSource) -> TraceSource:
 
 
 def _read(source: TraceSource) -> tuple[Trace, str]:
-    read = _whole if source.share == ALL else _shares
+    read = whole_trace if source.share == ALL else _shares
     shares = read(replace(source, share=replace(source.share, replica=0), digest=""))
     return shares[source.share.replica]
 
 
 @functools.lru_cache(maxsize=2)
-def _whole(source: TraceSource) -> tuple[tuple[Trace, str]]:
+def whole_trace(source: TraceSource) -> tuple[tuple[Trace, str]]:
     trace = load_trace(
         source.name_or_path,
         block_tokens=source.block_tokens,
@@ -151,7 +151,7 @@ def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
     and the undivided trace.
     """
     share = source.share
-    ((trace, _),) = _whole(replace(source, share=ALL))
+    ((trace, _),) = whole_trace(replace(source, share=ALL))
     trace = at_load(one_session_in(trace, share.one_in), share.load)
     replica_of = route(trace, share.replicas, share.routing)
     shares = [trace.of_requests(np.flatnonzero(replica_of == number)) for number in range(share.replicas)]

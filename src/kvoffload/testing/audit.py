@@ -48,10 +48,10 @@ def audit(manager: Any) -> None:
     _audit_index("the manager's index", manager.index, resident)
     _audit_policy(manager.policy, resident, manager)
     _audit_misses(manager.store_mode.cache.misses)
-    _audit_key_lists("the expected keys", manager.store_mode.cache.expected.keys)
+    audit_key_lists("the expected keys", manager.store_mode.cache.expected.keys)
     if isinstance(manager.admission, ReuseAdmission):
         rule = manager.admission
-        _audit_key_lists("the tracker of reuse", rule._tracker)
+        audit_key_lists("the tracker of reuse", rule._tracker)
         low = {key.hex(): n for key, n in rule.tracked().items() if n < 1}
         assert not low, f"tracked keys were never counted: {low}"
 
@@ -217,7 +217,7 @@ def _first_fault(links: I32Matrix, num_positions: int) -> int:
     return -1 if num_listed == 0 else links.shape[0]
 
 
-def _audit_lists(what: str, lists: Lists) -> None:
+def audit_lists(what: str, lists: Lists) -> None:
     """Check that links and sizes agree."""
     row = _first_fault(lists.links, lists.num_positions)
     if row >= 0:
@@ -228,9 +228,9 @@ def _audit_lists(what: str, lists: Lists) -> None:
         )
 
 
-def _audit_key_lists(what: str, key_lists: KeyLists) -> None:
+def audit_key_lists(what: str, key_lists: KeyLists) -> None:
     lists = key_lists.lists
-    _audit_lists(what, lists)
+    audit_lists(what, lists)
     *others, spare = range(lists.num_lists)
     used = (number for number in others if lists.size(number))
     positions = [position for number in used for position in lists.members(number)]
@@ -245,8 +245,8 @@ def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: Offloadin
         _audit_one_policy(policy, manager)
     duplicates = set(duplicate_slots(manager) or ())
     if manager.store_mode.follows_device:
-        _audit_lists("the duplicates", manager.store_mode.cache.duplicates)
-        _audit_key_lists("the known keys", manager.store_mode.cache.known)
+        audit_lists("the duplicates", manager.store_mode.cache.duplicates)
+        audit_key_lists("the known keys", manager.store_mode.cache.known)
     ready = {slot for slot in resident if manager.slots.ref_cnt[slot] >= 0}
     assert duplicates <= ready, f"duplicates that are absent or not ready: {duplicates - ready}"
     listed = policy.order()
@@ -265,9 +265,9 @@ def _audit_parts(thing: Any, owner: str) -> None:
     for name, value in parts.items():
         what = f"{name} of {owner}"
         if isinstance(value, Lists):
-            _audit_lists(what, value)
+            audit_lists(what, value)
         elif isinstance(value, KeyLists):
-            _audit_key_lists(what, value)
+            audit_key_lists(what, value)
         elif isinstance(value, PathRuns):
             _audit_runs(what, value)
         elif isinstance(value, Struct) and name != "index":
@@ -275,7 +275,7 @@ def _audit_parts(thing: Any, owner: str) -> None:
 
 
 def _audit_runs(what: str, runs: PathRuns) -> None:
-    _audit_lists(what, runs.order)
+    audit_lists(what, runs.order)
     members = runs.members()
     numbers = [int(runs.runs[run[0], RUN_OF]) for run in members]
     assert len(set(numbers)) == len(numbers), f"{what}: one run in two places: {members}"

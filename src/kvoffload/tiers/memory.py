@@ -24,7 +24,7 @@ from kvoffload.transfer.copies import address_of
 from kvoffload.transfer.engine import DeviceArray
 
 _SLOT_ALIGNMENT = 64
-_CHUNK_BYTES = 4 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
 
 
 class MemoryTier:
@@ -185,7 +185,7 @@ class MemoryTier:
             raise MisuseError(f"this memory tier of {self.num_slots} slots is closed")
 
     def _chunks(self, slots: Rows) -> Iterator[slice]:
-        step = max(1, _CHUNK_BYTES // self.block_bytes)
+        step = max(1, CHUNK_BYTES // self.block_bytes)
         return (slice(start, start + step) for start in range(0, len(slots), step))
 
 

@@ -60,11 +60,11 @@ class StripedTier(DividedTier[SecondaryTier]):
         return self._numbered
 
     def _shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
-        homes = self._homes(keys)
+        homes = self.homes(keys)
         numbers = np.unique(homes).tolist()
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
-    def _homes(self, keys: Keys) -> npt.NDArray[np.intp]:
+    def homes(self, keys: Keys) -> npt.NDArray[np.intp]:
         """Return the number of each key's tier. Other weights would lose the blocks already on disks."""
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)

@@ -16,7 +16,7 @@ from kvoffload.traces.compressed import DAMAGE, STDIN, decompressing, opened
 T = TypeVar("T")
 
 _PROGRESS_LINES = 256
-_LONGEST_LINE = 256 << 20
+LONGEST_LINE = 256 << 20
 """Longest line in bytes. A request of a million tokens has about 0.5 MB in ids, or a few MB in text."""
 
 
@@ -37,9 +37,9 @@ def numbered_lines(
         with opened(path) as raw:
             size = 0 if path == STDIN else path.stat().st_size  # 0 for a pipe, whose size is unknown
             content = decompressing(raw, path.suffix)
-            for number, line in enumerate(iter(lambda: content.readline(_LONGEST_LINE + 1), b""), 1):
-                if len(line) > _LONGEST_LINE:
-                    raise TraceError(f"{path}:{number}: longer than {_LONGEST_LINE >> 20} MiB; not a trace")
+            for number, line in enumerate(iter(lambda: content.readline(LONGEST_LINE + 1), b""), 1):
+                if len(line) > LONGEST_LINE:
+                    raise TraceError(f"{path}:{number}: longer than {LONGEST_LINE >> 20} MiB; not a trace")
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if progress is not None and size > 0 and number % _PROGRESS_LINES == 0:

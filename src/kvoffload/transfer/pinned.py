@@ -111,7 +111,7 @@ class PinnedPools:
             for start, _ in self._pinned:
                 error = int(torch.cuda.cudart().cudaHostUnregister(start))
                 if error:
-                    _clear_error()
+                    clear_error()
                     logger.warning("cudaHostUnregister: error %d; the memory stays pinned", error)
         self._pinned.clear()
         self._refused.clear()
@@ -152,16 +152,16 @@ def _register(address: int, num_bytes: int) -> int:
     """Pin a range; return CUDA's error code, or 0."""
     error = int(torch.cuda.cudart().cudaHostRegister(address, num_bytes, _PORTABLE))
     if error:
-        _clear_error()
+        clear_error()
     return error
 
 
-def _clear_error() -> None:
+def clear_error() -> None:
     """Clear the runtime's pending error, which the check after the next kernel launch would raise."""
     cudart = torch.cuda.cudart()
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
-    elif library := _runtime_library():
+    elif library := runtime_library():
         library.cudaGetLastError()
     else:
         # torch's check after a launch reads and clears the error.
@@ -169,7 +169,7 @@ def _clear_error() -> None:
             torch.zeros(1, device="cuda").add_(1)
 
 
-def _runtime_library() -> Any | None:
+def runtime_library() -> Any | None:
     """Return the CUDA runtime library that this process has loaded, or None."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/maps").read_text().splitlines():

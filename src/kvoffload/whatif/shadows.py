@@ -40,6 +40,7 @@ class Shadows:
             shadow is removed. None: the error is raised.
 
     Attributes:
+        members: the shadows, the current setting's first; a failed shadow is removed.
         num_looked_up: looked-up blocks of the requests that the shadows have served since the second-last
             `rotate`.
         num_left_out: number of requests that exceeded the limits of the sample.
@@ -67,7 +68,7 @@ class Shadows:
     ) -> None:
         self.one_in, self.seed = check_integer("what_if_sample", one_in, MOST_ONE_IN), seed
         self.on_failure = on_failure
-        self._shadows, problems = list[Shadow](), Problems("what_if")
+        self.members, problems = list[Shadow](), Problems("what_if")
         for number, setting in enumerate((WhatIf(), *settings)):
             with problems:
                 try:
@@ -83,7 +84,7 @@ class Shadows:
                 except ConfigError as error:
                     where = f"what_if[{number - 1}]." if number else ""
                     raise ConfigError(f"{where}{error.field}", error.value, error.allowed) from None
-                self._shadows.append(shadow)
+                self.members.append(shadow)
         problems.check()
         self._recording, self._spare = (Sample(self.one_in, seed) for _ in range(2))
         self._labels, self._path = Labels(), RequestContext("", KEY_BYTES)
@@ -92,7 +93,7 @@ class Shadows:
     @property
     def labels(self) -> list[str]:
         """The labels of the settings; the first is the current setting's."""
-        return [shadow.setting.label for shadow in self._shadows]
+        return [shadow.setting.label for shadow in self.members]
 
     @property
     def num_looked_up(self) -> int:
@@ -136,7 +137,7 @@ class Shadows:
             self._path = RequestContext("", KEY_BYTES, None, room_for(recorded.longest))
         self._looked_up += recorded.num_looked_up
         keys = sample.keys()
-        for shadow in [*self._shadows] if recorded.num_requests else ():
+        for shadow in [*self.members] if recorded.num_requests else ():
             try:
                 shadow.live(sample, keys, self._path)
             except Exception as error:
@@ -147,8 +148,8 @@ class Shadows:
 
     def _remove(self, shadow: Shadow, error: Exception, on_failure: Callable[[str, Exception], None]) -> None:
         """Remove a shadow. If it has the current setting, remove all, because gains need its estimate."""
-        is_current = bool(self._shadows) and shadow is self._shadows[0]
-        self._shadows = [] if is_current else [other for other in self._shadows if other is not shadow]
+        is_current = bool(self.members) and shadow is self.members[0]
+        self.members = [] if is_current else [other for other in self.members if other is not shadow]
         on_failure(shadow.setting.label, error)
 
     def estimates(self) -> list[Estimate]:
@@ -156,14 +157,14 @@ class Shadows:
 
         Recorded requests are not included before `work` has served them.
         """
-        if not self._shadows or not self.num_looked_up:
+        if not self.members or not self.num_looked_up:
             return []
-        counted = [shadow.counted() for shadow in self._shadows]
+        counted = [shadow.counted() for shadow in self.members]
         return estimates(counted, self.num_looked_up, self.one_in)
 
     def rotate(self) -> None:
         """Start new counts. Estimates cover the requests served since the second-last rotation."""
-        for shadow in self._shadows:
+        for shadow in self.members:
             shadow.rotate()
         self._looked_up_before, self._looked_up = self._looked_up, 0
 
@@ -178,5 +179,5 @@ class Shadows:
 
     def reset_blocks(self) -> None:
         """Forget all blocks. Cost: O(slots of all shadows)."""
-        for shadow in self._shadows:
+        for shadow in self.members:
             shadow.reset()

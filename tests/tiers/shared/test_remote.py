@@ -465,7 +465,7 @@ def test_many_lines_are_read_in_any_pieces(step: int, count: int) -> None:
 
 def test_thread_is_woken_once_for_the_replies_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wake-up for each reply cost as much as sending the blocks."""
-    monkeypatch.setattr(resp, "_SHORT_WAIT_S", 60.0)
+    monkeypatch.setattr(resp, "SHORT_WAIT_S", 60.0)
     with server_that_sends(b"+OK\r\n" * 200, step=5, then_hangs=True) as connection:
         calls, receive = [], connection._receive
         monkeypatch.setattr(connection, "_receive", lambda *args: (calls.append(args), receive(*args))[1])

@@ -100,7 +100,7 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
     Raises: `ConfigError` if SGLang's arguments are unknown and `identity` is not given, because pages of
         another configuration could be served.
     """
-    arguments = _arguments()
+    arguments = server_arguments()
     if arguments is None and not identity:
         why = "SGLang's arguments are unknown in this process, so pages of another model could be served"
         raise ConfigError("identity", None, f"{why}; allowed: a name of the weights and the configuration")
@@ -138,7 +138,7 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
     )
 
 
-def _arguments() -> dict[str, Any] | None:
+def server_arguments() -> dict[str, Any] | None:
     """Return SGLang's arguments in this process; None if unknown.
 
     The values are the user's. The arguments in `RESOLVED` have SGLang's resolved values.

@@ -71,16 +71,16 @@ def shard_of(config: HiCacheStorageConfig, name: str) -> str:
 def _data_parallel(config: HiCacheStorageConfig) -> tuple[int, int]:
     """Return the data-parallel rank, and the number of data-parallel ranks: replicas times groups."""
     replica, replicas = _replica()
-    groups = max(_of_context("attn_dp_size") or 1, config.dp_rank + 1)
+    groups = max(of_context("attn_dp_size") or 1, config.dp_rank + 1)
     return (replica or 0) * groups + config.dp_rank, replicas * groups
 
 
 def _replica() -> tuple[int | None, int]:
     """Return the index of this replica (None if unknown), and the number of replicas (``--dp-size``)."""
-    return _of_context("dp_rank"), _of_context("dp_size") or 1
+    return of_context("dp_rank"), of_context("dp_size") or 1
 
 
-def _of_context(name: str) -> int | None:
+def of_context(name: str) -> int | None:
     """Return a value of SGLang's runtime context; None if the value is unknown in this process."""
     try:
         from sglang.srt.runtime_context import get_parallel

@@ -19,7 +19,7 @@ from kvoffload.errors import ConfigError
 _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
 """Probed sequence lengths beyond ``max_position_embeddings``, as multiples of this number."""
-_LONGEST_TABLE = 1 << 19
+LONGEST_TABLE = 1 << 19
 """Limit of probed sequence lengths: a module may compute a table of all positions, here 256 MiB."""
 _TOLERANCE = 0.02
 """Largest difference that counts as rounding, as a fraction of the largest value."""
@@ -68,11 +68,11 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
     with _recorded_calls(model, {len(near), near[-1] + 1}) as calls:
         before = kv_of(near)
     if any(call.makes_table for call in calls):
-        longest = min(longest, _LONGEST_TABLE)
+        longest = min(longest, LONGEST_TABLE)
     for call in calls:
         name = type(call.module).__name__
         for length in (longest, *(factor * longest for factor in _FACTORS)):
-            if length > max(longest, _LONGEST_TABLE):
+            if length > max(longest, LONGEST_TABLE):
                 break
             outcome = call.in_sequence(length)
             if outcome is Outcome.CHANGES:

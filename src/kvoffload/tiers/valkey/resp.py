@@ -42,7 +42,7 @@ _SHORTEST_LINE_BYTES = 4
 _ELEMENT_BYTES = 16
 """Bytes added to the length of each element of an answer, to limit the memory for Python objects."""
 _MOST_DIGITS = 19
-_SHORT_WAIT_S = 0.05
+SHORT_WAIT_S = 0.05
 """Longest wait, in seconds, for all expected bytes together. Then the bytes that have arrived are read."""
 
 
@@ -389,14 +389,14 @@ class Connection:
         self._begin += 2
 
     def _wait_for(self, num_bytes: int, deadline: float) -> None:
-        """Wait until `num_bytes` can be received, the connection ends, or `_SHORT_WAIT_S` is over.
+        """Wait until `num_bytes` can be received, the connection ends, or `SHORT_WAIT_S` is over.
 
         A server sends the reply to each SET separately, and each wake-up of a thread costs as much CPU time
         as sending a block. So the kernel wakes this thread once, when all replies have arrived.
         """
         if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
             return
-        wait_s = min(_seconds_left(deadline), _SHORT_WAIT_S)
+        wait_s = min(_seconds_left(deadline), SHORT_WAIT_S)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(num_bytes, _LINE_BYTES))
         try:
             self._poll.poll(1e3 * wait_s)

@@ -125,6 +125,8 @@ class KVOffloadManager(OffloadingManager):
             difference. Nothing is offloaded until the next reset.
         num_lost: number of blocks that the device dropped before they could be offered.
         audits: the audits of stored blocks; None if no audit is configured.
+        options: the options of the engine. pool: the memory of RAM's slots.
+        what_if: the trial of other settings; None without `what_if`.
 
     Thread: the scheduler's.
     """
@@ -145,7 +147,7 @@ class KVOffloadManager(OffloadingManager):
         self.num_lost = 0
         self.metrics = Metrics()
         self._log, self._events = rate_limited_log(), Events()
-        self._options, self._pool, self._sealing = options, pool, options.verification == ALWAYS
+        self.options, self.pool, self._sealing = options, pool, options.verification == ALWAYS
         self._node_pool = node_pool
         self._enable_events, self._tokens_per_block = enable_events, tokens_per_block
         self._blocks_per_chunk = blocks_per_chunk
@@ -166,12 +168,12 @@ class KVOffloadManager(OffloadingManager):
         self._live: LiveSettings | None = None
         if options.live_settings is not None:
             self._live = LiveSettings(options.live_settings, options.policy, options.store, options.ram_bytes)
-        self._what_if: LiveShadows | None = None
+        self.what_if: LiveShadows | None = None
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
         """Create manager, tiers and verifier for keys of this length; close earlier tiers and verifiers."""
-        options, pool = self._options, self._pool
+        options, pool = self.options, self.pool
         given: dict[str, Any] = {
             "key_bytes": key_bytes,
             "policy": options.policy,
@@ -213,14 +215,14 @@ class KVOffloadManager(OffloadingManager):
         self._misses.follow(self.core)
         if self._live is not None:
             self._live.apply_to(self.core)
-        if self._what_if is not None:
-            self._what_if.close()
+        if self.what_if is not None:
+            self.what_if.close()
         if options.what_if:
-            self._what_if = LiveShadows(self._shadows(options.policy), time.monotonic(), logger)
+            self.what_if = LiveShadows(self._shadows(options.policy), time.monotonic(), logger)
         if self._sealing:
             if self._verifier is not None:
                 self._verifier.close()
-            self._verifier = Verifier(self.core, self._pool, self._on_damage)
+            self._verifier = Verifier(self.core, self.pool, self._on_damage)
         if options.audit is not None:
             self.audits = Audits(options.audit, self.core, pool)
         self._lookups = Lookups(
@@ -232,7 +234,7 @@ class KVOffloadManager(OffloadingManager):
 
     def _shadows(self, policy: str) -> Shadows:
         """Create the shadows for the option ``what_if``. `policy`: RAM's policy."""
-        options = self._options
+        options = self.options
         return Shadows(
             options.what_if,
             self.core.usable_blocks,
@@ -243,7 +245,7 @@ class KVOffloadManager(OffloadingManager):
         )
 
     def _recompute_s_per_block(self) -> float | None:
-        tokens_per_s = self._options.recompute_tokens_per_s
+        tokens_per_s = self.options.recompute_tokens_per_s
         return self._tokens_per_block / tokens_per_s if tokens_per_s else None
 
     # ---- requests
@@ -280,7 +282,7 @@ class KVOffloadManager(OffloadingManager):
         the user has named the weights for every tier. If engines share the pool, the request neither loads
         nor stores.
         """
-        if self._node_pool is not None or not all(is_named(tier) for tier in self._options.tiers):
+        if self._node_pool is not None or not all(is_named(tier) for tier in self.options.tiers):
             self._arrival(request_id).has_adapter = True
 
     def _is_kept_out(self, req_context: Any) -> bool:
@@ -304,8 +306,8 @@ class KVOffloadManager(OffloadingManager):
         if request is not None:
             self._release(request)
             self.core.finish_request(request.ctx, hints=hints)
-            if self._what_if is not None:
-                self._what_if.finished(request.ctx, request.num_skipped, request.asked_end)
+            if self.what_if is not None:
+                self.what_if.finished(request.ctx, request.num_skipped, request.asked_end)
 
     @_contained(None)
     def expect(self, req_context: Any) -> None:
@@ -463,7 +465,7 @@ class KVOffloadManager(OffloadingManager):
         for plan in self._loads.take(req_context.req_id, keys):
             if self._dropped:
                 self._end_dropped()
-            failed = self._pool.take_failed(plan.slots)
+            failed = self.pool.take_failed(plan.slots)
             damaged = _NO_ROWS if failed is None else np.flatnonzero(failed)
             self.metrics.counts["failed_load_blocks"] += len(damaged)
             self.core.complete_load(plan, damaged=damaged)
@@ -553,7 +555,7 @@ class KVOffloadManager(OffloadingManager):
         for plan in self._stores.take(req_context.req_id, keys):
             if self._dropped:
                 self._end_dropped()
-            failed = self._pool.take_failed(plan.slots)
+            failed = self.pool.take_failed(plan.slots)
             if not success:
                 failed = np.full(len(plan), True)
             if failed is None or not failed.any():
@@ -565,8 +567,8 @@ class KVOffloadManager(OffloadingManager):
 
     def _end_audits(self, request_id: str, keys: Collection[bytes], success: bool) -> None:
         assert self.audits is not None
-        assert self._options.audit is not None
-        reaction = self._options.audit.on_difference
+        assert self.options.audit is not None
+        reaction = self.options.audit.on_difference
         for difference in self.audits.end(request_id, keys, success=success):
             self._log.error("audit", "kvoffload: %s (on_difference: %s)", difference, reaction)
             if reaction == DROP:
@@ -618,8 +620,8 @@ class KVOffloadManager(OffloadingManager):
             self._tiered.poll()
         if self._live is not None:
             has_changed = self._live.step()
-            if has_changed and self._what_if is not None:
-                self._what_if.restart(partial(self._shadows, self._live.policy), time.monotonic())
+            if has_changed and self.what_if is not None:
+                self.what_if.restart(partial(self._shadows, self._live.policy), time.monotonic())
         for request_id in context.new_req_ids:
             if (request := self._requests.get(request_id)) is not None:
                 request.begun_step = self._step
@@ -635,8 +637,8 @@ class KVOffloadManager(OffloadingManager):
             request.wait_again(self._step)
         self._asked_again.clear()
         self._step += 1
-        if self._what_if is not None:
-            self._what_if.work()
+        if self.what_if is not None:
+            self.what_if.work()
 
     @_contained(False)
     def has_pending_work(self) -> bool:
@@ -671,8 +673,8 @@ class KVOffloadManager(OffloadingManager):
         if self._verifier is not None:
             self._verifier.reset()
         self.core.reset(drop_in_flight=self._node_pool is None)
-        if self._what_if is not None:
-            self._what_if.reset()
+        if self.what_if is not None:
+            self.what_if.reset()
         self._events.reset(self.core)
 
     def _end_dropped(self) -> None:
@@ -716,11 +718,11 @@ class KVOffloadManager(OffloadingManager):
         self.metrics.show(taken, counters, self.core.policy)
         self.metrics.show_reach(taken, self._reach.seconds(self.core.miss_record, time.monotonic()))
         self._add_audits(taken)
-        has_tenants = self._options.tenants is not None or self._live is not None
+        has_tenants = self.options.tenants is not None or self._live is not None
         if has_tenants or self._node_pool is not None:
             self.metrics.add_tenants(taken, self.core.stats().tenants)
-        if self._what_if is not None:
-            self.metrics.show_what_if(taken, self._what_if.due(time.monotonic()))
+        if self.what_if is not None:
+            self.metrics.show_what_if(taken, self.what_if.due(time.monotonic()))
         if self._tiered is not None:
             self.metrics.add_tiers(taken, tier_counts(self._tiered), self._tiered.counts)
         return taken
@@ -731,8 +733,8 @@ class KVOffloadManager(OffloadingManager):
 
     def shutdown(self) -> None:
         """Close the tiers and the pool, and end the threads of the shadows and the verifier."""
-        if self._what_if is not None:
-            self._what_if.close()
+        if self.what_if is not None:
+            self.what_if.close()
         if self._verifier is not None:
             self._verifier.close()
         if self._tiered is not None:
@@ -742,7 +744,7 @@ class KVOffloadManager(OffloadingManager):
             ram.close()
         if isinstance(ram, RecordedManager):
             ram.end_recording()
-        self._pool.close()
+        self.pool.close()
 
     def stop_after_error(self, method: str) -> None:
         """Log and count an internal error. The engine continues without offloading."""

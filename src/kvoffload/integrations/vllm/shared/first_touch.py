@@ -30,7 +30,7 @@ def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
 
     Has an effect only if the file system is mounted with the option ``huge=``. Raises: nothing.
     """
-    return _advise(address, num_bytes, _MADV_HUGEPAGE) == 0
+    return advise(address, num_bytes, _MADV_HUGEPAGE) == 0
 
 
 def has_several_nodes() -> bool:
@@ -70,14 +70,14 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
 
 def _take(fd: int, address: int, start: int, num_bytes: int) -> None:
     """Allocate whole pages. Kernels before 5.14 only reserve them, without choosing a NUMA node."""
-    while (failed := _advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
+    while (failed := advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
         pass
     if failed:
         # This call also raises the real cause: `madvise` reports a lack of memory as a bad address.
         os.posix_fallocate(fd, start, num_bytes)
 
 
-def _advise(address: int, num_bytes: int, advice: int) -> int:
+def advise(address: int, num_bytes: int, advice: int) -> int:
     """Call `madvise`; returns its error number, or 0."""
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice)
     return ctypes.get_errno() if _libc.madvise(*arguments) else 0

@@ -366,7 +366,7 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
     """Raise `ConfigError` if `num_bytes` exceed the free memory: the kernel would kill a process later."""
-    free, promised = os.statvfs(directory), _promised_bytes(directory)
+    free, promised = os.statvfs(directory), promised_bytes(directory)
     shm_bytes, ram_bytes = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > shm_bytes:
         hint = "in a container set --shm-size, or share the host's with --ipc=host"
@@ -375,7 +375,7 @@ def _check_memory(directory: Path, num_bytes: int) -> None:
         raise ConfigError("ram", size(num_bytes), f"this machine has {size(ram_bytes)} of free memory")
 
 
-def _promised_bytes(directory: Path) -> int:
+def promised_bytes(directory: Path) -> int:
     """Return the bytes that starting engines have not allocated yet."""
     promised = 0
     for path in [*directory.glob(f"{_PREFIX}*"), *directory.glob(f"{_PREFIX}*/{SLOTS}")]:

@@ -205,7 +205,7 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
         },
         **producer.configuration,
     }
-    if _is_on_cpu():
+    if is_on_cpu():
         parts["instructions"] = cpu_instructions()
     return json.dumps(parts, sort_keys=True, default=str)
 
@@ -217,7 +217,7 @@ def cpu_instructions() -> str:
     return cpu_capability() + (" with AMX" if has_amx else "")
 
 
-def _is_on_cpu() -> bool:
+def is_on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

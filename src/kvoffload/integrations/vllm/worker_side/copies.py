@@ -55,11 +55,15 @@ class Copies(Protocol):
 
 
 class HostCopies:
-    """Copies of tensors in host memory, on one thread, while the engine's step continues."""
+    """Copies of tensors in host memory, on one thread, while the engine's step continues.
+
+    Attributes:
+        layout: the places of groups in the tensors. tensors: the engine's tensors, as blocks of bytes.
+    """
 
     def __init__(self, kv_caches: Any, layout: Layout, part: Blocks) -> None:
-        self._layout, self._part = layout, part
-        self._tensors = [as_blocks(tensor.tensor) for tensor in kv_caches.tensors]
+        self.layout, self._part = layout, part
+        self.tensors = [as_blocks(tensor.tensor) for tensor in kv_caches.tensors]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-copies")
         self._jobs: dict[int, Future[tuple[int, float]]] = {}
         compile_all()
@@ -80,17 +84,17 @@ class HostCopies:
 
     def close(self) -> None:
         self._thread.shutdown()
-        self._tensors.clear()
+        self.tensors.clear()
         del self._part
 
     def _copy(self, engine: Any, slots: SlotsSpec, copy: Callable[..., None]) -> tuple[int, float]:
         start, num_bytes = time.perf_counter(), 0
-        for move in self._layout.moves(engine, slots.block_ids):
-            for region in self._layout.regions[move.group]:
+        for move in self.layout.moves(engine, slots.block_ids):
+            for region in self.layout.regions[move.group]:
                 begin = region.start + move.inner * region.stride
                 part = self._part[:, begin : begin + region.num_bytes]
-                copy(self._tensors[region.tensor][:, : region.num_bytes], move.blocks, part, move.slots)
-            num_bytes += self._layout.num_bytes(move)
+                copy(self.tensors[region.tensor][:, : region.num_bytes], move.blocks, part, move.slots)
+            num_bytes += self.layout.num_bytes(move)
         return num_bytes, time.perf_counter() - start
 
 

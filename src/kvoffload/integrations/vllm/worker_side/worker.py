@@ -53,6 +53,7 @@ class KVOffloadWorker(OffloadingWorker):
         auditor: compares the blocks that a store marks as audited; None if no audit is configured.
 
     Attributes:
+        copies: the copies between engine and pool.
         failures_are_named: True if vLLM calls `take_failed_loads`. False: failed loads become failed jobs.
         fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read
             these blocks (`versions.fences_come_late`). Such stores are dropped.
@@ -69,7 +70,7 @@ class KVOffloadWorker(OffloadingWorker):
         seal: bool,
         auditor: Auditor | None = None,
     ) -> None:
-        self._pool, self._part, self._copies = pool, part, copies
+        self._pool, self._part, self.copies = pool, part, copies
         self._blocks_per_chunk, self._auditor = blocks_per_chunk, auditor
         self._sealer = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-seal") if seal else None
         self._jobs: dict[int, _Job] = {}
@@ -97,12 +98,12 @@ class KVOffloadWorker(OffloadingWorker):
             job.copied = True
             self._end(job, TransferResult(job_id, True, 0, 0.0))
         else:
-            self._submit(job_id, job, blocks, self._copies.store)
+            self._submit(job_id, job, blocks, self.copies.store)
         return True
 
     def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: Any, expedited: bool = False) -> bool:
         """Begin a load; returns True."""
-        self._submit(job_id, _Job(src_spec, False), dst_spec, self._copies.load)
+        self._submit(job_id, _Job(src_spec, False), dst_spec, self.copies.load)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -130,7 +131,7 @@ class KVOffloadWorker(OffloadingWorker):
         copying = [job_id for job_id in sorted(known) if not self._jobs[job_id].copied]
         cause: Exception = OSError("the copy has not ended")
         try:
-            self._copies.wait(known)
+            self.copies.wait(known)
         except Exception as error:
             logger.exception("kvoffload: waiting for transfers failed")
             cause = error
@@ -169,7 +170,7 @@ class KVOffloadWorker(OffloadingWorker):
     def shutdown(self) -> None:
         """Wait for the jobs in flight and close the pool, even if the copies cannot be closed."""
         try:
-            self._copies.close()
+            self.copies.close()
         finally:
             if self._sealer is not None:
                 self._sealer.shutdown()
@@ -187,7 +188,7 @@ class KVOffloadWorker(OffloadingWorker):
             self._fail(job_id, job, error)
 
     def _collect(self, wait_for: set[int] | frozenset[int] = frozenset()) -> None:
-        for copied in self._copies.finished():
+        for copied in self.copies.finished():
             job = self._jobs.get(copied.job)
             if job is None or job.copied:
                 continue  # `wait` has failed the job
