@@ -137,6 +137,7 @@ def test_a_wrong_file_of_prompts_is_refused(line: str, message: str, tmp_path: P
         ({}, ("--token-ids", "5:6"), "token-ids: '5:6' is invalid"),
         ({}, ("--chunk-tokens", "x"), "chunk-tokens: 'x' is invalid"),
         ({}, ("--token-ids", "5:99", "--prompts", "x"), "--prompts or --token-ids, not both"),
+        ({}, ("--prometheus", "/"), "prometheus: '/' is invalid; allowed: a regular file, or a new one"),
     ],
 )
 def test_what_cannot_be_checked_is_one_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -776,6 +777,17 @@ def test_the_command(tmp_path: Path) -> None:
     )
     shown = kvoffload("trace", "info", tmp_path / "b.none-shared.jsonl")
     assert "(assumed: none-shared)" in shown.stdout
+
+
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    """Root replaced the device /dev/null."""
+    source, out = write(tmp_path / "in.jsonl", BAILIAN), tmp_path / "out.jsonl"
+    os.mkfifo(out)
+    for place in (out, tmp_path):
+        done = kvoffload("trace", "convert", source, place, "--force")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"out: '{place}' is invalid; allowed: a regular file, or a new one" in done.stderr
+    assert out.is_fifo()
 
 
 def test_the_help_names_every_kind() -> None:

@@ -89,6 +89,9 @@ class Options(FormatOptions, QuietOptions):
         """Check options that exclude each other. Raises `ConfigError`."""
         if self.prompts is not None and self.token_ids is not None:
             raise ConfigError("token-ids", str(self.token_ids), "allowed: --prompts or --token-ids, not both")
+        if self.prometheus is not None and self.prometheus.exists() and not self.prometheus.is_file():
+            # A file is renamed to this path, which would replace a device such as /dev/stdout.
+            raise ConfigError("prometheus", str(self.prometheus), "allowed: a regular file, or a new one")
 
 
 @click.command()

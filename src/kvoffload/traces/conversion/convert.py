@@ -101,6 +101,9 @@ def convert(
         TraceError: the recording is unusable.
     """
     path = Path(place)
+    if out is not None and out.exists() and not out.is_file():
+        # The output is renamed to `out`, which would replace a device such as /dev/null.
+        raise ConfigError("out", str(out), "allowed: a regular file, or a new one")
     if is_address(place):
         kind = SOURCES.find(source or "kv_events")
     elif path != STDIN and not path.exists():
