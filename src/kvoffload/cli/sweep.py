@@ -23,6 +23,7 @@ from kvoffload.cli.options import (
     typed_command,
     warn,
 )
+from kvoffload.cli.output import Lines
 from kvoffload.cli.sweep_progress import shown, stopping_cleanly
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
@@ -31,6 +32,7 @@ from kvoffload.pages.page import check_report, write_report
 from kvoffload.pages.sweep import sweep_page
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.sweep.grid import Grid, axis
+from kvoffload.sweep.monotone import losses_of
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.tiers.spec import NO_TIERS
@@ -141,6 +143,8 @@ def sweep(options: SweepOptions) -> None:
         console = Console()
         for part in (*tables(result.rows, console.width), *words(result.verdicts)):
             console.print(part)
+        if losses := losses_of(result.rows):
+            console.print(Lines([*losses, ""]))
     warn(result.warnings)
     if result.left_out:
         count = f"{result.left_out.total():,} combinations left out"

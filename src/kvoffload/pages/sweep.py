@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
+from kvoffload.sweep.monotone import losses_of
 from kvoffload.sweep.outputs import as_json
 from kvoffload.sweep.table import Row
 from kvoffload.sweep.verdict import Verdict, ram_of
@@ -21,6 +22,7 @@ def sweep_page(rows: Sequence[Row], verdicts: Sequence[Verdict], command: str) -
     lines = [f"{_place(verdict.best)}, {verdict.line}." if several else f"{verdict.line}."
              for verdict in verdicts]  # fmt: skip
     lines = [line[0].upper() + line[1:] for line in lines]
+    lines += losses_of(rows)
     outside = {row.trace: row.share_outside_blocks for row in rows}
     for name, share in outside.items():
         lines += [f"{name}: {sentence}" for sentence in outside_blocks(share)]

@@ -20,6 +20,7 @@ from kvoffload.plan.payback import LIFE_DAYS, NO_MORE, gpus_saved, payback_of, s
 from kvoffload.plan.rows import Measured, PlanRow, age
 from kvoffload.plan.targets import ABOUT, ENOUGH, Outcome, beside, other_ram
 from kvoffload.simulate.report import OVERLOADED, TimedOutcome, TimedTierReport, break_even_sentence
+from kvoffload.sweep import monotone
 from kvoffload.sweep.bootstrap import CORRELATED, Interval
 from kvoffload.sweep.table import YARDSTICK
 from kvoffload.sweep.verdict import Certainty, certainty_of
@@ -100,6 +101,7 @@ def _other_purchases(findings: Findings) -> list[str]:
 
 def _limits(findings: Findings) -> list[str]:
     sentences = [_ceiling(findings.evidence), *outside_blocks(findings.evidence.share_outside_blocks)]
+    sentences += monotone.less_with_more(_by_ram(one.row) for one in (*findings.rows, *findings.sampled))
     if findings.one_in > 1:
         rows = len(findings.rows) - 1
         sentences.append(
@@ -107,6 +109,15 @@ def _limits(findings: Findings) -> list[str]:
             " with all sessions."
         )
     return sentences
+
+
+def _by_ram(row: PlanRow) -> monotone.Measured:
+    """Return the saving of a row as a point of its configuration's curve over RAM."""
+    name = str(row.setup)
+    name += f", {_several(row.ssd_drives, 'drive')} in a host" if row.ssd_drives else ""
+    name += f", {_several(row.servers, 'server')}" if row.servers else ""
+    name += f", on one of {row.one_in:,} sessions" if row.one_in > 1 else ""
+    return monotone.Measured(name, name, row.ram_bytes, size(row.ram_bytes), row.saved)
 
 
 def _ceiling(evidence: Evidence) -> str:
