@@ -230,6 +230,20 @@ def blocks_of_16(tmp_path: Path) -> Path:
     return path
 
 
+def test_sizes_that_cannot_be_meant_give_a_warning(blocks_of_16: Path) -> None:
+    """The 40 requests have 20 x 29 + 1 blocks, of 16 KiB."""
+    options = "--bytes-per-token", "1KiB", "--no-data", "--quiet"
+    done = kvoffload("replay", blocks_of_16, "--capacity", "1GiB", *options, "--tiers", "simulated:8MiB")
+    assert done.returncode == 0
+    assert done.stderr.splitlines() == [
+        "kvoffload: capacity: 1GiB is 65,536 blocks, but small (assumed: no reuse) has only 581 different "
+        "blocks: RAM is never full",
+        "kvoffload: tiers: simulated:8MiB is smaller than the RAM of 1GiB before it, and saves little",
+    ]
+    done = kvoffload("replay", blocks_of_16, "--capacity", "100%", *options, "--tiers", "simulated:16MiB")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_sizes_are_divided_by_the_blocks_of_the_header(blocks_of_16: Path) -> None:
     options = "--capacity", "4MiB", "--bytes-per-token", "1KiB", "--no-data", "--quiet"
     done = kvoffload("replay", blocks_of_16, *options, "--format", "json")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 
 from kvoffload.cli.vllm_config import vllm_config
 from kvoffload.errors import ConfigError
+from kvoffload.integrations.vllm.scheduler_side.live_settings import LiveOptions
 from kvoffload.integrations.vllm.shared.options import parse_options
 from support.run_cli import kvoffload
 
@@ -172,3 +174,35 @@ def test_a_misspelt_variable_is_refused(name: str, meant: str, monkeypatch: pyte
     assert done.returncode == 2
     assert f"KVOFFLOAD_{name}' is invalid; no option; did you mean KVOFFLOAD_{meant}?" in done.stderr
     assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "warning"),
+    [
+        (("999TiB",), "ram: 999 TiB is more than 64 TiB, and hosts have less: is the unit right?"),
+        (
+            ("1GiB", "disk:/nvme:1MiB"),
+            "tiers: disk:/nvme:1MiB is smaller than the RAM of 1 GiB before it, and saves little",
+        ),
+        (
+            ("1GiB", "disk:/nvme:2GiB", "disk:/hdd:1.5GiB"),
+            "tiers: disk:/hdd:1.5GiB is smaller than the tier disk:/nvme:2GiB before it, and saves little",
+        ),
+        (("64TiB",), None),
+        (("1GiB", "disk:/nvme:1GiB"), None),
+    ],
+)
+def test_sizes_with_a_wrong_unit_give_a_warning(sizes: tuple[str, ...], warning: str | None) -> None:
+    """999 TiB of RAM, and 1 MiB of disk behind 1 GiB of RAM, were accepted without a word."""
+    ram, *tiers = sizes
+    done = CliRunner().invoke(
+        vllm_config, ["--ram", ram, *(word for tier in tiers for word in ("--tier", tier))]
+    )
+    assert done.exit_code == 0, done.output
+    assert done.stderr == ("" if warning is None else f"kvoffload: {warning}\n")
+    assert "--kv-transfer-config" in done.stdout
+
+
+def test_the_help_names_the_live_settings() -> None:
+    words = " ".join(CliRunner().invoke(vllm_config, ["--help"]).output.split())
+    assert f"engine takes: {', '.join(field.name for field in fields(LiveOptions))}." in words

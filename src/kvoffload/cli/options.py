@@ -13,7 +13,7 @@ import inspect
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -350,6 +350,20 @@ def warn(sentences: Iterable[str]) -> None:
     """Print warnings, one on a line."""
     for sentence in sentences:
         click.echo(f"kvoffload: {sentence}", err=True)
+
+
+def warn_of_small_tiers(ram: str, ram_size: int, tiers: Mapping[str, int]) -> None:
+    """Warn of each tier that is smaller than the RAM or the tier before it.
+
+    Args:
+        ram: size of RAM as typed.
+        tiers: tiers as typed -> sizes in the unit of `ram_size`, from the fastest to the slowest.
+    """
+    before, size_before = f"RAM of {ram}", ram_size
+    for tier, tier_size in tiers.items():
+        if tier_size < size_before:
+            warn([f"tiers: {tier} is smaller than the {before} before it, and saves little"])
+        before, size_before = f"tier {tier}", tier_size
 
 
 @dataclass(frozen=True, kw_only=True)

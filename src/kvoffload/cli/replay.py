@@ -27,6 +27,8 @@ from kvoffload.cli.options import (
     argument,
     option,
     options_of,
+    warn,
+    warn_of_small_tiers,
 )
 from kvoffload.cli.output import progress_bar, writable, write_output
 from kvoffload.cli.replay_calls import check_alone, replay_calls
@@ -82,13 +84,21 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
         """Create the configuration of the caches, with sizes in blocks of `trace`."""
         blocks = parse_capacity("capacity", self.capacity, block_bytes, trace.unique_blocks)
+        typed = self.parsed_tiers()
+        tiers = tuple(tier.in_blocks(block_bytes, trace.unique_blocks) for tier in typed)
+        if blocks > trace.unique_blocks:
+            warn([f"capacity: {self.capacity} is {blocks:,} blocks, but {trace.name} has only "
+                  f"{trace.unique_blocks:,} different blocks: RAM is never full"])  # fmt: skip
+        sizes = {str(given): tier.num_blocks for given, tier in zip(typed, tiers, strict=True)
+                 if isinstance(tier, SizedTierOptions)}  # fmt: skip
+        warn_of_small_tiers(self.capacity, blocks, sizes)
         return ReplayConfig(
             blocks,
             self.policy,
             self.admission,
             device_blocks(self.device_blocks, blocks, block_bytes, trace.unique_blocks),
             self.store,
-            tuple(tier.in_blocks(block_bytes, trace.unique_blocks) for tier in self.parsed_tiers()),
+            tiers,
             instances=self.instances,
             routing=self.routing,
             shared_ram=self.shared_ram,

@@ -13,12 +13,14 @@ from typing import Annotated, Any
 import click
 from click.core import ParameterSource
 
-from kvoffload.cli.options import CONFIG, Store, TiersOptions, option, options_of
+from kvoffload.cli.options import CONFIG, Store, TiersOptions, option, options_of, warn, warn_of_small_tiers
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.options import VERIFY, VLLMS_NAMES, parse_options
 from kvoffload.settings.layers import OF_ENGINES, PREFIX, gathered
-from kvoffload.settings.read import OneOf, Positive
+from kvoffload.settings.read import OneOf, Positive, parse_size
+from kvoffload.text import size
+from kvoffload.tiers.spec import SizedTierOptions
 
 _HOME = "kvoffload.integrations.vllm"
 _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_prompt_only": "all_tokens"}
@@ -26,6 +28,8 @@ _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_pro
 _FLAGS = {"tiers": "tier"}
 _LEAST_RAM_BYTES = 2**20
 """Smallest RAM accepted: a smaller number probably lacks its unit."""
+_MOST_RAM_BYTES = 64 * 2**40
+"""Most RAM without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +78,7 @@ class VLLMConfigOptions(TiersOptions):
     )
     live_settings: str | None = option(
         None,
-        "JSON file with options that the running engine takes: policy, tenants.",
+        "JSON file with options that the running engine takes: policy, ram, tenants.",
         metavar="PATH",
     )
     tenants: str | None = option(
@@ -128,7 +132,22 @@ def vllm_config(options: VLLMConfigOptions) -> None:
         raise (problems[0] if len(problems) == 1 else CombinedConfigError("vllm-config", problems)) from None
     except ConfigError as problem:
         raise _as_typed(problem) from None
+    _warn_of_sizes(config["kv_connector_extra_config"])
     click.echo(json.dumps(config, indent=2) if options.form == "json" else as_flag(config))
+
+
+def _warn_of_sizes(given: Mapping[str, Any]) -> None:
+    """Warn of sizes that are valid and probably have a wrong unit."""
+    options = parse_options(given)
+    typed = size(options.ram_bytes)
+    if options.ram_bytes > _MOST_RAM_BYTES:
+        warn([f"ram: {typed} is more than {size(_MOST_RAM_BYTES)}, and hosts have less: is the unit right?"])
+    sizes = {
+        str(tier): parse_size("tiers", tier.capacity)
+        for tier in options.tiers
+        if isinstance(tier, SizedTierOptions) and tier.capacity.strip()[-1:].isalpha()
+    }
+    warn_of_small_tiers(typed, options.ram_bytes, sizes)
 
 
 def _as_typed(problem: ConfigError) -> ConfigError:
