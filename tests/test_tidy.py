@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "transfer": {"structures", "errors"},
     "tiers": {"transfer", "core", "structures", "settings", "text", "errors"},
     "tiering": {"tiers", "core", "structures", "errors"},
-    "cache": {"tiering", "tiers", "transfer", "core", "structures", "settings", "errors"},
+    "cache": {"node", "tiering", "tiers", "transfer", "core", "structures", "settings", "text", "errors"},
     "metrics": {"cache", "tiering", "tiers", "core", "errors"},
     "traces": {"core", "settings", "structures", "text", "errors"},
     "replay": {

@@ -10,11 +10,13 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvoffload as package
+from kvoffload.node.directory import SHARED_MEMORY
 from support.run_cli import kvoffload
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +33,16 @@ def commands() -> list[tuple[str, str]]:
     return [shown for page in PAGES for shown in _SHOWN.findall((ROOT / "docs" / page).read_text())]
 
 
-def printed(document: str) -> tuple[str, str]:
-    """The output of the first example in a document, and the document."""
-    text = (ROOT / document).read_text()
-    code = re.findall(r"```python\n(.*?)```", text, re.S)[0]
+def printed(document: str, *more: int) -> tuple[str, str]:
+    """The output of the first example in a document, and the document.
+
+    `more`: numbers of further examples to run afterwards, with the names of the first.
+    """
+    text, names = (ROOT / document).read_text(), dict[str, object]()
+    examples = re.findall(r"```python\n(.*?)```", text, re.S)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(code, {})
+        for number in (0, *more):
+            exec(examples[number], names)
     return out.getvalue(), text
 
 
@@ -98,6 +104,31 @@ def test_the_code_for_embedding_finds_the_disk_of_an_earlier_life(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     out, page = printed("docs/embedding.md")
     assert out == "first life: 0 of 100 tokens loaded\nsecond life: 96 of 100 tokens loaded\n"
+    assert f"```\n{out}```" in page
+
+
+@pytest.fixture
+def own_pools(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A directory for shared pools, without keepers."""
+    with tempfile.TemporaryDirectory(prefix="kvoffload-test-", dir=SHARED_MEMORY) as root:
+        monkeypatch.setattr("kvoffload.cache.shared_ram.SHARED_MEMORY", Path(root))
+        monkeypatch.setattr("kvoffload.node.keeper.start", lambda *_: None)
+        yield
+
+
+def test_the_code_for_embedding_shares_ram(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_pools: None
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    out, page = printed("docs/embedding.md", 1)
+    last = out.splitlines()[-1]
+    assert last == "96 tokens loaded"
+    assert f"`{last}`" in page
+
+
+def test_the_code_for_a_shared_pool_loads_in_the_second_run(own_pools: None) -> None:
+    out, page = printed("docs/node-pool.md", 0)
+    assert out == "0 of 100 tokens loaded\n96 of 100 tokens loaded\n"
     assert f"```\n{out}```" in page
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.integrations.vllm.shared.options import RamOptions, VLLMOptions, parse_options
+from kvoffload.integrations.vllm.shared.options import VLLMOptions, parse_options
 from kvoffload.settings.layers import gathered
+from kvoffload.settings.ram import RamOptions
 from kvoffload.settings.read import convert, possible_values, read_options
 from kvoffload.tiers.kinds.disk import DiskOptions
 from support.run_cli import kvoffload

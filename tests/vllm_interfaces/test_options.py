@@ -17,10 +17,10 @@ from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError
 from kvoffload.integrations.vllm.shared.options import (
     NAMES,
     AuditOptions,
-    RamOptions,
     VLLMOptions,
     parse_options,
 )
+from kvoffload.settings.ram import RamOptions
 from kvoffload.tiers.disk.lock import DirectoryLock
 from kvoffload.tiers.kinds.disk import DiskOptions
 from kvoffload.tiers.rate_limited_log import RateLimitedLog

@@ -26,7 +26,8 @@ class KVCache:
             request.store_from(kv, block_ids)
 
     Blocks are verified against their keys at every load: a damaged block is a miss. Blocks are written to the
-    tiers in the background. A cache that is opened on the same disk finds the blocks of its predecessor.
+    tiers in the background. A cache that is opened on the same disk finds the blocks of its predecessor. With
+    shared RAM (``ram="64GiB,shared=node"``) all processes of the pool load, store and evict its blocks.
 
     Thread: any number; the cache's own thread makes all decisions. Use the cache as a context manager, or
     call `close`. A process that ends without `close` loses the blocks that no tier has written yet.
@@ -79,7 +80,8 @@ class KVCache:
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Write all blocks of RAM to every tier that admits them, within `timeout_s` seconds.
 
-        Returns False on time-out, or if a tier failed to write or dropped some of the blocks.
+        Returns False on time-out, or if a tier failed to write or dropped some of the blocks. With shared RAM
+        also if another process has stored blocks meanwhile.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
@@ -96,6 +98,10 @@ class KVCache:
         more, because their KV may be of the weights before. Returns False if a tier has not confirmed the
         reset within `timeout_s` seconds. Call `reset` again in this case: until then other machines may find
         old blocks, and this machine may find old blocks after a crash.
+
+        With shared RAM the call empties the pool of all processes, and the tiers of this process. Other
+        processes may store blocks of old weights afterwards, or load them from their own tiers: give new
+        weights a new `model` instead. Returns False also if a stopped process holds the pool's lock.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)

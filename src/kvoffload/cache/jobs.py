@@ -21,7 +21,8 @@ from kvoffload.cache.owner import Limit
 from kvoffload.core.hints import Hints
 from kvoffload.core.plans import LookupResult, ManagerStats
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import MisuseError
+from kvoffload.errors import GoneError, MisuseError
+from kvoffload.node.manager import NodeManager
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.contract import Mask, TierStats
@@ -35,7 +36,8 @@ BlockIds = npt.NDArray[np.int64]
 
 _WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 _ATTEMPTS = 3
-"""Largest number of lookups in one load. A block damaged in RAM is looked up again: a tier may have it."""
+"""Largest number of lookups in one load. A block damaged in RAM is looked up again: a tier may have it. In
+shared RAM, another process may evict a block after the lookup."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
@@ -49,7 +51,7 @@ class CacheStats(NamedTuple):
 
     Attributes:
         hit_tokens: loaded tokens by source: ``ram`` and the name of each tier.
-        ram: counters of RAM.
+        ram: counters of RAM; for shared RAM, of all its processes together.
         tiers: counters of each tier, by name.
     """
 
@@ -89,6 +91,7 @@ class Jobs:
         manager: the manager of RAM and tiers. From now on only the thread of the coroutines may use it.
         ram: the memory of RAM's slots.
         block_tokens: tokens of a block, for the counters.
+        close_ram: called at the end of `close`; None: closes `ram`.
 
     Attributes:
         manager: the manager, for the owner's thread only.
@@ -98,8 +101,15 @@ class Jobs:
     Thread: the owner's, except `__init__`.
     """
 
-    def __init__(self, manager: TieredManager, ram: MemoryTier, block_tokens: int) -> None:
+    def __init__(
+        self,
+        manager: TieredManager,
+        ram: MemoryTier,
+        block_tokens: int,
+        close_ram: Callable[[], None] | None = None,
+    ) -> None:
         self.manager = manager
+        self._close_ram = close_ram or ram.close
         self.ram, self._block_tokens = ram, block_tokens
         self._observer: Observer | None = None
         self._threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="kvoffload-copy")
@@ -124,7 +134,10 @@ class Jobs:
                 num_ready = await self._num_ready(rest, ctx, limit)
                 if num_ready == 0:
                     break
-                plan = self.manager.prepare_load(rest[:num_ready], ctx)
+                try:
+                    plan = self.manager.prepare_load(rest[:num_ready], ctx)
+                except GoneError:
+                    continue
                 rows, damaged = ids[present : present + num_ready], np.empty(0, np.intp)
                 try:
                     copy = functools.partial(self._copy_out, plan.keys, plan.slots, parts, rows)
@@ -190,7 +203,10 @@ class Jobs:
         return self.manager.flush(0.0)  # False if a block is still to be written, because its write failed
 
     async def reset(self, limit: Limit) -> bool:
-        """Forget every block in RAM and in the tiers. Returns False if a tier has not confirmed in time."""
+        """Forget every block in RAM and in the tiers.
+
+        Returns False if a tier has not confirmed in time, or if the lock of shared RAM was not free in time.
+        """
         self.num_resets += 1
         self.manager.reset()
         pause_s = _SHORTEST_PAUSE_S
@@ -201,7 +217,8 @@ class Jobs:
             pause_s = min(1.5 * pause_s, _LONGEST_DRAIN_PAUSE_S)
             self.manager.poll()
         self._poll()
-        return True
+        ram = self.manager.ram_manager
+        return not (isinstance(ram, NodeManager) and ram.has_deferred_reset)
 
     async def observe(self, observer: Observer) -> None:
         """Report to a collector: now, ten times a second while tiers have jobs, and after the last job."""
@@ -231,7 +248,7 @@ class Jobs:
             if self._polling is not None:
                 self._polling.cancel()
             self._threads.shutdown()
-            self.ram.close()
+            self._close_ram()
 
     # ---- private
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeAlias
 
 from kvoffload.cache.cache import KVCache
 from kvoffload.cache.jobs import Jobs
 from kvoffload.cache.keys import KEY_BYTES, fingerprint
 from kvoffload.cache.layout import KVLayout
+from kvoffload.cache.shared_ram import SharedMemoryTier, join_pool
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
+from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
-from kvoffload.settings.read import Duration, Positive, Size, convert
+from kvoffload.node.directory import PoolDirectory
+from kvoffload.node.manager import NodeManager
+from kvoffload.settings.ram import Ram, RamOptions
+from kvoffload.settings.read import Duration, Positive, convert
+from kvoffload.structures.index import Index
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.spec import TierOwner, open_tiers, parse_tiers
@@ -28,21 +35,24 @@ def open(
     *,
     model: str,
     layout: KVLayout,
-    ram: str | int = "1GiB",
+    ram: str | int | Mapping[str, Any] = "1GiB",
     tiers: str | Iterable[TierText] = (),
     policy: str | type[EvictionPolicy] = DEFAULT_POLICY,
     admission: str | Admission = DEFAULT_ADMISSION,
     deadline_s: float = 2.0,
     recompute_tokens_per_s: float | None = None,
 ) -> KVCache:
-    """Open a cache for the KV blocks of this process, in RAM and in tiers behind it.
+    """Open a cache for KV blocks, in RAM and in tiers behind it.
 
     Args:
         model: identity of everything that determines KV besides the tokens: weights with their revision,
             adapters, quantization, rope settings, library versions. Blocks of another model or layout are
             never served.
         layout: the layout of the engine's tensors.
-        ram: size of RAM: ``8GiB``, or a number of bytes.
+        ram: size of RAM: ``8GiB``, or a number of bytes. ``8GiB,shared=node`` or
+            ``{"size": "8GiB", "shared": "node"}``: one pool of this size for all processes of this user on
+            this machine with equal `model`, `layout`, `ram` and `policy` (docs/node-pool.md). ``keep`` and
+            ``share`` as for vLLM.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
         deadline_s: longest time that a load waits for tiers; upper limit of a load's `timeout_s`.
@@ -51,7 +61,7 @@ def open(
 
     Raises:
         ConfigError: all problems at once.
-        UnavailableError: a tier cannot be opened now.
+        UnavailableError: a tier cannot be opened now, or the shared pool cannot be used now.
     """
     problems = Problems("open")
     with problems:
@@ -63,11 +73,11 @@ def open(
                 "layout", layout, f"allowed: a KVLayout{_GROUPS if _is_several(layout) else ''}"
             )
     with problems:
-        ram_bytes = convert("ram", ram, Size)
+        in_ram: RamOptions = convert("ram", ram, Ram)
     with problems:
         options = parse_tiers("tiers", tiers)
     with problems:
-        POLICIES.find(policy)
+        policy_class = POLICIES.find(policy)
     with problems:
         create_admission(admission, KEY_BYTES, 1)
     with problems:
@@ -75,19 +85,27 @@ def open(
     with problems:
         if recompute_tokens_per_s is not None:
             recompute_tokens_per_s = convert("recompute_tokens_per_s", recompute_tokens_per_s, Positive)
+    with problems:
+        if not problems.found and in_ram.shared:
+            NodeManager.check_policy(policy_class(Index(1, KEY_BYTES)))
     problems.check()
-    if (blocks := ram_bytes // layout.block_bytes) < 1:
+    if (blocks := in_ram.size // layout.block_bytes) < 1:
         raise ConfigError("ram", ram, f"allowed: {layout.block_bytes:,} bytes or more, the size of a block")
-    owner = TierOwner(layout.block_bytes, KEY_BYTES, fingerprint(model, layout.describe()))
+    producer = fingerprint(model, layout.describe())
     with ExitStack() as undo:
-        opened = open_tiers(options, owner)
+        opened = open_tiers(options, TierOwner(layout.block_bytes, KEY_BYTES, producer))
         for tier in opened:
             undo.callback(tier.close)
-        try:
-            memory = MemoryTier(blocks, layout.block_bytes)
-        except ConfigError as problem:
-            raise ConfigError("ram", ram, problem.allowed) from None
-        undo.callback(memory.close)
+        close_ram = undo.enter_context(ExitStack())
+        make_ram_manager: Callable[..., OffloadingManager] = OffloadingManager
+        if in_ram.shared:
+            pool = join_pool(in_ram, producer, policy)
+            close_ram.callback(pool.close)
+            memory: MemoryTier = SharedMemoryTier(pool, blocks, layout.block_bytes)
+            make_ram_manager = partial(_join, close_ram, pool, in_ram.share_blocks(blocks))
+        else:
+            memory = _own_memory(ram, blocks, layout.block_bytes)
+        close_ram.callback(memory.close)
         manager = TieredManager(
             blocks,
             ram=memory,
@@ -98,10 +116,27 @@ def open(
             deadline_s=deadline_s,
             explain_misses=True,
             recompute_s_per_block=recompute_tokens_per_s and layout.block_tokens / recompute_tokens_per_s,
+            make_ram_manager=make_ram_manager,
         )
-        cache = KVCache(Jobs(manager, memory, layout.block_tokens), layout, deadline_s)
+        cache = KVCache(Jobs(manager, memory, layout.block_tokens, close_ram.close), layout, deadline_s)
         undo.pop_all()
     return cache
+
+
+def _own_memory(ram: object, num_blocks: int, block_bytes: int) -> MemoryTier:
+    try:
+        return MemoryTier(num_blocks, block_bytes)
+    except ConfigError as problem:
+        raise ConfigError("ram", ram, problem.allowed) from None
+
+
+def _join(
+    close_ram: ExitStack, pool: PoolDirectory, share_blocks: int, *arguments: Any, **keywords: Any
+) -> NodeManager:
+    """Create the manager of shared RAM; `close_ram` gets its `close`."""
+    manager = NodeManager(*arguments, directory=pool, share_blocks=share_blocks, **keywords)
+    close_ram.callback(manager.close)
+    return manager
 
 
 def _is_several(layout: object) -> bool:

@@ -294,6 +294,18 @@ def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
     return statuses
 
 
+def log_other_pools(pool: PoolDirectory, facts: Mapping[str, Any], log: logging.Logger) -> None:
+    """Log the pools that other engines use, each with the names of its facts that differ from these facts."""
+    for other in pools(pool.path.parent):
+        differing = [name for name, value in facts.items() if other.facts.get(name) != value]
+        if other.path != pool.path and other.pids and differing:
+            log.info(
+                "kvoffload: RAM is not shared with the pool %s: %s differs",
+                other.name,
+                " and ".join(differing),
+            )
+
+
 def find(name: str, root: Path = SHARED_MEMORY) -> PoolStatus:
     """Return the pool with this name. Raises: `ConfigError` for an unknown name, with a list of the pools."""
     known = {pool.name: pool for pool in pools(root)}

@@ -92,7 +92,8 @@ class NodeManager(OffloadingManager):
     Attributes:
         num_timeouts: calls that did not get the lock in time.
 
-    Thread: one in each process. Cost: about 0.5 us a call more than an `OffloadingManager`.
+    Thread: one in each process. Cost: 0.3 to 0.6 us a call more than an `OffloadingManager` up to 64 blocks,
+    and up to 2.5 us more at 1,024 blocks.
 
     Raises:
         ConfigError: for a policy that is not compiled, for a victim tier (a victim tier follows a single
@@ -115,12 +116,7 @@ class NodeManager(OffloadingManager):
         if store != ON_COMPUTE:
             raise ConfigError("store", store, f"allowed with a shared pool: {ON_COMPUTE}")
         super().__init__(capacity_blocks, store=store, **manager)
-        policy = self.policy
-        if not isinstance(policy, CompiledPolicy) or not self._is_compiled(policy):
-            why = (
-                "a policy in Python cannot be shared by processes; allowed: policies with compiled functions"
-            )
-            raise ConfigError("policy", policy.name, why)
+        policy = self.check_policy(self.policy)
         self._directory, self._clock = directory, clock
         self._is_inside = self._is_torn = self._is_closed = False
         self._next_check = math.inf
@@ -190,10 +186,13 @@ class NodeManager(OffloadingManager):
         update_owners(self._state.tenants, numbers)
 
     @staticmethod
-    def _is_compiled(policy: CompiledPolicy) -> bool:
-        """Return True if all functions of the policy are compiled: Python code could have private state."""
-        overridden = [name for name in ("expect", "observe", "finished") if name in vars(type(policy))]
-        return policy.is_compiled and not overridden
+    def check_policy(policy: EvictionPolicy) -> CompiledPolicy:
+        """Return the policy. Raises `ConfigError` for functions in Python, which could have private state."""
+        in_python = any(name in vars(type(policy)) for name in ("expect", "observe", "finished"))
+        if isinstance(policy, CompiledPolicy) and policy.is_compiled and not in_python:
+            return policy
+        why = "a policy in Python cannot be shared by processes; allowed: policies with compiled functions"
+        raise ConfigError("policy", policy.name, why)
 
     def prepare_policy_change(self, policy: str | type[EvictionPolicy]) -> PolicyChange:
         """Refuse to change the policy, which all engines share. Raises: `ConfigError`."""
@@ -470,6 +469,11 @@ class NodeManager(OffloadingManager):
             if drop_in_flight not in self._deferred_resets:
                 self._deferred_resets.add(drop_in_flight)
                 self._deferred.append(lambda: self._reset(drop_in_flight))
+
+    @property
+    def has_deferred_reset(self) -> bool:
+        """True after a `reset` that waits for the lock."""
+        return bool(self._deferred_resets)
 
     def _reset(self, drop_in_flight: bool) -> None:
         if drop_in_flight:

@@ -68,10 +68,17 @@ class MemoryTier:
             raise ConfigError("block_bytes", block_bytes, "allowed: 1 or more")
         self.num_slots, self.block_bytes = num_slots, block_bytes
         self.slot_stride = -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        self._memory: mmap.mmap | None = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)
-        self.checksums: Checksums | None = np.full(num_slots, NO_CHECKSUM, np.uint64) if verify else None
-        self._slots = np.frombuffer(self._memory, np.uint8).reshape(num_slots, self.slot_stride)
+        self._memory: mmap.mmap | None
+        self.checksums: Checksums | None
+        self._memory, slots_at, self.checksums = self._map(verify)
+        slots = np.frombuffer(self._memory, np.uint8, num_slots * self.slot_stride, slots_at)
+        self._slots = slots.reshape(num_slots, self.slot_stride)
         compile_all()
+
+    def _map(self, verify: bool) -> tuple[mmap.mmap, int, Checksums | None]:
+        """Allocate the memory. Returns the memory, the position of slot 0 in it, and the checksums."""
+        memory = _allocate(self.num_slots, self.block_bytes, self.num_slots * self.slot_stride)
+        return memory, 0, np.full(self.num_slots, NO_CHECKSUM, np.uint64) if verify else None
 
     @property
     def pool(self) -> Blocks:

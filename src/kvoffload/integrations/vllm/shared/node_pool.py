@@ -14,7 +14,7 @@ from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import VLLMOptions
 from kvoffload.integrations.vllm.shared.tiers import Producer, fingerprint
 from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, EngineFacts, minor
-from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory, pools
+from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory, log_other_pools
 from kvoffload.text import size
 
 USUAL_KEY_BYTES = 36
@@ -53,14 +53,7 @@ def join_node_pool(
         "producer": fingerprint(producer),
     }
     pool = PoolDirectory.join(equal, facts.engine_id, keep_s=options.ram.keep_s, root=root)
-    for other in pools(pool.path.parent):
-        differing = [name for name, value in equal.items() if other.facts.get(name) != value]
-        if other.path != pool.path and other.pids and differing:
-            logger.info(
-                "kvoffload: RAM is not shared with the pool %s: %s differs",
-                other.name,
-                " and ".join(differing),
-            )
+    log_other_pools(pool, equal, logger)
     return pool
 
 

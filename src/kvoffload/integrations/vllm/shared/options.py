@@ -20,11 +20,9 @@ from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.integrations.vllm.shared.tenants import ONE_OWNER, Tenants
 from kvoffload.settings.layers import OF_ENGINES, gathered
+from kvoffload.settings.ram import Ram
 from kvoffload.settings.read import (
     Count,
-    Duration,
-    NotNegative,
-    OneOf,
     Positive,
     Size,
     convert,
@@ -95,59 +93,6 @@ class _AuditParser:
 Audit: TypeAlias = Annotated[AuditOptions, _AuditParser()]
 
 
-NODE = "node"
-
-
-@dataclass(frozen=True)
-class RamOptions:
-    """RAM for blocks: ``64GiB``, ``64GiB,shared=node``, or ``{"size": "64GiB", "shared": "node"}``.
-
-    Attributes:
-        size: bytes, for all workers of the engine together, as vLLM counts.
-        shared: ``node``: one pool of this size for all engines of the user on this machine, if their blocks
-            are equal. Empty: the engine has its own pool.
-        keep_s: seconds for which a shared pool remains after its last engine; 0: the pool is removed at once.
-        share: bytes of a shared pool that belong to this engine while it runs; unused bytes are lent to the
-            other engines. None: no share.
-    """
-
-    size: Size
-    shared: Annotated[str, OneOf((NODE,))] | None = None
-    keep_s: NotNegative = field(default=600.0, metadata={"option": "keep"})
-    share: Size | None = None
-
-    def share_blocks(self, num_blocks: int) -> int:
-        """Convert `share` to blocks of a pool with `num_blocks` blocks, rounded down; 0 without a share."""
-        return (self.share or 0) * num_blocks // self.size
-
-
-class _RamParser:
-    allowed = "bytes, or a size such as 64GiB; for one pool for all engines of a machine 64GiB,shared=node"
-
-    def parse(self, field: str, value: object) -> RamOptions:
-        if isinstance(value, RamOptions):
-            return value
-        if isinstance(value, str) and "," in value:
-            given_size, *settings = value.split(",")
-            value = {"size": given_size, **dict(setting.partition("=")[::2] for setting in settings)}
-        if not isinstance(value, Mapping) or not value:
-            return RamOptions(convert(field, value, Size))
-        given = {**value}
-        if (keep := given.get("keep")) not in (None, 0, "0"):
-            try:
-                given["keep"] = convert(f"{field}.keep", keep, Duration)
-            except ConfigError:
-                raise ConfigError(
-                    f"{field}.keep", keep, "allowed: 0, or a time such as 60, 10min, 1h"
-                ) from None
-        options = within(field, RamOptions, given)
-        if options.share is not None and not options.shared:
-            raise ConfigError(f"{field}.share", given["share"], "allowed with shared=node")
-        if options.share is not None and options.share > options.size:
-            raise ConfigError(f"{field}.share", given["share"], f"allowed: up to the size, {given['size']}")
-        return options
-
-
 @dataclass(frozen=True)
 class RecordOptions:
     """A recording: ``/var/log/kv.jsonl``, ``/var/log/kv.jsonl,calls``, or ``{"path": ..., "calls": true}``.
@@ -185,9 +130,6 @@ class _RecordParser:
 
 
 Record: TypeAlias = Annotated[RecordOptions, _RecordParser()]
-
-
-Ram: TypeAlias = Annotated[RamOptions, _RamParser()]
 
 
 @dataclass(frozen=True)

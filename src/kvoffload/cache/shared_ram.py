@@ -1,0 +1,149 @@
+"""RAM in a pool of the machine: the processes with equal blocks, and the memory of the slots.
+
+Owns the facts that must be equal in all processes of a pool, and the file ``slots`` of the pool's directory.
+Does not know which slots are in use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import mmap
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from kvoffload.core.policy import EvictionPolicy
+from kvoffload.errors import ConfigError, UnavailableError
+from kvoffload.node.directory import FACTS, SHARED_MEMORY, SLOTS, PoolDirectory, log_other_pools, open_own
+from kvoffload.node.mutex import check_platform
+from kvoffload.settings.ram import RamOptions
+from kvoffload.text import size
+from kvoffload.tiers.contract import Checksums
+from kvoffload.tiers.memory import MemoryTier, available_bytes
+
+_FORMAT = 1
+"""Version of the file `SLOTS`; increment it with every change of its layout."""
+_MAGIC = 0x6B766F66_736C6F74
+_STEP_BYTES = 256 * 1024 * 1024
+_POLL_S, _PATIENCE_S = 0.01, 600.0
+"""Two times in seconds: between two attempts to lock the file, and the longest wait for another process
+that allocates the memory."""
+_log = logging.getLogger(__name__)
+
+
+def join_pool(ram: RamOptions, producer: str, policy: str | type[EvictionPolicy]) -> PoolDirectory:
+    """Join the pool of all processes whose producer, policy and size of RAM are equal, or create the pool.
+
+    Raises: as `PoolDirectory.join`; `UnavailableError` if the pool's directory was made for other facts.
+    """
+    check_platform()
+    name = policy if isinstance(policy, str) else f"{policy.__module__}:{policy.__qualname__}"
+    facts = {"producer": producer, "policy": name, "ram_bytes": ram.size, "slots": f"open {_FORMAT}"}
+    engine_id = f"{os.getpid()}-{uuid.uuid4()}"
+    pool = PoolDirectory.join(facts, engine_id, keep_s=ram.keep_s, root=SHARED_MEMORY)
+    try:
+        _check_facts(pool.path / FACTS, facts)
+    except ConfigError:
+        pool.close()
+        raise
+    _log.info("kvoffload: RAM of %s is shared in the pool %s", size(ram.size), pool.path.name)
+    log_other_pools(pool, facts, _log)
+    return pool
+
+
+def _check_facts(path: Path, facts: dict[str, object]) -> None:
+    try:
+        recorded = json.loads(path.read_text())
+    except (OSError, ValueError):
+        recorded = None
+    if recorded != facts:
+        why = "the pool was made for another model, layout, policy or size; stop its processes and remove it"
+        raise UnavailableError("ram", str(path), why)
+
+
+class SharedMemoryTier(MemoryTier):
+    """A `MemoryTier` whose slots and checksums are in a file of a pool, for all processes of the pool.
+
+    Every block is verified, because other processes write the blocks. The first process allocates all the
+    memory; other processes wait for the allocation.
+
+    Args:
+        pool: the membership in the pool. `close` does not close it.
+        num_slots, block_bytes: equal in all processes.
+
+    Raises: `UnavailableError` if the memory is not free, if another process needs too long to allocate it,
+    or if other processes use a file that is damaged or of another version.
+    """
+
+    def __init__(self, pool: PoolDirectory, num_slots: int, block_bytes: int) -> None:
+        self._pool = pool
+        super().__init__(num_slots, block_bytes)
+
+    def _map(self, verify: bool) -> tuple[mmap.mmap, int, Checksums | None]:
+        slots_at = mmap.PAGESIZE + -(-8 * self.num_slots // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_bytes = slots_at + self.num_slots * self.slot_stride
+        facts = np.array([_MAGIC, _FORMAT, self.num_slots, self.block_bytes], np.uint64).tobytes()
+        path = self._pool.path / SLOTS
+        fd = open_own(path, os.O_RDWR | os.O_CREAT)
+        try:
+            with _locked(fd, path):
+                if os.fstat(fd).st_size != num_bytes or os.pread(fd, len(facts), 0) != facts:
+                    self._make(fd, path, facts, num_bytes)
+                memory = mmap.mmap(fd, num_bytes)
+        finally:
+            os.close(fd)
+        return memory, slots_at, np.frombuffer(memory, np.uint64, self.num_slots, mmap.PAGESIZE)
+
+    def _make(self, fd: int, path: Path, facts: bytes, num_bytes: int) -> None:
+        """Allocate the file, also in place of an incomplete or damaged file that no other process uses.
+
+        The facts are written last: a process that is killed before leaves an incomplete file.
+        """
+        is_new = not os.pread(fd, 1, 0).strip(b"\0")
+        if not is_new and self._pool.has_others():
+            why = "the file is damaged, or of another version; stop the processes of the pool and delete it"
+            raise UnavailableError("ram", str(path), why)
+        os.ftruncate(fd, 0)
+        free = os.statvfs(path)
+        num_free = min(free.f_bavail * free.f_frsize, available_bytes())
+        if num_bytes > num_free:
+            why = f"{path.parent.parent} and this machine have {size(num_free)} free"
+            raise UnavailableError("ram", size(num_bytes), why)
+        try:
+            # Now, because a later write to memory that the machine lacks kills the process. In steps, because
+            # a signal makes the system repeat a call.
+            for start in range(0, num_bytes, _STEP_BYTES):
+                os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
+        except OSError as error:
+            os.ftruncate(fd, 0)
+            raise UnavailableError("ram", size(num_bytes), f"no room ({error.strerror})") from None
+        os.pwrite(fd, facts, 0)
+
+    def close(self) -> None:
+        self.checksums = None
+        super().close()
+
+
+@contextlib.contextmanager
+def _locked(fd: int, path: Path) -> Iterator[None]:
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                why = "another process allocates the memory for too long; is it stopped?"
+                raise UnavailableError("ram", str(path), why) from None
+            time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
