@@ -138,7 +138,7 @@ def _zero_where(engine: Any, runner: str, host: Any) -> None:
 
     def zero(block_ids: list[int]) -> None:
         engine.num_zeroed = getattr(engine, "num_zeroed", 0) + len(block_ids)
-        for tensor in host._tensors:
+        for tensor in host.tensors:
             tensor[np.asarray(block_ids)] = 0
 
     def execute_model(scheduler_output: Any, *rest: Any, **more: Any) -> Any:
