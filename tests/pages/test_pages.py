@@ -38,7 +38,8 @@ def plan(chat: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str
     done = kvoffload(
         "plan", chat, "--bytes-per-token", "2KiB", "--gpus", "1", "--kv-per-gpu", "200MiB",
         "--prices", home / "prices.toml", "--jobs", "1", "--report", home / "plan.html", "--format", "json",
-        "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--admissions", "all", "--quiet",
+        "--machine", "h100-pcie5", "--prefill-tokens-per-s", "1000", "--load", "0.1", "--admissions", "all",
+        "--quiet",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return home / "plan.html", done.stdout

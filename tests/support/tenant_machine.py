@@ -22,6 +22,7 @@ class TenantMachine(ManagerMachine):
 
     Attributes:
         owner: the model: tenant of each resident block.
+        wanted: size of the last resize in blocks, which limits the minimums; 0 without a resize.
         quotas: the model: quotas by name; None until the first change.
         tenant_of: tenant of each request that had a quota when the request began.
         held_before: blocks of each tenant before the current store.
@@ -29,6 +30,7 @@ class TenantMachine(ManagerMachine):
     """
 
     requests = ManagerMachine.requests
+    wanted = 0
 
     @initialize()
     def start(self) -> None:
@@ -41,7 +43,7 @@ class TenantMachine(ManagerMachine):
 
     @rule(numbers=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(1, 4)), max_size=4))
     def set_tenants(self, numbers: list[tuple[int, int | None]]) -> None:
-        left, quotas = self.manager.capacity_blocks, {}
+        left, quotas = self.wanted or self.manager.capacity_blocks, {}
         for name, (low, high) in zip([*NAMES, OTHER], numbers, strict=False):
             low = min(low, left)
             left -= low

@@ -62,9 +62,10 @@ def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
         ]
     except Exception as error:
         # A third party's module may raise anything when it is imported.
-        reason = " ".join(str(error).split())
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())
         return {"name": name, "summary": "", "good_for": "", "paper": "", "parameters": [], **marks,
-                "error": f"{type(error).__name__}: {reason}"}  # fmt: skip
+                "error": f"{type(cause).__name__}: {reason}"}  # fmt: skip
     summary = (cls.__doc__ or "").strip().partition("\n")[0]
     return {"name": name, "summary": summary, "good_for": cls.good_for, "paper": cls.paper,
             "parameters": parameters, **marks}  # fmt: skip
