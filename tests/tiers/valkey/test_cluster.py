@@ -22,6 +22,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.tiers.contract import NO_JOB
+from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared.tier import RemoteOptions
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.tiers.valkey.cluster import ClusterTier
@@ -87,6 +88,12 @@ def make() -> Iterator[Callable[..., Client]]:
 
 def url_of(ports: Iterable[int], scheme: str = "valkey+cluster") -> str:
     return f"{scheme}://" + ",".join(f"127.0.0.1:{port}" for port in ports)
+
+
+@pytest.fixture(autouse=True)
+def start_without_some_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the wait at a start: a cluster whose nodes refuse or do not answer uses all of it."""
+    monkeypatch.setattr(ValkeyOptions, "start_s", 5.0)
 
 
 class TestCluster(ValkeyContract):
