@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import pkgutil
 import subprocess
@@ -59,6 +60,16 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("traces") / "small-chat.jsonl"
     write_trace(generate(builtin("chat", sessions=60)), path)
     return str(path)
+
+
+@pytest.fixture
+def fast_burials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The next call on a shared pool buries dead processes, without a line in the log."""
+    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
+    logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
+    yield
+    logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -47,16 +47,6 @@ def root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.fixture
-def fast_burials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The next call buries dead processes, without a line in the log."""
-    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
-    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
-    logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
-    yield
-    logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)
-
-
 def opened(blocks: int = 60, model: str = "toy", ram: str = "", **options: Any) -> KVCache:
     ram = f"{blocks * LAYOUT.block_bytes},shared=node{ram}"
     return kvoffload.open(model=model, layout=LAYOUT, ram=ram, **{"deadline_s": HANGS_S, **options})

@@ -141,8 +141,8 @@ def sweep(options: SweepOptions) -> None:
         click.echo(as_json(result.rows), nl=False)
     else:
         console = Console()
-        for part in (*tables(result.rows, console.width), *words(result.verdicts)):
-            console.print(part)
+        for section in (*tables(result.rows, console.width), *words(result.verdicts)):
+            console.print(section)
         if losses := losses_of(result.rows):
             console.print(Lines([*losses, ""]))
     warn(result.warnings)

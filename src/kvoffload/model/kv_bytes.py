@@ -169,8 +169,8 @@ def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
         return ""
     inner = _object(given, "quantization")
     names = ("kv_cache_scheme", "kv_cache_quant_algo")
-    found = next((at[name] for name in names for at in (inner, given) if at.get(name)), "")
-    return f"{found.get('num_bits')}-bit {found.get('type')}" if isinstance(found, dict) else str(found)
+    scheme = next((at[name] for name in names for at in (inner, given) if at.get(name)), "")
+    return f"{scheme.get('num_bits')}-bit {scheme.get('type')}" if isinstance(scheme, dict) else str(scheme)
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -238,7 +238,7 @@ class NodeManager(OffloadingManager):
         if not self._is_torn:
             mutex.unlock(self._door)
 
-    def _let_go(self) -> None:
+    def _release_after_exception(self) -> None:
         """Release the lock after an exception while this process acquired it.
 
         A signal handler may raise when the lock is taken and the result is not yet known. Without this
@@ -273,7 +273,7 @@ class NodeManager(OffloadingManager):
         try:
             has_lock = self._acquired(mutex.try_lock(self._door), patience_s)
         except BaseException:
-            self._let_go()
+            self._release_after_exception()
             raise
         if not has_lock:
             raise TimeoutError(f"the pool's lock was not free for {patience_s:g} s: is a process stopped?")
@@ -621,7 +621,7 @@ def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Cal
             result = mutex.try_lock(self._door)
             has_lock = not result or self._acquired(result, self._patience_s)
         except BaseException:
-            self._let_go()
+            self._release_after_exception()
             raise
         if not has_lock:
             return otherwise(self, *arguments, **keywords)

@@ -101,7 +101,9 @@ def _other_purchases(findings: Findings) -> list[str]:
 
 def _limits(findings: Findings) -> list[str]:
     sentences = [_ceiling(findings.evidence), *outside_blocks(findings.evidence.share_outside_blocks)]
-    sentences += monotone.less_with_more(_by_ram(one.row) for one in (*findings.rows, *findings.sampled))
+    sentences += monotone.less_with_more(
+        _by_ram(measured.row) for measured in (*findings.rows, *findings.sampled)
+    )
     if findings.one_in > 1:
         rows = len(findings.rows) - 1
         sentences.append(

@@ -39,8 +39,8 @@ class Measured(NamedTuple):
 def less_with_more(measured: Iterable[Measured]) -> list[str]:
     """Return one sentence about losses with more RAM, the largest loss first; empty without a loss."""
     curves: dict[Hashable, list[Measured]] = {}
-    for one in sorted(measured, key=lambda one: one.ram):
-        curves.setdefault(one.configuration, []).append(one)
+    for point in sorted(measured, key=lambda point: point.ram):
+        curves.setdefault(point.configuration, []).append(point)
     losses = [
         (smaller, larger)
         for curve in curves.values()
@@ -71,7 +71,7 @@ def losses_of(rows: Sequence[Row]) -> list[str]:
         )  # fmt: skip
         parts = [row.policy, "" if row.admission == "all" else row.admission, row.store if has_stores else ""]
         parts += [f"{row.tiers} behind" if row.tier_blocks else "", row.trace if has_traces else ""]
-        name = ", ".join(part for part in parts if part)
+        name = ", ".join(filter(None, parts))
         return Measured(configuration, name, row.capacity_blocks, row.capacity, row.prefix_hit_ratio)
 
     return less_with_more(map(measured, rows))
