@@ -92,8 +92,8 @@ class NodeManager(OffloadingManager):
     Attributes:
         num_timeouts: calls that did not get the lock in time.
 
-    Thread: one in each process. Cost: 0.3 to 0.6 us a call more than an `OffloadingManager` up to 64 blocks,
-    and up to 2.5 us more at 1,024 blocks.
+    Thread: one in each process. Cost: 0.6 to 1.6 us a call more than an `OffloadingManager` up to 64 blocks,
+    and up to 5 us more at 1,024 blocks.
 
     Raises:
         ConfigError: for a policy that is not compiled, for a victim tier (a victim tier follows a single
