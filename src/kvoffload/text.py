@@ -38,7 +38,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def outside_blocks(share: float | None) -> list[str]:
-    """Return one sentence about the prompt tokens that are in no whole block, as a list.
+    """Return a list with one sentence about the prompt tokens that are in no whole block.
 
     `share`: the share of these tokens. If `share` is None, the list is empty.
     """

@@ -36,10 +36,10 @@ class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
     The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. Uses that the
-    cache in front serves are not counted, because the tier does not serve them. A block enters if its
-    expected uses reach a threshold, the *price*. The recent earnings of the budget would have paid for all
-    recently offered blocks above the price, but not also for the blocks at the price. Blocks above the price
-    enter; blocks at the price enter only while more than a reserve of the budget is left. The budget is
+    cache in front serves are not counted, because the tier does not serve them. The *price* is a threshold of
+    expected uses. The rule derives the price from recent offers: the recent earnings of the budget would have
+    paid for all blocks above the price, but not for all blocks above and at the price. Blocks above the price
+    enter. Blocks at the price enter only while more than a reserve of the budget is left. The budget is
     therefore spent evenly on the best blocks, and users configure no threshold.
 
     More requests never reduce the expected uses, and a parent has at least as many requests as its child. So

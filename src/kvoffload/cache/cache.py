@@ -80,8 +80,8 @@ class KVCache:
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Write all blocks of RAM to every tier that admits them, within `timeout_s` seconds.
 
-        Returns False on time-out, or if a tier failed to write or dropped some of the blocks. With shared RAM
-        also if another process has stored blocks meanwhile.
+        Returns False on time-out, or if a tier failed to write or dropped some of the blocks. With shared
+        RAM, also returns False if another process has stored blocks during the call.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
@@ -94,10 +94,10 @@ class KVCache:
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
         """Forget every block in RAM and in the tiers, for all machines. Needed after a change of the weights.
 
-        This process finds none of the blocks after the call. Requests that began before store nothing any
-        more, because their KV may be of the weights before. Returns False if a tier has not confirmed the
-        reset within `timeout_s` seconds. Call `reset` again in this case: until then other machines may find
-        old blocks, and this machine may find old blocks after a crash.
+        This process finds none of the blocks after the call. Requests that began before the reset store no
+        more blocks, because their KV may come from the old weights. Returns False if a tier has not confirmed
+        the reset within `timeout_s` seconds. Call `reset` again in this case: until then other machines may
+        find old blocks, and this machine may find old blocks after a crash.
 
         With shared RAM the call empties the pool of all processes, and the tiers of this process. Other
         processes may store blocks of old weights afterwards, or load them from their own tiers: give new

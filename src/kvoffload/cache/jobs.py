@@ -91,7 +91,7 @@ class Jobs:
         manager: the manager of RAM and tiers. From now on only the thread of the coroutines may use it.
         ram: the memory of RAM's slots.
         block_tokens: tokens of a block, for the counters.
-        close_ram: called at the end of `close`; None: closes `ram`.
+        close_ram: function that `close` calls at its end. None: `close` closes `ram`.
 
     Attributes:
         manager: the manager, for the owner's thread only.
@@ -161,7 +161,7 @@ class Jobs:
     async def store(self, work: Work, keys: Keys, parts: Parts, ids: BlockIds) -> int:
         """Store the missing blocks of `keys` in RAM, from the engine's blocks `ids`. Returns their number.
 
-        A request that began before a reset stores nothing, because its KV may be of the weights before.
+        A request that began before a reset stores nothing, because its KV may come from the old weights.
         """
         async with work.turn:
             ctx = self._begun(work, keys)

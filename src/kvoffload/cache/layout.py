@@ -29,7 +29,8 @@ DTYPES = {
 _LARGEST = 2**31 - 1
 
 KVTensors: TypeAlias = Any
-"""The engine's KV cache: a tensor for each layer, a pair (keys, values) for each layer, or one tensor."""
+"""The engine's KV cache: a tensor for each layer, a pair (keys, values) for each layer, or a single
+tensor."""
 
 
 class _Tensor(NamedTuple):

@@ -40,7 +40,7 @@ class Limit:
 
 
 def seconds_of(value: object) -> float:
-    """Return a number of seconds, of Python or numpy, as a float; NaN for anything else."""
+    """Convert seconds, a number of Python or numpy, to a float; NaN for anything else."""
     return float(value) if isinstance(value, Real) else math.nan
 
 
@@ -99,9 +99,9 @@ class Owner:
             raise
 
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
-        """Refuse new jobs, set the limits of running jobs to now, run the job `last`, and end the thread.
+        """Refuse new jobs, stop the limits of running jobs, run the job `last`, and end the thread.
 
-        An interrupt sets the limit of the last job to now. A second call, or a call in a forked child, does
+        An interrupt stops the limit of the last job. A second call, or a call in a forked child, does
         nothing.
         """
         if self._is_elsewhere:

@@ -1,4 +1,4 @@
-"""RAM in a pool of the machine: the processes with equal blocks, and the memory of the slots.
+"""RAM that processes with equal blocks share: joins their pool, and maps the memory of the slots.
 
 Owns the facts that must be equal in all processes of a pool, and the file ``slots`` of the pool's directory.
 Does not know which slots are in use.
@@ -33,8 +33,8 @@ _FORMAT = 1
 _MAGIC = 0x6B766F66_736C6F74
 _STEP_BYTES = 256 * 1024 * 1024
 _POLL_S, _PATIENCE_S = 0.01, 600.0
-"""Two times in seconds: between two attempts to lock the file, and the longest wait for another process
-that allocates the memory."""
+"""Two times in seconds: the pause between two attempts to lock the file, and the longest wait for another
+process that allocates the memory."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,8 +78,8 @@ class SharedMemoryTier(MemoryTier):
         pool: the membership in the pool. `close` does not close it.
         num_slots, block_bytes: equal in all processes.
 
-    Raises: `UnavailableError` if the memory is not free, if another process needs too long to allocate it,
-    or if other processes use a file that is damaged or of another version.
+    Raises: `UnavailableError` in three cases: the machine lacks free memory, another process needs too long
+    to allocate the memory, or other processes use a file that is damaged or of another version.
     """
 
     def __init__(self, pool: PoolDirectory, num_slots: int, block_bytes: int) -> None:

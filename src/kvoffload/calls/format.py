@@ -29,7 +29,7 @@ from kvoffload.structures.keys import words_per_key
 
 MAGIC, VERSION = b"KVOCALLS", 3
 HASHES, WHOLE = "hashes", "whole"
-"""Contents of a recording's keys: their 64-bit hashes, or all bytes."""
+"""Two forms of the keys in a recording: 64-bit hashes of the keys, or all bytes of the keys."""
 HEADER, CALLS, END = 1, 2, 3
 """Kinds of frames: the header, records of calls, the end mark."""
 CLOSED = "closed"
@@ -47,7 +47,8 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         kvoffload: version of the package.
-        keys: `WHOLE` if the policy or admission rule is of another package and may read keys; else `HASHES`.
+        keys: `WHOLE` if the policy or admission rule comes from another package, because it may read keys.
+            Otherwise `HASHES`.
         key_bytes: length of the engine's keys.
         policy, admission, store: as for `OffloadingManager`.
         refuses_unasked: as for `OffloadingManager`; False if tiers behind RAM need every block.
@@ -114,7 +115,7 @@ def is_ours(rule: object) -> bool:
 
 
 def text_of(registry: Registry[Any], given: object) -> str:
-    """Return the text from which `registry` creates `given`, a policy or admission rule. None: ``all``."""
+    """Return the text from which `registry` creates the policy or rule `given`; ``all`` for None."""
     if isinstance(given, str):
         return given
     if given is None:

@@ -1,6 +1,7 @@
 """Encodes hints and quotas for a recording, with hashes in place of users' texts. Also decodes them.
 
-Hints have numbers: a recording has the text of equal hints once, and again only after a renumbering.
+Equal hints share a number. A recording has the text of each number once. After a renumbering, texts are
+recorded again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class HintNumbers:
         self._num_assigned = 0
 
     def number(self, hints: Hints) -> tuple[int, bytes]:
-        """Return the number of these hints, and the text to record; empty if the number is not new."""
+        """Return the number of these hints, and the text to record; b"" if the text is already recorded."""
         number = self._known.get(hints)
         if number is not None:
             return number, b""

@@ -1,8 +1,8 @@
 """A manager that records its calls with their results.
 
-The kernels of `OffloadingManager` append most calls to the log. This class appends everything else: hints,
-damaged rows, exceptions of policies and rules in Python, and calls without such a kernel. Single lookups are
-not recorded, because they only read.
+Most calls of `OffloadingManager` run in a kernel that appends the call to the log. This class appends the
+other records: (1) calls that run without such a kernel, (2) hints, (3) damaged rows, (4) exceptions that a
+policy or admission rule in Python raises. Single lookups are not recorded, because they only read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
 
 RING_WORDS = 1 << 21
-"""Capacity of the ring of records, 8 MiB: a busy engine's calls of several seconds."""
+"""Capacity of the ring of records. The 8 MiB hold the calls of a busy engine for several seconds."""
 _MAY_RAISE = ("touch", "finish_request", "prepare_load", "complete_load", "unpin", "prepare_store",
               "complete_store", "keep", "discard", "expect", "withdraw", "reset")  # fmt: skip
 
@@ -51,7 +51,7 @@ class RecordedManager(OffloadingManager):
         capacity_blocks, and other keywords: as for `OffloadingManager`.
 
     Attributes:
-        recorder: the recording; its `ended` is None while it continues.
+        recorder: the recording. `recorder.ended` is None while calls are recorded.
 
     Thread: as `OffloadingManager`; no call waits for the file. Cost: bench/call_recording.py.
     """
@@ -151,7 +151,7 @@ class RecordedManager(OffloadingManager):
         return super().advance_policy_change(num_blocks)
 
     def begin_resize(self, num_blocks: int) -> None:
-        """Use another number of slots, see `OffloadingManager.begin_resize`."""
+        """Begin to change the number of slots, see `OffloadingManager.begin_resize`."""
         super().begin_resize(num_blocks)
         self._put(Call.BEGIN_RESIZE, 0, np.array([num_blocks], np.int32))
 

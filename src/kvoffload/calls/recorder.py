@@ -19,10 +19,11 @@ from kvoffload.core.log import Log
 from kvoffload.errors import MisuseError
 
 POLL_S, FLUSH_S, CLOSING_S = 0.05, 1.0, 5.0
-"""Seconds: pause of the thread; longest time between a call and its write; longest wait of `close`."""
+"""Three times in seconds: the thread's pause, the longest time between a call and its write, and the longest
+wait of `close`."""
 FRAME_WORDS = 1 << 18
-"""Words of the largest frame, 1 MiB before compression. If the ring has as many words, the thread writes them
-before `FLUSH_S` has passed."""
+"""Number of words in the largest frame, 1 MiB before compression. When the ring holds a full frame, the
+thread writes the frame before `FLUSH_S` has passed."""
 _TOO_SLOW = "the writer did not keep up, and a gap would make the recording useless"
 logger = logging.getLogger("kvoffload.calls")
 
@@ -63,11 +64,12 @@ class CallRecorder:
     def begin(self, log: Log, header: Callable[[], Header]) -> None:
         """Start the recording of a manager.
 
-        Another manager may replace the first manager until a call of the first manager is recorded. From then
-        on `begin` raises `MisuseError`.
+        A second `begin` replaces the manager, if no call of the first manager is recorded yet. Otherwise it
+        raises `MisuseError`.
 
         Args:
-            header: describes the manager; called by the thread before the first call is written.
+            header: returns the description of the manager. The recorder's thread calls this function before
+                it writes the first call.
         """
         if self._log is not None and self._log.head:
             raise MisuseError("a recorder records one manager, and this recorder has recorded another")
@@ -164,7 +166,7 @@ class CallRecorder:
 def new_file(path: Path, create: Create) -> tuple[Path, IO[bytes]]:
     """Create a new file, with a number in its name if `path` exists.
 
-    So each engine and each restart has its own file.
+    Each engine, and each restart of an engine, thus writes its own file.
     """
     number, free = 1, path
     while True:

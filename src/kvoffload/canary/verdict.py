@@ -13,7 +13,7 @@ LEAST_ALARM = 0.02
 """Smallest threshold of an alarm, in log-probability. Needed because a noise of 0 can grow in the next
 run."""
 LEAST_DEVICE_ALARM = 0.5
-"""`LEAST_ALARM` for answers whose rounding differs from the rounding of all answers in the noise."""
+"""The value in place of `LEAST_ALARM` if no answer in the noise rounds like the answers from the cache."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
@@ -37,8 +37,9 @@ class Judgement:
     """Result of comparing the differences of answers from a cache with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`. If the answers round as the noise does, also True
-            if at least half of the differences exceed all noise, and chance hardly explains so many.
+        is_alarm: True if a difference exceeds `threshold`. Also True if three conditions hold: the answers
+            round like the noise, at least half of their differences exceed all noise, and chance hardly
+            explains so many.
         threshold: in log-probability.
         noise: largest difference of sound answers.
         largest: largest difference of answers from the cache.

@@ -98,7 +98,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A compared quantity.
 
     Attributes:
-        name: name for users. unit: ``requests``, ``tokens``, ``share``, ``bytes``, ``s``.
+        name: name for users.
+        unit: ``requests``, ``tokens``, ``share``, ``bytes``, ``s``.
         server, predicted: the two values.
         difference: (predicted - server) / server; for the unit ``share`` predicted - server.
         limit: largest absolute difference that counts as close.

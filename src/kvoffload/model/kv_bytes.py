@@ -53,12 +53,13 @@ _ALLOWED = "allowed: a config.json, a directory with one, or a model in the Hugg
 
 
 def bytes_per_token(model: str, kv_cache_dtype: str = "auto") -> int:
-    """Compute the KV bytes of one token, summed over all layers and heads, without copies (`kv_heads`).
+    """Compute the KV bytes of one token, summed over all layers and heads.
 
-    Equals vLLM's allocation (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention). As
-    with vLLM's ``auto``, a 32-bit model has a 16-bit cache. Layers with a sliding window count in full,
-    because whole blocks are offloaded. Layers with a state of constant size (Mamba, linear attention), and
-    layers that use the keys and values of an earlier layer (Gemma 3n), do not count.
+    Each head counts once, even if several ranks store it (`kv_heads`). The result equals vLLM's allocation
+    (tests/vllm/test_kv_bytes.py starts engines with seven kinds of attention). As with vLLM's ``auto``, a
+    32-bit model has a 16-bit cache. Layers with a sliding window count in full, because whole blocks are
+    offloaded. Layers with a state of constant size (Mamba, linear attention), and layers that use the keys
+    and values of an earlier layer (Gemma 3n), do not count.
 
     Args:
         model: a ``config.json``, a directory with one, or the name of a model in the local cache of Hugging

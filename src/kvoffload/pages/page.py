@@ -66,7 +66,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Paragraphs under a title, which may be empty; `is_code` marks text for copying."""
+    """Paragraphs under a title; the title may be empty. `is_code` marks text for copying."""
 
     title: str
     paragraphs: Sequence[str]

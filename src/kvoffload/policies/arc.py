@@ -29,8 +29,8 @@ class State(Struct):
         ghosts: B1 and B2.
         target: target size of T1.
         new_t1, new_t2: number of blocks of the current batch that will join T1, and T2. They join after the
-            batch's last victim was chosen, so that no reused slot is taken for its old block. The slots of
-            blocks for T2 are marked (`push_marked`).
+            batch's last victim was chosen, because until then a reused slot still stands for the evicted
+            block. Slots of blocks for T2 are marked (`push_marked`).
     """
 
     lists: Lists

@@ -42,8 +42,8 @@ class State(Struct):
         lists: window, probation and protected.
         sketch: the frequencies.
         max_window, max_main, max_protected: largest number of blocks of each segment.
-        num_entering: number of processed blocks of the current batch. They join the window after the batch's
-            last victim was chosen.
+        num_entering: number of blocks of the current batch that have been processed. All blocks join the
+            window after the batch's last victim was chosen.
         is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
 

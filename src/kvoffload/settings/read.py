@@ -69,7 +69,9 @@ def parse_size(field: str, text: str) -> int:
 
 
 def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks: int) -> int:
-    """Parse a capacity; return blocks. ``5000``, ``5%`` of the unique blocks (rounded down), or ``4GiB``.
+    """Parse a capacity: ``5000`` blocks, ``5%`` of the unique blocks (rounded down), or ``4GiB``.
+
+    Returns a number of blocks.
 
     Args:
         block_bytes: bytes of one block, for sizes such as ``4GiB``; None if unknown.

@@ -193,7 +193,7 @@ def pack_key(address: int, key_bytes: int, keys: U64Matrix, row: int) -> None:
 
 @inline
 def is_key_at(address: int, key_bytes: int, keys: U64Matrix, row: int) -> bool:
-    """Return whether the key at an address equals ``keys[row]``."""
+    """Return True if the key at an address equals ``keys[row]``."""
     for word in range(keys.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if keys[row, word] != word_at(address, word, key_bytes):
             return False

@@ -32,7 +32,8 @@ class Heap(Struct):
         size: number of positions in all chains.
         clock: the last stamp.
         last: the position that was pushed last, or NONE.
-        aside: the position that was set aside last, or NONE; its AFTER is the position set aside before.
+        aside: the position that was set aside last, or NONE. The column AFTER of `links` leads to the
+            position that was set aside before it.
     """
 
     order: F64Matrix

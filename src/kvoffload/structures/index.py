@@ -113,7 +113,7 @@ def _inverse(odd: int) -> np.uint64:
 
 @inline
 def same_key(a: U64Array, i: int, b: U64Array, j: int) -> bool:
-    """Return whether the rows `a[i]` and `b[j]` are the same key."""
+    """Return True if the rows `a[i]` and `b[j]` are the same key."""
     for word in range(a.shape[1]):  # noqa: SIM110  (a generator is not a loop to numba)
         if a[i, word] != b[j, word]:
             return False

@@ -1,6 +1,6 @@
 """Structs: arrays and numbers that kernels take as one argument, by address.
 
-A kernel call costs 50 ns, and as much again for every few array arguments. So related arrays form one
+A kernel call costs 50 ns, and every few array arguments add as much again. So related arrays form one
 `Struct`, and a kernel gets its address; in the kernel ``struct.field`` is an array or a number. This module
 owns the memory layout: a field is one 64-bit word, plus one word for each dimension of an array. The word of
 an array or a nested struct is its offset from the struct, so that one copy of the memory copies all parts.
@@ -205,7 +205,7 @@ class Struct:
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """Return an array of a struct in memory from `blank`: its first `count` rows; all rows if -1."""
+        """Return the first `count` rows of an array in memory from `blank`; all rows if `count` is -1."""
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
         at += start // 8

@@ -48,8 +48,8 @@ class History(Struct):
         label: label of the current request.
         shadow: the keys that LRU would hold.
         inherited: the gap for new blocks of the current request.
-        places: for the rows `start` to ``end - 1`` of the current path, the position of each key before this
-            request, or ABSENT. Rows from `end` on exceed the capacity and are not recorded.
+        places: position that each key of the current path had before this request, or ABSENT, for the path's
+            rows `start` to ``end - 1``. Rows from `end` on exceed the capacity and are not recorded.
 
     Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
     """
@@ -147,8 +147,9 @@ def begin_path(history: History, path: U64Matrix, start: int, label: int, now: i
 
 @inline
 def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int) -> int:
-    """Record a use of the block ``path[row]`` with hash `h`; return its position, ABSENT for rows from `end`
-    on.
+    """Record a use of the block ``path[row]`` with hash `h`.
+
+    Returns the position of the block's key; ABSENT for rows from `end` on.
     """
     if row >= history.end:
         return np.int64(ABSENT)
@@ -181,7 +182,7 @@ def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: in
 
 @inline
 def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
-    """Return whether the last recorded time of the block ``path[row]`` is `now`."""
+    """Return True if the last recorded time of the block ``path[row]`` is `now`."""
     place = find(history.keys.index, path, row, hash_row(path, row))
     return place != ABSENT and history.last[place] == now
 

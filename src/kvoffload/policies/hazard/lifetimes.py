@@ -18,13 +18,13 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 PRIOR_WEIGHT = 50.0
-"""Weight of the parent group's estimate in the estimate of a class or group, in observed keys."""
+"""Weight that the estimate of a class or group gives to the parent group's estimate. Unit: observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
 """Prior weight for classes that differ only in their label; larger than `PRIOR_WEIGHT`, as labels may be
 wrong."""
 ENTERING = 0.05
-"""Cost of an insertion: a slot-time without hits, in turnovers of the cache. Without this cost, blocks with a
-high worth for a very short time would evict each other."""
+"""Cost of an insertion, expressed as time in a slot without hits. Unit: turnovers of the cache. Without this
+cost, blocks with a high worth for a very short time would evict each other."""
 _ALL, _GROUP, _PARENT = 0, 2, 4
 """First row of each pair of rows in `Lifetimes.sums`."""
 
@@ -35,8 +35,8 @@ class Lives(Struct):
     A life of a key is the interval from a use of the key, or from the end of a request, to the next use.
 
     Attributes:
-        keys: one list of lives for each age bucket, ordered by start time. A last list has the stopped lives:
-            a waiting request expects their keys.
+        keys: one list of lives for each age bucket, ordered by start time. The last list holds the stopped
+            lives, whose keys a waiting request expects.
         class_of: class of each life.
         began: start time of each life.
         stopped: age bucket in which each stopped life was stopped.
@@ -60,7 +60,8 @@ class Lifetimes(Struct):
     """The chance that a block is used again, by its class and the time since its last use or request's end.
 
     A block has up to two lives at the same time, in two classes: one since its last use, and one since the
-    end of the request that used the block. While that request runs, the life since the use rates the block.
+    end of the request that used the block. While that request runs, the block's worth follows from the life
+    since its last use.
 
     A life ends when the block is used. If a request starts to wait for the block, the life stops earlier,
     because the reuse is then certain; the reuse counts when the request is served.
@@ -97,8 +98,8 @@ class Lifetimes(Struct):
             (1) of all classes, (2) of the classes with one use count, (3) of the classes that differ only in
             their label.
 
-    Cost: for one in `sampled_one_in` keys, an index probe and a few writes; every 16,384 references O(classes
-    * ages^2), 0.2 ms. Memory: 3 MB and 60,000 keys.
+    Cost: an index probe and a few writes for each sampled key, which is one key in `sampled_one_in`. Also
+    O(classes * ages^2), 0.2 ms, every 16,384 references. Memory: 3 MB and 60,000 keys.
     """
 
     begun: Lives

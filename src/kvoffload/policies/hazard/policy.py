@@ -65,8 +65,8 @@ longer. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.3
 CREDIT = 0.01
 """Limit of the policy's own lead over LRU, as a share of `State.recent`."""
 VICTIM_TURNS = 4
-"""Minimum warm-up in a victim tier, in multiples of `warm_up` times the capacity: such a tier receives blocks
-only when the device drops them."""
+"""Minimum warm-up in a victim tier, as a multiple of ``warm_up * capacity``. A victim tier needs a minimum
+because it receives blocks only when the device drops them."""
 _NO_RUN = -1
 _ORDER = -1
 """Key of `runs.order` for `coldest_of`. The key of a class's list is the list's sentinel."""

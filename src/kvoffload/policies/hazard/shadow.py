@@ -75,9 +75,13 @@ def shrink_to_capacity(shadow: ShadowLRU) -> None:
 def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_victim_tier: int) -> None:
     """Record a use of the key at `position`.
 
-    `is_held`: True if the policy holds the block. `asked`: False if the device served the block. Such a block
-    does not count. LRU stores the blocks that it misses. In a victim tier a used block leaves for the device,
-    and returns when the device drops it.
+    In the simulated LRU the block becomes the most recent, even after a miss, because LRU stores missed
+    blocks. In a victim tier the block leaves the simulated LRU instead, because it moves to the device.
+
+    Args:
+        is_held: True if the policy holds the block.
+        asked: False if the device served the block. Then the use counts for neither policy nor LRU.
+        is_victim_tier: 1 for a victim tier, otherwise 0.
     """
     if asked:
         is_in_lru = shadow.blocks.links[position, LIST] != UNLISTED
