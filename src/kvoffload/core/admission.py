@@ -66,7 +66,7 @@ class Admission(ABC):
     def leading(self, keys: Keys) -> int:
         """Return the length of the leading run of `keys` that may enter.
 
-        For blocks of one prefix: after a refused block no block can be reached.
+        For blocks of one prefix, because blocks behind a refused block cannot be reached.
         """
         allowed = self.admit(keys)
         return len(allowed) if allowed.all() else int(allowed.argmin())
@@ -80,7 +80,7 @@ class Admission(ABC):
             offered: the offered blocks that were absent.
             num_written: number of blocks of this offer that are written.
             num_earned: number of blocks that the budget's mean rate allows in the time since the last call.
-            budget_blocks: number of blocks that the budget allows in a day, or in a replay for the whole
+            budget_blocks: number of blocks that the budget allows in a day. In a replay: in the whole
                 recording.
         """
 

@@ -16,7 +16,7 @@ from kvoffload.structures.lists import LIST, NEXT, UNLISTED, Lists, move_to_head
 
 @inline
 def is_duplicate(cache: Cache, slot: int) -> bool:
-    """Return whether the device also holds the block in `slot`."""
+    """Return True if the device also holds the block in `slot`."""
     return cache.follows_device != 0 and cache.duplicates.links[slot, LIST] != UNLISTED
 
 

@@ -99,7 +99,7 @@ class Queue:
 
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
-        on_expected: called with a waiting request after its number of expected keys may have grown.
+        on_expected: called with a waiting request when more of its keys may be expected than before.
         share: returns the largest number of keys that all requests of this process may expect together; None
             if only the room in `Expected` limits this number.
     """

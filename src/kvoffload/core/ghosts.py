@@ -33,7 +33,7 @@ def leave_ghost(ghosts: KeyLists, sentinel: int, cache: Cache, slot: int) -> int
 
 @inline
 def pop_ghost(ghosts: KeyLists, new: Entering, row: int) -> bool:
-    """Forget the ghost of a new block; return whether the block had a ghost."""
+    """Forget the ghost of a new block; return True if the block had a ghost."""
     ghost = find(ghosts.index, new.keys, row, hash_row(new.keys, row))
     if ghost != ABSENT:
         forget(ghosts, ghost)

@@ -266,7 +266,10 @@ def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Ar
 
 @kernel
 def note_absent(cache: Cache, batch: ReadU64Matrix, event: int) -> None:
-    """Record `event`, a code of `miss_record`, for each block of a batch of absent blocks."""
+    """Record why the blocks of `batch` are absent.
+
+    `event`: a code of `miss_record`, the same for all blocks.
+    """
     for row in range(batch.shape[0]):
         note(cache.misses, hash_row(batch, row), event)
 
@@ -490,10 +493,11 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 
 @kernel
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
-    """End a request: record uses of its whole path, unless `is_touched`; report the end to a compiled policy.
+    """End a request, and report its end to a compiled policy.
 
-    Returns the number of uses that the caller must report to a policy in Python. If the number is not 0, the
-    caller reports these uses, then calls `finish` again to report the end.
+    Records uses of the whole path, unless `is_touched`. Returns the number of uses that the caller must
+    report to a policy in Python. If the number is not 0, the caller reports these uses, then calls `finish`
+    again to report the end.
     """
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, FINISH, 0, 0)
@@ -1081,8 +1085,8 @@ def live_all(
             policy may refuse no block.
         batch: the keys of all requests.
         requests: a row for each request, see `END_ROW` and the columns after it.
-        missed: number of missed blocks of each group (`group_of`). The call adds each request's looked-up
-            blocks from its first missing block on.
+        missed: number of missed blocks of each group (`group_of`). For each request, the call adds the
+            looked-up blocks from the first missing block on.
 
     Returns:
         0, or an error of `prepare_store`, which ends the loop.

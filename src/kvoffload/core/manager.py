@@ -312,7 +312,7 @@ class OffloadingManager:
         return kernels.count_misses(self._cache, ctx.memory, first, count, self.miss_counts)
 
     def note_absent(self, keys: Sequence[bytes], event: int) -> None:
-        """Record `event`, a code of `miss_record`, for each of these absent blocks."""
+        """Record why these blocks are absent. `event`: a code of `miss_record`, the same for all blocks."""
         kernels.note_absent(self._cache, self.pack(keys).words, event)
 
     @property
@@ -462,8 +462,8 @@ class OffloadingManager:
         ``other``, which can have a quota, too. A block belongs to the tenant that stored the block, even
         while requests of other tenants use it.
 
-        A store evicts blocks of another tenant only if that tenant's surplus over its minimum covers all
-        victims that the store could take from that tenant. A tenant below its minimum evicts blocks of other
+        A store may evict blocks of another tenant only if that tenant stays at or above its minimum, even if
+        the store takes all its victims from that tenant. A tenant below its minimum evicts blocks of other
         tenants before its own, and the policy may refuse none of the new blocks. A tenant at its maximum
         evicts only its own blocks, even while slots are free. The policy chooses among the permitted victims.
 

@@ -108,7 +108,8 @@ class EvictionPolicy(ABC):
     def remove(self, slots: SlotArray) -> None:
         """Forget blocks that left without being chosen as victims.
 
-        A store failed, a block was damaged, or, in a victim tier, the device holds the block again.
+        Called when a store has failed and when a block was damaged. In a victim tier, also called when the
+        device holds a block again.
         """
 
     def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
@@ -159,12 +160,12 @@ class EvictionPolicy(ABC):
 
     @classmethod
     def observes(cls) -> bool:
-        """Return whether the policy observes all traffic, including blocks outside its order."""
+        """Return True if the policy observes all traffic, including blocks outside its order."""
         return cls.observe is not EvictionPolicy.observe
 
     @classmethod
     def needs_returns(cls) -> bool:
-        """Return whether a victim tier tracks uses of duplicates for the policy (see `access`)."""
+        """Return True if a victim tier tracks uses of duplicates for the policy (see `access`)."""
         return cls.counts_uses and not cls.observes()
 
     @abstractmethod

@@ -50,7 +50,7 @@ class Protected:
         return bool(_is_quiet(self.cache))
 
     def expects(self, key: bytes) -> bool:
-        """Return whether a waiting request expects this block. Do not refuse an expected block."""
+        """Return True if a waiting request expects this block. Do not refuse an expected block."""
         return bool(_is_expected(self.cache, key))
 
     def depth_of(self, key: bytes) -> int:

@@ -174,7 +174,7 @@ class SlotSweep:
 
 
 def has_steps(policy: EvictionPolicy) -> bool:
-    """Return whether a policy's order can be read in steps."""
+    """Return True if a policy's order can be read in steps."""
     return policy.ordered_lists() is not None or policy.ordered_heap() is not None
 
 
@@ -193,13 +193,13 @@ def readers_of(policy: EvictionPolicy) -> list[Reader]:
 
 @inline
 def is_left(taken: Taken, slot: int) -> bool:
-    """Return whether a block is neither taken nor recent."""
+    """Return True if a block is neither taken nor recent."""
     return taken.where[slot] != NEW and taken.recent.links[slot, LIST] == UNLISTED
 
 
 @inline
 def is_ordered(cache: Cache, slot: int) -> bool:
-    """Return whether the slot has a block that the policy orders."""
+    """Return True if the slot has a block that the policy orders."""
     slots = cache.slots
     return slots.ref_cnt[slot] != FREE and not slots.condemned[slot] and not is_duplicate(cache, slot)
 

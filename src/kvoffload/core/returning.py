@@ -1,8 +1,8 @@
 """A record of the uses of duplicates in a victim tier. No policy orders a duplicate.
 
 A policy forgets a block that becomes a duplicate, and would treat it as new when the device drops it. So the
-tier remembers used keys in two lists: blocks used once, and blocks used again, by another request or as a hit
-from this tier. Decides nothing: when the block returns, the policy receives the flag `reused`.
+tier remembers used keys in two lists: keys used once, and keys used again. A hit from this tier always counts
+as used again. Decides nothing: when the block returns, the policy receives the flag `reused`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the two lists. Each has room for one key per slot of the tier, or no room unless `is_needed`.
+    """Create the two lists, each with room for one key per slot of the tier. Unless `is_needed`, they have no
+    room.
 
     The room suffices for a device with as many blocks as the tier. With a larger device the least recently
     used keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
@@ -48,7 +49,7 @@ def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: b
 
 @inline
 def pop_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64) -> bool:
-    """Forget the key of a block that returns to the policy; return whether the block was used again."""
+    """Forget the key of a block that returns to the policy; return True if the block was used again."""
     lists = known.lists
     if lists.num_positions == 0:
         return False

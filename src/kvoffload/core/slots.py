@@ -31,8 +31,8 @@ class Slots(Struct):
     - *free*
     - *writing*: a store is in flight
     - *ready*: the block can be read; a reader pins the block
-    - *condemned*: the block is forgotten but a transfer still uses the slot, which becomes free when the
-      transfer ends; or the slot is withheld
+    - *condemned*: the block is forgotten, but a transfer still uses the slot. The slot becomes free when the
+      transfer ends. Withheld slots (`withhold`) are condemned, too.
     - *unused*: outside the used part of the pool
 
     Attributes:

@@ -168,7 +168,7 @@ def _blank_load(bits: int) -> bytes:
 
 @inline
 def can_leave(cache: Cache, path: Path, slot: int) -> bool:
-    """Return whether the block in `slot` is ready, not pinned, and not on the storing request's path."""
+    """Return True if the block in `slot` is ready, not pinned, and not on the storing request's path."""
     if cache.slots.ref_cnt[slot] != 0:
         return False
     keys = cache.index.keys
@@ -183,19 +183,19 @@ def tenant_of(cache: Cache, path: Path) -> int:
 
 @inline
 def may_give(cache: Cache, slot: int) -> bool:
-    """Return whether the quotas let the store evict the block in `slot`."""
+    """Return True if the quotas let the store evict the block in `slot`."""
     return cache.spares & SPARES_TENANTS == 0 or gives(cache.tenants, slot)
 
 
 @inline
 def is_quiet(cache: Cache) -> bool:
-    """Return whether the policy should neither adapt to the current store nor keep ghosts of its victims."""
+    """Return True if the policy should neither adapt to the current store nor keep ghosts of its victims."""
     return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_quiet != 0
 
 
 @inline
 def evictable(cache: Cache, path: Path, slot: int) -> bool:
-    """Return whether the store may evict the block in `slot`, within the limits of ``cache.spares``."""
+    """Return True if the store may evict the block in `slot`, within the limits of ``cache.spares``."""
     if not may_give(cache, slot) or not can_leave(cache, path, slot):
         return False
     keys = cache.index.keys
@@ -207,7 +207,7 @@ def evictable(cache: Cache, path: Path, slot: int) -> bool:
 
 @inline
 def is_expected(cache: Cache, new: Entering, row: int) -> bool:
-    """Return whether a waiting request expects this new block; then a policy should not refuse it."""
+    """Return True if a waiting request expects this new block; then a policy should not refuse it."""
     return find(cache.expected.keys.index, new.keys, row, hash_row(new.keys, row)) != ABSENT
 
 

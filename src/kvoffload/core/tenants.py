@@ -1,8 +1,8 @@
 """Tenants: the owners of blocks, their quotas, and the room of a store under these quotas.
 
 A tenant may use more than its minimum while other tenants do not need the slots. A store may evict blocks of
-another tenant only if that tenant's surplus over its minimum covers all victims that the store could take
-from it. A tenant at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys,
+another tenant only if that tenant stays at or above its minimum, even if the store takes all its victims from
+that tenant. A tenant at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys,
 policies or requests.
 """
 
@@ -217,7 +217,7 @@ def _plain(quota: Quota) -> Quota:
 
 @inline
 def gives(tenants: Tenants, slot: int) -> bool:
-    """Return whether the quotas let the current store evict the block in `slot`."""
+    """Return True if the quotas let the current store evict the block in `slot`."""
     return (tenants.givers >> np.int64(tenants.owner[slot])) & 1 != 0
 
 
@@ -294,14 +294,15 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 
     Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first of three
     sources that has enough blocks: (1) tenants that no longer exist; (2) other tenants with a surplus, if
-    after the store `owner` is still within its minimum; (3) `owner` and all other tenants with a surplus. A
-    tenant that would exceed its maximum evicts only its own blocks. If a store that ends at the maximum
-    stores more blocks, the tenant stores up to its maximum instead. If there is no room for all blocks, the
-    largest part is stored.
+    after the store `owner` is still within its minimum; (3) `owner` and all other tenants with a surplus. If
+    no source has enough, the largest part that has room is stored.
+
+    If the store would exceed the maximum of `owner`, there are two ways: evict only blocks of `owner`, or
+    grow to the maximum and evict blocks of other tenants, too. The way that stores more blocks is chosen.
 
     Args:
-        margin: upper bound of the evictable blocks on the path, until `on_path` is counted; then 0. With a
-            margin the result is `wanted` or `UNSURE`.
+        margin: 0 if `on_path` is counted. Otherwise an upper bound of the evictable blocks on the path; then
+            the result is `wanted` or `UNSURE`.
 
     Cost: O(tenants), times the logarithm of `wanted` if the room is scarce.
     """
@@ -363,7 +364,7 @@ def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
 
 @inline
 def evicts_only_own(tenants: Tenants, owner: int) -> bool:
-    """Return whether the current store of a tenant can evict no block of another tenant."""
+    """Return True if the current store of a tenant can evict no block of another tenant."""
     for other in range(tenants.num_tenants):
         if other != owner and (tenants.givers >> other) & 1 != 0 and tenants.evictable[other] > 0:
             return False
@@ -372,7 +373,7 @@ def evicts_only_own(tenants: Tenants, owner: int) -> bool:
 
 @inline
 def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, capacity: int) -> bool:
-    """Count a store; return whether the policy may learn from the store.
+    """Count a store; return True if the policy may learn from the store.
 
     The state that a policy learns, such as ghosts and reuse statistics, is common to all tenants. From a
     tenant beyond its minimum the policy learns in proportion to the tenant's part of the cache

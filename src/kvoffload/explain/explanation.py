@@ -40,7 +40,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         slowest: the slowest place that held the evicted block: the name of a tier, or ``ram`` if no tier held
             it.
         kept_with: smallest tried multiple of the capacity at which the first block is a hit.
-        nearest_request: the earlier request from whose prompt this request differs.
+        nearest_request: the earlier request with which this request is compared (`prompts.Beginnings`).
         difference: the first differing tokens, if the recording has token ids.
     """
 
@@ -73,8 +73,8 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True):
             null without token ids.
         in_session: number of these requests that differ from an earlier prompt of their own session, as
             recorded.
-        request, nearest_request: the request with the most missing blocks, and the request from whose prompt
-            it differs.
+        request, nearest_request: the request with the most missing blocks, and the earlier request with which
+            it is compared.
         difference: the difference between `request` and `nearest_request`, if the recording has token ids.
     """
 

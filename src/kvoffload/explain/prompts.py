@@ -21,8 +21,8 @@ _WINDOW = 16
 _MOST_COMPARED = 32_768
 """Largest number of tokens that are compared behind the first difference of two prompts."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
-"""Number of continuations of a prefix that are kept (the latest), and number that are compared in full (the
-most similar)."""
+"""Two limits for the continuations of a prefix: the latest `_CANDIDATES` are kept, and the most similar
+`_COMPARED_CANDIDATES` are compared in full."""
 _MOST_SHOWN = 4
 _ROOT = -1
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(_WINDOW)], np.uint64)
@@ -46,7 +46,7 @@ class BlockTokens:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of a prompt from an earlier one. Positions are token numbers from 0.
+    """The first difference between a prompt and an earlier prompt. Positions are token numbers from 0.
 
     Attributes:
         start: first token that differs.
@@ -66,18 +66,20 @@ class Difference:
 
 @dataclass(frozen=True)
 class Beginnings:
-    """For each request, the leading blocks that earlier requests had, and the nearest earlier prompt.
+    """Comparison of each request with earlier requests. The *nearest* request has the most similar prompt.
 
     Attributes:
         known: shape ``(requests,)``; number of leading blocks that an earlier request had.
-        nearest: shape ``(requests,)``; the latest earlier request that shares these blocks and has further,
-            different blocks, or `NO_REQUEST`.
-        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt. Then the
-            known blocks are the whole earlier prompt, or no earlier prompt has blocks after them. Also True
-            for two prompts with different `cache_salt` if one prompt begins with all tokens of the other.
-        shares: shape ``(requests,)``, bool; the known blocks are a shared prompt (`Turns.is_shared_prompt`).
-        differences: request -> difference, for requests that differ from the nearest prompt; empty without
-            token ids.
+        nearest: shape ``(requests,)``; an earlier request that has the known blocks, followed by different
+            blocks. With token ids the request with the most similar prompt, otherwise the latest request.
+            `NO_REQUEST` if there is none.
+        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt: the known
+            blocks are the whole earlier prompt, or no earlier prompt has blocks after the known blocks. Also
+            True for prompts with different `cache_salt` if one prompt begins with all tokens of the other.
+        shares: shape ``(requests,)``, bool; True if the known blocks are a shared prompt
+            (`Turns.is_shared_prompt`).
+        differences: request -> difference from the nearest prompt; only for requests that differ. Empty
+            without token ids.
         other_tenant: shape ``(unique_blocks,)``, bool; True if an earlier request with another `cache_salt`
             had all tokens up to the end of the block.
     """

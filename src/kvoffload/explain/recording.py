@@ -80,9 +80,9 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory per token of different blocks: with blocks of 16 tokens 37
-    bytes at the peak, later 10 bytes, and 5 bytes for `beginnings`; with blocks of 64 tokens 21, 8 and 1
-    bytes.
+    Arguments and errors as for `convert`. Memory for each token of the unique blocks, with blocks of 16
+    tokens: 37 bytes at the peak, 10 bytes afterwards, and 5 bytes more in `beginnings`. With blocks of 64
+    tokens: 21, 8 and 1 bytes.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

@@ -76,8 +76,9 @@ class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
     The engine with the most block references is timed. For a row with servers or shared RAM, all engines are
-    timed together. Shared RAM is timed only if there is a single host. Queues depend on the arrival rate. So
-    a fleet's `scale` multiplies the arrival rate of sessions here; the caches have their full size.
+    timed together. Shared RAM is timed only if there is a single host. Queues depend on the arrival rate.
+    Timed replays therefore multiply the arrival rate of sessions by the fleet's `scale`, and do not scale the
+    caches down.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
@@ -211,7 +212,7 @@ class Clock:
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def timing_of(self, row: PlanRow) -> Timing:
-        """Return the machine, with the links of a row's drives or servers, and the engine's settings."""
+        """Return the engine's settings, and the machine with the links of a row's drives or servers."""
         machine = self._with_servers(row) if row.servers else self._with_drives(row.ssd_drives)
         return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
 

@@ -21,11 +21,11 @@ ENOUGH_REQUESTS = 10_000
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
 """Fewest sessions in a representative sample. First value: short sessions. Second value: long sessions."""
 LONG_SESSION = 20
-"""Mean number of requests above which sessions count as long, as the sessions of agents do. In a sample of
-half of 454 such sessions, hit ratios were up to 1.7 points too low."""
+"""Sessions count as long if their mean number of requests exceeds this value. Sessions of agents are long. In
+a sample of half of 454 such sessions, hit ratios were up to 1.7 points too low."""
 ENOUGH_ON_DEVICE = 2
-"""Number of requests of mean length that the GPUs of an engine must hold after scaling, because a sample has
-fewer but not shorter requests."""
+"""After scaling, the GPUs of an engine must hold this number of requests of mean length. A sample has fewer
+requests, but they are not shorter."""
 _MOST = 10_000
 
 

@@ -28,7 +28,7 @@ from kvoffload.text import duration, interval, outside_blocks, percent, size
 
 _A_DAY_S = 86_400
 PLACEHOLDERS = "replace paths and addresses by yours"
-"""Heading of the flag for vLLM, which has placeholders."""
+"""Heading of vLLM's flag. The flag has placeholders."""
 _STORES = {
     ON_COMPUTE: "RAM takes each block when it is computed",
     ON_DEVICE_EVICTION: "RAM takes the blocks that the GPUs drop",

@@ -184,7 +184,7 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _returns_to_stack(own: State, new: Entering, i: int) -> bool:
-    """Forget the ghost of a new block; return whether the ghost was in S."""
+    """Forget the ghost of a new block; return True if the ghost was in S."""
     gone = find(own.gone.index, new.keys, i, hash_row(new.keys, i))
     if gone == ABSENT:
         return False

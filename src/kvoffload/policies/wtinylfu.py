@@ -205,7 +205,7 @@ def _defender(own: State, cache: Cache, path: Path) -> int:
 
 @inline
 def _wins(own: State, candidate: int, defender: int) -> bool:
-    """Return whether the block of the window has the higher recent frequency."""
+    """Return True if the block of the window has the higher recent frequency."""
     keys = own.index.keys
     return estimate(own.sketch, hash_row(keys, candidate)) > estimate(own.sketch, hash_row(keys, defender))
 

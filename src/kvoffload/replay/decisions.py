@@ -1,20 +1,21 @@
-"""Decision log of a replay: the manager's decisions as lines of text, to compare with `diff` or `sha256sum`.
+"""Decision log of a replay: a text with the manager's decisions, for comparison by `diff` or `sha256sum`.
 
-Each request has one line for each kind of decision, in the order of the decisions::
+A line has the request's position in the trace, a kind of decision, and numbers of blocks or ids of blocks.
+The lines of a request are in the order of its decisions::
 
-    17 hit 3 12          request 17: 3 blocks from the device, 12 more from the tier
+    17 hit 3 12          the device served 3 blocks, RAM and lower tiers the next 12
     17 evict 12 13       evicted from RAM, to make room for a promotion
-    17 promote 871 872   promoted to RAM from a lower tier
-    17 damaged 881       block 881 failed its checksum and was removed
-    17 admit 5           admission rule and policy accept 5 of the missing blocks
+    17 promote 871 872   promoted from a lower tier to RAM
+    17 damaged 881       removed, because the checksum was wrong
+    17 admit 5           number of missing blocks that admission rule and policy accepted
     17 refuse 904 905    refused by the admission rule or the policy
-    17 evict 12 13       evicted, to make room for the store
+    17 evict 14 15       evicted from RAM, to make room for the store
     17 store 899 900     stored, in prefix order
     17 drop 901          not stored, because there was no room
-    17 full 3            none of the 3 missing blocks was stored: there was no room
+    17 full 3            number of missing blocks, if none of them had room
 
-The first number is the request's position in the trace; blocks are ids of the trace. A kind without blocks
-has no line. The log depends only on trace and configuration, not on the run, the machine or Python.
+The trace defines the ids. If no block belongs to a kind of decision, its line is left out. Equal traces and
+configurations give equal logs on every machine and with every version of Python.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class DecisionLog:
         self._lines = _Lines(buffer=np.empty(_BUFFER_BYTES, np.uint8))
 
     def numbers(self, request: int, kind: str, first: int, second: int = -1) -> None:
-        """Append a line that ends in one or two numbers, neither negative."""
+        """Append a line that ends in one or two numbers. Numbers must not be negative."""
         while _numbers(self._lines.memory, request, kind.encode(), first, second) == _FULL:
             self._make_room(_SHORT_LINE_BYTES)
         if self._file is not None:

@@ -43,7 +43,8 @@ class SharedTier(SimulatedTier):
 
     Attributes:
         user: number of the calling manager.
-        read_of_others: for each manager, the blocks of other managers that it has read.
+        read_of_others: for each manager, the number of blocks that it has read and another manager has
+            written.
     """
 
     def __init__(self, options: SizedTierOptions, num_instances: int) -> None:

@@ -98,7 +98,7 @@ class Observer(Protocol):
         """Called for each decision about blocks that is made while this request is served."""
 
     def ended(self, codes: Codes, places: Places) -> None:
-        """Called with blocks that may have been offered to the tiers, after all jobs of the tiers."""
+        """Called after all jobs of the tiers, with blocks that may have been offered to the tiers."""
 
 
 class Watch:

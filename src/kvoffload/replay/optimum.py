@@ -116,7 +116,7 @@ def infinite(trace: Trace) -> OptimumResult:
 
 
 def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
-    """Find the next position of the same block for each position in `refs`, or `_NEVER`."""
+    """Find, for each position in `refs`, the next position of the same block; `_NEVER` if there is none."""
     by_block = np.argsort(refs, kind="stable")
     same = refs[by_block[1:]] == refs[by_block[:-1]]
     next_use = np.full(len(refs), _NEVER, np.int64)

@@ -156,7 +156,7 @@ class ReplayConfig:
 
 
 def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], one_in: int) -> Shadows:
-    """Create the shadows of a replay. Raises `ConfigError` unless `config` is on-compute, one instance."""
+    """Create the shadows of a replay. Raises `ConfigError` for a victim tier, or for several instances."""
     problems = Problems("replay")
     with problems:
         if config.store != ON_COMPUTE:

@@ -62,7 +62,7 @@ class Recorded:
 
 
 class AtOnce:
-    """Arrivals in the order of the trace: `num_requests` requests, then one at the end of each request."""
+    """Arrivals in the order of the trace: first `num_requests` requests, then one whenever a request ends."""
 
     def __init__(self, trace: Trace, num_requests: int) -> None:
         self._remaining = iter(range(trace.requests))

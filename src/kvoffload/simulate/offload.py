@@ -39,7 +39,7 @@ class NoOffload:
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Return how many leading blocks of `first` to `end` can be loaded; None: look up again later."""
+        """Return the number of loadable blocks from `first` on, up to `end`; None: look up again later."""
         return 0
 
     def load(

@@ -17,7 +17,10 @@ OVERLOADED = "Requests arrive faster than the GPUs compute: waits depend on the 
 
 
 def break_even_sentence(place: str, tokens: float | None) -> str:
-    """Describe the shortest prompt for which loading beats computing: `tokens`, or None if none does."""
+    """Describe the shortest prompt that loads faster than it computes.
+
+    `tokens`: length of this prompt; None if there is no such prompt.
+    """
     if tokens is None:
         return f"Loading from {place} never beats computing on this machine."
     if round(tokens) <= 1:

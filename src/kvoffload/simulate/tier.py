@@ -45,7 +45,8 @@ class TimedTier(SimulatedTier):
         self._reads, self._writes, self._moved_bytes = reads, writes, moved_bytes
 
     def share(self, first: TimedTier) -> None:
-        """Use the blocks of another engine's tier, with own links and jobs. Call it before other methods."""
+        """Use the blocks of another engine's tier, but separate links and jobs. Call it before other
+        methods."""
         assert (first._purse, self._purse) == (None, None), "a shared tier has no write budget"
         self._manager = first._manager
 

@@ -136,7 +136,7 @@ def trusted_directory(home: Path, digest: str) -> Path | None:
 
 
 def _is_own(directory: Path) -> bool:
-    """Return whether this user owns the directory and no other user can write it."""
+    """Return True if this user owns the directory and no other user can write it."""
     status = directory.lstat()
     others_write = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not others_write

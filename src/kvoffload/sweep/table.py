@@ -47,9 +47,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: policy and rule of the row with which this row is compared: LRU with admission ``all`` or,
-            if not swept, with the sweep's first rule. Both rows have equal sizes, store mode, tiers and
-            `shared_ram`. Null without LRU.
+        baseline: policy and rule of the row with which this row is compared: LRU with admission ``all``, or
+            with the sweep's first rule if ``all`` is not swept. Both rows have equal sizes, store mode, tiers
+            and `shared_ram`. Null without LRU.
         diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the prefix-hit ratio of the
             baseline, and the paired confidence interval of this difference. The difference is significant if
             the interval does not contain 0.

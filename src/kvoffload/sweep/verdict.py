@@ -38,8 +38,8 @@ class Verdict:
         baseline: the LRU row of this place; None without LRU. May be the same row as `best`.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows that do not clearly differ from `best`, most hits first; without the baseline. Their
-            difference from `best` is not significant or, if there are no intervals, is 0.
+        alike: rows whose difference from `best` is not significant. If there are no intervals: rows with as
+            many hits as `best`. Without the baseline; most hits first.
         rivals: number of other rows at this place.
     """
 
@@ -97,7 +97,7 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a difference by low end and correlation of its interval. None: there is no interval."""
+    """Classify a difference by the low end and the correlation of its interval; UNKNOWN if there is none."""
     if low is None or correlation is None:
         return Certainty.UNKNOWN
     if low <= 0:

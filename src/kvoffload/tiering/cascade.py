@@ -48,8 +48,9 @@ class Cascade:
             self.offer(lane, keys, wait)
 
     def offer(self, lane: TierLane, keys: Keys, wait: TierWait | None) -> None:
-        """Offer ready blocks to a tier: accepted blocks are pinned until the write ends, blocks beyond the
-        tier's room are queued.
+        """Offer ready blocks to a tier.
+
+        Accepted blocks are pinned until the write ends. Blocks for which the tier has no room are queued.
 
         Args:
             wait: the request that used the blocks, if known.

@@ -235,8 +235,10 @@ class TieredManager:
                 self.leave_out_tiers(ctx)
 
     def source_of(self, key: bytes, ctx: RequestContext) -> int:
-        """Return the source of a block: 0 for RAM, or the number of a tier, from 1. Valid until the block's
-        load is complete."""
+        """Return the source of a block: 0 for RAM, or the number of a tier, from 1.
+
+        Valid until the block's load is complete.
+        """
         wait = self.waits.get(ctx)
         return wait.came_from.get(key, 0) if wait is not None else 0
 
@@ -386,8 +388,10 @@ class TieredManager:
         return True
 
     def offer_all(self) -> None:
-        """Queue all blocks of RAM for every tier that lacks them. Later calls of `poll` offer the blocks;
-        `flush` also waits for the writes."""
+        """Queue all blocks of RAM for every tier that lacks them.
+
+        Later calls of `poll` offer the blocks. `flush` also waits for the writes.
+        """
         keys = self.index.keys_at(self.slots.ready())
         for lane in self.lanes:
             lane.waiting.update(dict.fromkeys(keys.take(~lane.tier.contains(keys))))
@@ -439,8 +443,11 @@ class TieredManager:
                 self._end_if_complete(ctx, wait)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Wait up to `timeout_s` for the jobs in flight, and close the tiers. Queued blocks are not written:
-        call `flush` before. Logs for each tier the number of blocks that were not offered."""
+        """Wait up to `timeout_s` for the jobs in flight, and close the tiers.
+
+        Queued blocks are not written: call `flush` before. Logs for each tier the number of blocks that were
+        not offered.
+        """
         self._cascade.stop()
         self.settle(timeout_s)
         for lane in self.lanes:
@@ -449,10 +456,10 @@ class TieredManager:
     # ---- reports
 
     def take_events(self) -> list[OffloadingEvent]:
-        """Return RAM's events, see `OffloadingManager.take_events`, followed by events of the shared tiers.
+        """Return RAM's events, see `OffloadingManager.take_events`, then the events of shared tiers.
 
-        A shared tier reports two events, under its name: this manager has written a block there, and a probe
-        or read has found that such a block is gone. Blocks of other writers are not reported.
+        Events of a shared tier have the tier's name as their medium. They concern only blocks that this
+        manager has written: the block is written, or a probe or read has found that the block is gone.
         """
         events = self.ram_manager.take_events()
         if self._reports_events:

@@ -14,8 +14,8 @@ def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
 
     Args:
         codes: `miss_record` code that RAM counted for each block of the prefix.
-        in_tier: mask of the blocks that a tier has and RAM lacks. Up to the first block that is neither in
-            RAM nor in a tier, such blocks count as `TIER_GAVE_UP`; behind it, as `BEHIND_A_GAP`.
+        in_tier: mask of the blocks that a tier has and RAM lacks. They count as `TIER_GAVE_UP` before the
+            first block that is neither in RAM nor in a tier, and as `BEHIND_A_GAP` behind that block.
     """
     gaps = np.flatnonzero((codes != READY) & ~in_tier)
     first_gap = int(gaps[0]) if len(gaps) else len(codes)

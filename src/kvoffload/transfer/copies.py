@@ -71,8 +71,9 @@ class PartTable(NamedTuple):
 def copy_parts(
     table: PartTable, rows: npt.NDArray[np.int64], pool: Blocks, slots: npt.NDArray[np.int64], to_pool: bool
 ) -> None:
-    """Copy rows that are spread over many arrays into slots of a pool, or back. A slot has the parts of a row
-    one after the other.
+    """Copy rows that are spread over many arrays into slots of a pool, or back.
+
+    In a slot, the parts of a row follow each other.
 
     Args:
         rows, slots: as `check_rows` returns them. Row ``rows[i]`` belongs to slot ``slots[i]``.

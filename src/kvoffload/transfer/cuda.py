@@ -39,8 +39,9 @@ RowsArray = npt.NDArray[np.int64]
 
 
 class Plan(NamedTuple):
-    """The copy plan of a batch. `starts`: see `coalesce`. `gathered`: True to gather the blocks on the
-    device.
+    """The copy plan of a batch.
+
+    `starts`: see `coalesce`. `gathered`: True to gather the blocks on the device.
     """
 
     starts: RowsArray
@@ -50,8 +51,8 @@ class Plan(NamedTuple):
 def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: bool = True) -> Plan:
     """Choose between runs and gathering, by the average size of a run.
 
-    Unless the blocks are `packed` on both sides, a run is one block: torch would copy memory with gaps
-    through a temporary buffer, which races with `non_blocking`.
+    Unless the blocks are `packed` on both sides, each run is a single block. For a longer run with gaps,
+    torch would copy through a temporary buffer, which is a race with `non_blocking`.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1

@@ -19,10 +19,10 @@ torch: Any = untyped_torch
 
 
 def submitted_work(device: Any) -> Callable[[], None]:
-    """Return a function that waits for the work submitted so far: on CUDA to the current stream, else to the
-    device.
+    """Return a function that waits for the work submitted so far.
 
-    Any thread may call the function. It raises `OSError` if the wait fails.
+    On CUDA it waits for the current stream, otherwise for the device. Any thread may call the function. It
+    raises `OSError` if the wait fails.
     """
     if device.type == "cpu":
         return lambda: None

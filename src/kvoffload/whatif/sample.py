@@ -1,12 +1,12 @@
 """The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
 
-A key identifies the whole prefix that ends in its block, so requests with a common prefix have the same
-sampled blocks of this prefix. The sampled blocks of a request are a chain, too: a shorter path, for a shadow
-cache that is smaller by the same factor. A sample of whole requests or sessions would have to be much larger,
-because such a sample includes a shared system prompt whole or not at all.
+A key identifies its block and the whole prefix before the block. If two requests share a prefix, the same
+blocks of the prefix are therefore sampled in both. The sampled blocks of a request form a shorter path, and
+the shadow's cache is smaller by the same factor. A sample of whole requests or sessions would have to be much
+larger, because it would include a shared system prompt either completely or not at all.
 
-A sample holds the 64-bit hashes of keys. A shadow has keys of 8 bytes with the same hashes, so that policies
-and indexes decide as with the whole keys.
+A sample holds 64-bit hashes of keys. The keys of a shadow have 8 bytes and the same hashes as the original
+keys, so that policies and indexes make the same decisions.
 
 Source: SHARDS, Waldspurger et al., FAST'15.
 """
@@ -26,8 +26,8 @@ from kvoffload.structures.structs import Struct
 KEY_BYTES = 8
 """Length of the shadows' keys."""
 MOST_REQUESTS, ROOM, MOST_ROOM = 1024, 4096, 65536
-"""Largest number of requests in a sample; initial and largest number of sampled blocks. A single request may
-have more blocks."""
+"""`MOST_REQUESTS`: largest number of requests in a sample. `ROOM`, `MOST_ROOM`: initial and largest number of
+sampled blocks. A single request may have more blocks."""
 
 
 class Recorded(Struct):

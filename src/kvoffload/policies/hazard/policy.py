@@ -474,7 +474,7 @@ def _lowest(own: State) -> int:
 
 @inline
 def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
-    """Return whether a new block of this class and last use is worth too little for the candidate's slot."""
+    """Return True if a new block of this class and last use is worth too little for the candidate's slot."""
     worth, score, threshold = _worth(own, block_class, last), own.scores[lowest], own.threshold
     is_older = threshold >= 0.0 and worth == score and last < own.last[own.cursors[lowest]]
     return worth < score * threshold or is_older
