@@ -50,11 +50,11 @@ MAY_IMPORT = {
         "_version",
     },
     "plan": {
-        *("sweep", "simulate", "replay", "traces", "tiers", "core", "settings", "text", "errors"),
+        *("sweep", "check", "simulate", "replay", "traces", "tiers", "core", "settings", "text", "errors"),
         "_version",
     },
     "canary": {"metrics", "errors"},
-    "pages": {"explain", "plan", "sweep", "settings", "text", "errors", "_version"},
+    "pages": {"explain", "plan", "sweep", "check", "settings", "text", "errors", "_version"},
     "testing": {
         *("replay", "traces", "tiers", "transfer", "admission", "policies", "core", "structures", "errors"),
     },

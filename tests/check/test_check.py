@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
@@ -258,3 +259,134 @@ def test_wrong_options_are_one_line(server: str) -> None:
     done = kvoffload("replay", "chat", "--since", "metrics.txt")
     assert done.returncode == 2
     assert "since: 'metrics.txt' is invalid; it needs --check" in done.stderr
+
+
+# ---- a plan
+
+
+def planned(server: str, *more: str, recorded: Path | None = None) -> Done:
+    """A plan for the server of `run`: 23 blocks of 128 KiB on its GPU."""
+    Path("prices.toml").write_text(
+        '[ram]\nmodule = "1MiB"\nprice = 10\nslots = 4\n[ssd]\nslots = 0\n[server]\nslots = 0\n'
+    )
+    return kvoffload(
+        "plan", recorded or recording(), "--block-tokens", "32", "--bytes-per-token", "4096", "--gpus", "1",
+        "--kv-per-gpu", str(23 * 32 * 4096), "--prices", "prices.toml", "--policies", "lru,arc",
+        "--stores", "on-compute", "--admissions", "all", "--jobs", "1", "--quiet", "--format", "json",
+        "--check", server, *more,
+    )  # fmt: skip
+
+
+def found_by(done: Done) -> dict[str, Any]:
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def test_a_plan_compares_the_present_set_up_as_a_replay_does(server: str) -> None:
+    done = planned(server)
+    assert done.returncode == 1, done.stderr
+    answer = found_by(done)
+    alone = run("replay", server, "--no-data", "--bytes-per-token", "4096", "--format", "json")
+    expected = found_by(alone)
+    assert answer["check"] == expected["check"]
+    assert answer["check"]["settings"] == []
+    present = answer["present"]
+    assert (present["replicas"], present["ram_blocks"], present["device_blocks"]) == (1, 40, 23)
+    assert (present["policy"], present["store"], present["admission"]) == ("arc", "on-compute", "all")
+    assert present["saved"] == expected["prefix_hit_ratio"]
+    assert present["by_gpus"] + present["by_ram"] == pytest.approx(present["saved"])
+    shown = planned(server, "--format", "terminal", "--report", "plan.html")
+    assert shown.returncode == 1
+    sentence = (
+        "Compared is the present set-up: one engine with 23 blocks on the GPUs and 40 in RAM; arc, on-c"
+    )
+    for text in (shown.stdout, Path("plan.html").read_text()):
+        assert sentence in " ".join(text.split())
+        assert "hits in RAM" in text
+        assert "The server does not do what the replay predicts." in " ".join(text.split())
+
+
+def test_a_plan_with_a_machine_compares_the_time_to_first_token(server: str) -> None:
+    machine = ("--machine", "h100-pcie5")
+    rows = {row["name"]: row for row in found_by(planned(server, *machine))["check"]["rows"]}
+    done = run("simulate", server, "--bytes-per-token", "4096", "--format", "json", *machine)
+    assert rows["TTFT, mean"] in found_by(done)["check"]["rows"]
+
+
+def test_a_plan_adds_up_engines(server: str) -> None:
+    """Two engines get every other request: 13 and 12 requests."""
+    Path("metrics.txt").write_text(SCRAPE + SCRAPE.replace('engine="0"', 'engine="1"'))
+    machine = ("--machine", "h100-pcie5")
+    answer = found_by(
+        planned("metrics.txt", "--replicas", "2", "--routing", "round-robin", "--gpus", "2", *machine)
+    )
+    lines = recording().read_text().splitlines()
+    saved, ttft_sum_s = 0, 0.0
+    for number in range(2):
+        Path(f"{number}.jsonl").write_text("\n".join(lines[number::2]))
+        own = kvoffload(
+            "replay", f"{number}.jsonl", "--block-tokens", "32", "--quiet", "--capacity", "40",
+            "--device-blocks", "23", "--policy", "arc", "--no-data", "--format", "json",
+        )  # fmt: skip
+        saved += found_by(own)["prefix_hit_blocks"]
+        timed = kvoffload(
+            "simulate", f"{number}.jsonl", "--block-tokens", "32", "--quiet", "--capacity", "40",
+            "--device-blocks", "23", "--policy", "arc", "--bytes-per-token", "4096", "--format", "json",
+            *machine,
+        )  # fmt: skip
+        ttft_sum_s += (13 - number) * found_by(timed)["with_offload"]["ttft_s"]["mean"]
+    rows = {row["name"]: row for row in answer["check"]["rows"]}
+    assert rows["requests"]["predicted"] == 25
+    assert rows["prompt tokens"]["predicted"] == 7500
+    in_all = rows["hits on the GPU"]["predicted"] + rows["hits in RAM"]["predicted"]
+    assert in_all * 7500 == pytest.approx(32 * saved)
+    assert rows["TTFT, mean"]["predicted"] == pytest.approx(ttft_sum_s / 25)
+    assert answer["present"]["saved"] == pytest.approx(saved / (25 * 9))
+    assert answer["check"]["settings"] == []
+
+
+def test_a_plan_replays_the_tier_of_the_server() -> None:
+    scrape = SCRAPE.replace("capacity_blocks{" + LABELS + "} 40.0", "capacity_blocks{" + LABELS + "} 20.0")
+    Path("metrics.txt").write_text(f'{scrape}vllm:kvoffload_tier_capacity{{{LABELS},tier="nvme"}} 40.0\n')
+    rules = ("--ssd-policies", "lru", "--ssd-admissions", "all")
+    answer = found_by(planned("metrics.txt", *rules))
+    same = run("replay", "metrics.txt", "--no-data", "--bytes-per-token", "4096", "--format", "json",
+               "--capacity", "20", "--tier", "simulated:40")  # fmt: skip
+    assert answer["check"] == found_by(same)["check"]
+    assert (answer["present"]["ssd_blocks"], answer["present"]["ssd_admission"]) == (40, "all")
+    assert answer["present"]["by_ssds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("scrape", "more", "messages"),
+    [
+        (SCRAPE, ("--policies", "lru,hazard"), ["policies: 'lru,hazard' is invalid; the server has arc"]),
+        (SCRAPE.replace("kvoffload_policy_state", "other"), ("--policies", "arc"),
+         ["policies: 'arc' is invalid; the server has a policy without a reported state, such as lru"]),
+        (SCRAPE, ("--stores", "on-compute,on-device-eviction", "--admissions", "all,tinylfu"),
+         ["stores: 'on-compute,on-device-eviction' is invalid; with --check allowed: one value",
+          "admissions: 'all,tinylfu' is invalid"]),
+        (SCRAPE, ("--kv-per-gpu", "64MiB"), ["kv-per-gpu: '16,384 tokens' is invalid; the server's engines "
+                                             "have 736: with --check allowed: --gpu-tokens 736"]),
+        (SCRAPE, ("--load", "2x"), ["load: 2.0 is invalid; with --check allowed: 1"]),
+        (SCRAPE, ("--scale", "2"), ["scale: 2.0 is invalid; with --check allowed: 1"]),
+        (SCRAPE, ("--replicas", "2", "--gpus", "2"), ["replicas: 2 is invalid; the metrics are of 1"]),
+        (SCRAPE.replace("kvoffload_capacity_blocks", "other"), (), ["it does not report the size of its"]),
+        (f'{SCRAPE}vllm:kvoffload_tier_ready{{{LABELS},tier="valkey"}} 9\n', (),
+         ["tiers of the server: 'valkey' is invalid; a plan has at most one tier behind RAM, with a known",
+          "ssd-admissions: 'all,reuse:2' is invalid"]),
+    ],
+)  # fmt: skip
+def test_a_plan_without_a_row_like_the_server_is_refused(
+    scrape: str, more: tuple[str, ...], messages: list[str]
+) -> None:
+    Path("metrics.txt").write_text(scrape)
+    done = planned("metrics.txt", *more)
+    assert (done.returncode, done.stdout) == (2, "")
+    for message in messages:
+        assert message in done.stderr
+
+
+def test_vllms_spare_block_is_no_difference(server: str) -> None:
+    answer = found_by(planned(server, "--kv-per-gpu", str(24 * 32 * 4096)))
+    assert answer["present"]["device_blocks"] == 23

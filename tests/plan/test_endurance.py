@@ -11,8 +11,9 @@ import pytest
 
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.plan.fleet import Fleet, Purchase
-from kvoffload.plan.plan import PlanAnswer, Setups
+from kvoffload.plan.plan import PlanAnswer
 from kvoffload.plan.prices import Ram, Ssd
+from kvoffload.plan.setups import Setups
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.settings.read import parse_size
 from kvoffload.tiers.kinds.disk import DiskOptions

@@ -25,10 +25,11 @@ from kvoffload.model.kv_bytes import kv_heads
 from kvoffload.plan import sample
 from kvoffload.plan.evidence import gather, together
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
-from kvoffload.plan.plan import Plan, PlanAnswer, Setups
+from kvoffload.plan.plan import Plan, PlanAnswer
 from kvoffload.plan.prices import MEANING, Prices, Ram, Ssd, as_toml, flattened, read_prices
 from kvoffload.plan.rows import Cell, Measured, PlanRow, limits, nothing
 from kvoffload.plan.search import Space, TierAxis, confirm
+from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Choice, Target, choose
 from kvoffload.plan.words import _days
 from kvoffload.replay.data import DataPlane

@@ -16,9 +16,10 @@ from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.plan.clock import Clock
 from kvoffload.plan.evidence import gather
 from kvoffload.plan.fleet import Fleet, Purchase
-from kvoffload.plan.plan import Plan, Setups
+from kvoffload.plan.plan import Plan
 from kvoffload.plan.prices import Ram, as_toml
 from kvoffload.plan.rows import Setup
+from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Target
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.replay import Replay, ReplayConfig

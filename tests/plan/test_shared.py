@@ -13,9 +13,10 @@ import pytest
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.plan.evidence import gather
 from kvoffload.plan.fleet import NOTHING, Fleet, Purchase
-from kvoffload.plan.plan import Plan, PlanAnswer, Setups
+from kvoffload.plan.plan import Plan, PlanAnswer
 from kvoffload.plan.prices import Ram, Server, as_toml
 from kvoffload.plan.rows import Setup, difference
+from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Target
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import ReplayConfig

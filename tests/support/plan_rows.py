@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.plan.fleet import Fleet
-from kvoffload.plan.plan import Plan, PlanAnswer, Setups
+from kvoffload.plan.plan import Plan, PlanAnswer
 from kvoffload.plan.prices import Prices, Ram, Server, Ssd
+from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Target
 from kvoffload.sweep.task import TraceSource
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from enum import Enum
 
 import msgspec
@@ -64,6 +65,24 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
             loaded_bytes=links.get("load"), stored_bytes=links.get("store"), ttft_mean_s=run.ttft_s.mean,
         )  # fmt: skip
 
+    @classmethod
+    def of_engines(cls, engines: Sequence[Prediction], ttft_mean_s: float | None = None) -> Prediction:
+        """Add up the predictions of engines of equal size that share nothing.
+
+        `ttft_mean_s`: mean time to first token of all requests; None if unknown.
+        """
+        return msgspec.structs.replace(
+            engines[0],
+            requests=sum(engine.requests for engine in engines),
+            prompt_tokens=sum(engine.prompt_tokens for engine in engines),
+            hit_tokens={place: sum(engine.hit_tokens[place] for engine in engines) for place in PLACES},
+            capacity_blocks=sum(engine.capacity_blocks for engine in engines),
+            instances=len(engines),
+            loaded_bytes=_sum(engine.loaded_bytes for engine in engines),
+            stored_bytes=_sum(engine.stored_bytes for engine in engines),
+            ttft_mean_s=ttft_mean_s,
+        )
+
 
 def _prediction(
     report: ReplayReport | TimedReport,
@@ -92,6 +111,11 @@ def _prediction(
         stored_bytes=stored_bytes,
         ttft_mean_s=ttft_mean_s,
     )
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(number for number in known if number is not None)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

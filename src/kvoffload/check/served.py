@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from kvoffload.errors import ConfigError
-from kvoffload.metrics.families import VLLM_PREFIX
+from kvoffload.metrics.families import TIER, VLLM_PREFIX
 from kvoffload.metrics.fetch import fetch
 from kvoffload.metrics.scrape import Sample, samples
 
@@ -33,6 +33,8 @@ class Served:
         device_blocks, device_block_tokens: number of usable blocks in one engine's GPU cache, and tokens in a
             block; 0 if unknown.
         policies: names of RAM's eviction policies. A policy that reports no state is missing.
+        engines: number of engines that report the size of their RAM; 0 if none does.
+        tier_blocks: capacity of each tier behind RAM, by name, summed over all engines; 0 if unknown.
     """
 
     requests: float
@@ -46,6 +48,8 @@ class Served:
     device_blocks: int = 0
     device_block_tokens: int = 0
     policies: tuple[str, ...] = ()
+    engines: int = 0
+    tier_blocks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def ttft_mean_s(self) -> float | None:
@@ -58,9 +62,9 @@ class Served:
         Raises: `ConfigError` if a total has shrunk, because the server was restarted.
         """
         grown = {
-            field.name: getattr(self, field.name) - getattr(before, field.name)
-            for field in fields(self)
-            if isinstance(getattr(self, field.name), float)
+            total.name: getattr(self, total.name) - getattr(before, total.name)
+            for total in fields(self)
+            if isinstance(getattr(self, total.name), float)
         }
         hits = {place: self.hit_tokens[place] - before.hit_tokens[place] for place in PLACES}
         for name, value in {**grown, **hits}.items():
@@ -70,24 +74,24 @@ class Served:
         return replace(self, **grown, hit_tokens=hits)
 
 
-def read_served(field: str, source: str) -> Served:
+def read_served(option: str, source: str) -> Served:
     """Read the metrics of a server.
 
     Args:
-        field: the option, for messages.
+        option: name of the option, for messages.
         source: ``http://HOST:PORT``, with or without ``/metrics``, or a file with a saved scrape.
 
     Raises: `ConfigError` if there are no metrics of vLLM with kvoffload.
     """
-    return served(field, source, samples(_text(field, source)))
+    return served(option, source, samples(_text(option, source)))
 
 
-def served(field: str, source: str, read: Sequence[Sample]) -> Served:
+def served(option: str, source: str, read: Sequence[Sample]) -> Served:
     """Return the totals in the samples of a scrape. Raises: as `read_served`."""
     totals: dict[str, float] = {}
     hits = dict.fromkeys(PLACES, 0.0)
     has_sources, device = False, (0, 0)
-    policies: list[str] = []
+    policies, engines, tiers = list[str](), 0, dict[str, int]()
     for sample in read:
         if not math.isfinite(sample.value):
             continue
@@ -101,11 +105,16 @@ def served(field: str, source: str, read: Sequence[Sample]) -> Served:
             device = (max(0, _whole(sample, "num_gpu_blocks") - 1), _whole(sample, "block_size"))
         elif name == f"{VLLM_PREFIX}policy_state":
             policies.append(sample.labels.get("policy", ""))
+        elif name == f"{VLLM_PREFIX}capacity_blocks":
+            engines += 1
+        elif name.startswith(VLLM_PREFIX + TIER) and (tier := sample.labels.get("tier")) is not None:
+            is_size = name == f"{VLLM_PREFIX}{TIER}capacity"
+            tiers[tier] = tiers.get(tier, 0) + (int(sample.value) if is_size else 0)
     if "vllm:prompt_tokens" not in totals or f"{VLLM_PREFIX}lookup_blocks" not in totals:
         missing = (
             "vllm:prompt_tokens" if "vllm:prompt_tokens" not in totals else f"{VLLM_PREFIX}lookup_blocks"
         )
-        raise ConfigError(field, source, f"it has no metric {missing}_total; needed: {_NEEDED}")
+        raise ConfigError(option, source, f"it has no metric {missing}_total; needed: {_NEEDED}")
     if not has_sources:  # before vLLM 0.32
         hits[GPU] = totals.get("vllm:prefix_cache_hits", 0.0)
         hits[RAM] = totals.get("vllm:external_prefix_cache_hits", 0.0)
@@ -121,6 +130,8 @@ def served(field: str, source: str, read: Sequence[Sample]) -> Served:
         device_blocks=device[0],
         device_block_tokens=device[1],
         policies=tuple(dict.fromkeys(policies)),
+        engines=engines,
+        tier_blocks=tiers,
     )
 
 
@@ -129,12 +140,12 @@ def _whole(sample: Sample, label: str) -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _text(field: str, source: str) -> str:
+def _text(option: str, source: str) -> str:
     path = Path(source)
     try:
         if "://" not in source and (path.exists() or ":" not in source):
             return path.read_text(errors="replace")
     except OSError as error:
         why = f"allowed: http://HOST:PORT, or a file with saved metrics ({error.strerror})"
-        raise ConfigError(field, source, why) from None
-    return fetch(source, _TIMEOUT_S, field=field)
+        raise ConfigError(option, source, why) from None
+    return fetch(source, _TIMEOUT_S, field=option)

@@ -11,6 +11,7 @@ import click
 import msgspec
 from rich.console import Console
 
+from kvoffload.cli.check_table import exit_with
 from kvoffload.cli.machine import MACHINE_HELP, find_machine
 from kvoffload.cli.options import (
     FormatOptions,
@@ -29,14 +30,17 @@ from kvoffload.cli.options import (
 )
 from kvoffload.cli.output import tiers_silenced
 from kvoffload.cli.plan_tables import tables
+from kvoffload.cli.replay import ServerOptions
 from kvoffload.cli.sweep_progress import shown, stopping_cleanly
 from kvoffload.cli.vllm_config import as_flag, transfer_config
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.pages.page import check_report, write_report
 from kvoffload.pages.plan import plan_page
 from kvoffload.plan.fleet import Fleet
-from kvoffload.plan.plan import Plan, PlanAnswer, Setups
+from kvoffload.plan.plan import Plan, PlanAnswer
+from kvoffload.plan.present import Present, present_of
 from kvoffload.plan.prices import as_toml, read_prices
+from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Outcome, Target
 from kvoffload.plan.words import PLACEHOLDERS
 from kvoffload.settings.read import Count, Duration, Factor, Positive, Size
@@ -58,7 +62,9 @@ def _show_prices(ctx: click.Context, param: click.Parameter, value: bool) -> Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
+class PlanOptions(
+    WorkOptions, ReplicaOptions, ModelOptions, ServerOptions, ReadOptions, FormatOptions, QuietOptions
+):
     trace: str = argument()
     gpus: Count = option(help="GPUs of all engines together.")
     kv_per_gpu: Size | None = option(None, "Memory for KV blocks on each GPU: 64GB.")
@@ -164,6 +170,13 @@ class PlanOptions(WorkOptions, ReplicaOptions, ModelOptions, ReadOptions, Format
             axis("ssd-budget-admissions", self.ssd_budget_admissions),
         )  # fmt: skip
 
+    def present(self, fleet: Fleet) -> Present | None:
+        """Return the server of ``--check`` with its set-up; None without one. Raises `ConfigError`."""
+        if (server := self.served()) is None:
+            return None
+        block_tokens = block_tokens_of(self.trace, self.block_tokens)
+        return present_of(server, fleet, self.setups(), block_tokens)
+
 
 @click.command()
 @options_of(PlanOptions)
@@ -176,8 +189,13 @@ def plan(options: PlanOptions) -> None:
     number is measured in a replay; none is interpolated. Infeasible purchases (too many writes for the SSDs,
     links too slow, price above the budget) are shown with the reason. Exit code 1 if no feasible purchase
     reaches the target.
+
+    With --check the present set-up of a running server is also replayed, and the replay is compared with the
+    server's metrics. The exit code is 1 if the server's numbers differ, and 3 if server and recording have
+    different requests.
     """
     fleet = options.fleet()
+    present = options.present(fleet)
     run = Plan(
         TraceSource(
             options.trace, options.block_tokens, options.skip_bad_lines, time_unit=options.time_unit
@@ -185,6 +203,7 @@ def plan(options: PlanOptions) -> None:
         fleet, options.target(), options.setups(),
         output=options.output, force=options.force, jobs=options.jobs, scheduler=options.scheduler,
         seed=options.seed, resamples=options.resamples, one_in=options.one_in,
+        present=present,
     )  # fmt: skip
     with stopping_cleanly(run), tiers_silenced(), shown(options.quiet) as on_progress:
         answer = run.run(on_progress)
@@ -203,6 +222,7 @@ def plan(options: PlanOptions) -> None:
         write_report(options.report, plan_page(answer, typed_command()))
     if answer.outcome == Outcome.NOT_REACHED.name:
         sys.exit(1)
+    exit_with(answer.check)
 
 
 def _vllm_flag(answer: PlanAnswer, fleet: Fleet) -> str:

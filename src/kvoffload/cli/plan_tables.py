@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
+from kvoffload.cli.check_table import checked_table
 from kvoffload.cli.output import Lines, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.pages.plan import purchases_table
@@ -29,6 +30,9 @@ def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]
     if width < _ROOMY:
         table = _first_columns(table, _NARROW + answer.has_servers)
     yield terminal_table(table, width=min(width, _WIDEST))
+    if answer.present is not None and answer.check is not None:
+        yield Lines([answer.present.sentence], indent="")
+        yield checked_table(answer.check)
     yield Text("What the recording cannot tell")
     yield Lines(answer.cannot_tell)
     yield Text()

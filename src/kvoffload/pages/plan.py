@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from kvoffload.pages.check import check_table
 from kvoffload.pages.page import Chart, Data, Part, Table, Text, page
 from kvoffload.plan.clock import InTime
 from kvoffload.plan.plan import PlanAnswer
@@ -39,6 +40,9 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
         yield _links(answer.in_time)
     yield _over_time(answer)
     yield _with_short_reasons(purchases_table(answer, answer.purchases, _PURCHASES), answer.purchases)
+    if answer.present is not None and answer.check is not None:
+        yield Text("A running server beside its replay", [answer.present.sentence])
+        yield check_table(answer.check)
     yield Text("What the recording cannot tell", answer.cannot_tell)
     rows = [(assumption.name, assumption.value, assumption.source) for assumption in answer.assumptions]
     yield Table("Assumptions", ("assumption", "value", "source"), rows)

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvoffload._version import __version__
-from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.check.check import Check
+from kvoffload.core.plans import ON_COMPUTE
 from kvoffload.errors import ConfigError
 from kvoffload.plan.clock import InTime, clock_of, timing_assumptions
 from kvoffload.plan.endurance import Endurance, endurance_of
@@ -24,21 +25,21 @@ from kvoffload.plan.evidence import Evidence, gather
 from kvoffload.plan.findings import Findings
 from kvoffload.plan.fleet import SERVER_BYTES_PER_BYTE, Fleet, Purchase
 from kvoffload.plan.payback import Payback, payback_of
+from kvoffload.plan.present import Present, PresentRow
 from kvoffload.plan.prices import MEANING, Server, flattened
-from kvoffload.plan.rows import SERVER_POLICY, Cell, Measured, PlanRow, Setup, difference, measured, nothing
+from kvoffload.plan.rows import Cell, Measured, PlanRow, Setup, difference, measured, nothing
 from kvoffload.plan.sample import check_sample, scaled, sessions_in
 from kvoffload.plan.search import Space, TierAxis, confirm, search
+from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
 from kvoffload.plan.waits import choose_by_wait
 from kvoffload.plan.words import Section, answer, cannot_tell
 from kvoffload.sweep.bootstrap import RESAMPLES
-from kvoffload.sweep.grid import Grid, incompatible
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
 from kvoffload.text import exact_size
 
-STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
 _CONFIRMED = 8
 """Approximate number of rows measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
@@ -93,6 +94,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         endurance: savings lost through the rating of SSDs; null if no feasible row has a write budget.
         in_time: timed replays. Null without a machine or times, or if the purchase has shared RAM on several
             hosts.
+        present, check: set-up of a running server, and the comparison of its metrics with the replay of this
+            set-up; null without a server.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         warnings: faults of the recording that change the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
@@ -127,6 +130,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
     payback: Payback | None = None
     endurance: Endurance | None = None
     in_time: InTime | None = None
+    present: PresentRow | None = None
+    check: Check | None = None
     assumptions: list[Assumption]
     cannot_tell: list[str]
     warnings: list[str] = []
@@ -145,56 +150,6 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
-@dataclass(frozen=True)
-class Setups:
-    """Setups to try: all combinations of the axes, as in a sweep. Raises `ConfigError`."""
-
-    stores: tuple[str, ...] = STORES
-    policies: tuple[str, ...] = ("lru", "hazard")
-    admissions: tuple[str, ...] = ("all", "tinylfu")
-    ssd_policies: tuple[str, ...] = ("lru",)
-    ssd_admissions: tuple[str, ...] = ("all", "reuse:2")
-    server_admissions: tuple[str, ...] = ("all", "reuse:2")
-    ssd_budget_admissions: tuple[str, ...] = ("reuse:2", "worth")
-
-    def __post_init__(self) -> None:
-        for policies, admissions in (
-            (self.policies, self.admissions),
-            (self.ssd_policies, self.ssd_admissions),
-            (self.ssd_policies, self.ssd_budget_admissions),
-            ((SERVER_POLICY,), self.server_admissions),
-        ):
-            Grid(policies, admissions, ("1",), ("1",), self.stores)
-
-    @property
-    def of_ram(self) -> list[Setup]:
-        combinations = itertools.product(self.stores, self.policies, self.admissions)
-        return [Setup(store, policy, rule) for store, policy, rule in combinations
-                if incompatible(policy, rule) is None]  # fmt: skip
-
-    @property
-    def with_ssds(self) -> list[Setup]:
-        combinations = itertools.product(self.of_ram, self.ssd_policies, self.ssd_admissions)
-        return [replace(ram, ssd_policy=policy, ssd_admission=rule) for ram, policy, rule in combinations
-                if incompatible(policy, rule) is None]  # fmt: skip
-
-    def within_rating(self, setup: Setup, rated: float) -> list[Setup]:
-        """List the setups with a write budget that replace `setup`, a setup that wears SSDs out.
-
-        Args:
-            rated: drive writes per day for which the SSDs are rated.
-        """
-        return [replace(setup, ssd_admission=rule, ssd_write_budget=rated)
-                for rule in self.ssd_budget_admissions
-                if incompatible(setup.ssd_policy, rule) is None]  # fmt: skip
-
-    @property
-    def with_servers(self) -> list[Setup]:
-        combinations = itertools.product(self.of_ram, self.server_admissions)
-        return [replace(ram, server_admission=rule) for ram, rule in combinations
-                if incompatible(SERVER_POLICY, rule) is None]  # fmt: skip
-
-
 class Plan:
     """A plan. Use once: construct, then `run`. Invalid options raise `ConfigError` before any replay.
 
@@ -210,6 +165,7 @@ class Plan:
         output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
         one_in: the search uses one session in this many; the answer is measured on all sessions. 1: the
             search uses all sessions. None: the length of the recording decides (`plan.sample`).
+        present: a running server to compare with the replay of its set-up; None: no comparison.
 
     Attributes:
         fleet, target: arguments.
@@ -230,10 +186,11 @@ class Plan:
         seed: int = 0,
         resamples: int = RESAMPLES,
         one_in: int | None = None,
+        present: Present | None = None,
     ) -> None:
         self._source, self.fleet, self.target, self._setups = source, fleet, target, setups or Setups()
         self._work = Work(output, force, jobs, scheduler, seed, resamples)
-        self._one_in = check_sample(one_in)
+        self._one_in, self._present = check_sample(one_in), present
         self.progress = Progress()
 
     @property
@@ -280,9 +237,13 @@ class Plan:
             if (clock := whole.clock) is not None and clock.can_time(row):
                 in_time = clock.compared(choice.chosen.row, whole.begin.row)
                 rows, choice = [clock.with_wait(row) for row in rows], choice.of_each(clock.with_wait)
+            present = checked = None
+            if self._present is not None:
+                own = Measuring(evidence.traces, workers, journal)
+                present, checked = self._present.compared(fleet, evidence, own)
             work.write([measured.row for measured in (*rows, *sampled)])
         findings = Findings(fleet, self.target, evidence, rows, choice, in_time, one_in, sampled, endurance)
-        return _answer(findings, self._work)
+        return msgspec.structs.replace(_answer(findings, work), present=present, check=checked)
 
     @property
     def _may_share(self) -> bool:
