@@ -36,7 +36,7 @@ class NameOptions(ListOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions:
-    """Options to remove a pool: its name and directory, and no question."""
+    """Options to remove a pool: its name, its directory, and whether to ask before."""
 
     name: str = argument()
     yes: bool = option(False, "Do not ask.")

@@ -288,7 +288,7 @@ class ObjectStore:
     def clear(self, timeout_s: float = 10.0) -> bool:
         """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm.
 
-        A store that is under way writes nothing more, because its objects may be of the weights before.
+        A store that is under way writes nothing more, because its objects may come from the old weights.
         """
         with self._lock:
             self._num_clears += 1

@@ -149,8 +149,8 @@ class EngineRates:
         ram_hits: hits that came from RAM.
         what_if: estimates for the current setting of RAM, then for each setting to try; empty without
             ``what_if``.
-        tenants: tenants with quotas or, if engines of a shared pool have shares, these engines; most blocks
-            first.
+        tenants: tenants with quotas. If engines of a shared pool have shares: these engines instead. Most
+            blocks first.
         is_restarted: True if a counter decreased: the engine was restarted, and counts from 0 again.
     """
 

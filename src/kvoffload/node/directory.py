@@ -239,11 +239,14 @@ class PoolStatus:
     """A snapshot of a pool for the command line, read without joining the pool.
 
     Attributes:
-        path: the pool's directory. name: the pool's own part of the directory's name.
+        path: the pool's directory.
+        name: the pool's own part of the directory's name.
         is_used: True if a process uses the pool, even a process of another version.
         pids: pid of the first process of each live engine.
-        num_bytes: allocated memory. facts: as in `PoolDirectory.join`.
-        idle_s: seconds since the last use; 0 while an engine runs. keep_s: as in `PoolDirectory.join`.
+        num_bytes: allocated memory.
+        facts: as in `PoolDirectory.join`.
+        idle_s: seconds since the last use; 0 while an engine runs.
+        keep_s: as in `PoolDirectory.join`.
         problem: the reason why the pool is unusable; empty for a usable pool.
     """
 

@@ -69,17 +69,19 @@ class NodeManager(OffloadingManager):
 
     - A block may leave between `lookup` and `prepare_load`, because another process evicts it. `prepare_load`
       and `pin` then raise `GoneError`, and the caller looks the block up again. Pinned blocks do not leave.
-    - If the lock is not free in time, because a process is stopped inside a call, `lookup` returns MISS and
-      `prepare_store` returns None. Reports such as `complete_load` are deferred until a call gets the lock;
-      reports of uses are lost after the first `MOST_DEFERRED`.
-    - An engine that ends without `close` holds its pins and slots until another member notices, within
-      seconds. An engine that dies inside a call empties the pool, because the state may be inconsistent.
+    - A process that is stopped inside a call holds the lock. Calls of other processes then time out: `lookup`
+      returns MISS, and `prepare_store` returns None. Reports such as `complete_load` are deferred until a
+      later call gets the lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
+    - If an engine ends without `close`, its pins and slots stay occupied until another member notices the
+      end, within seconds. If an engine dies inside a call, the pool is emptied, because its state may be
+      inconsistent.
     - `reset` empties the pool for all engines. Events and `stats` cover all engines, `counters` only this
       engine.
     - The admission rule of each engine counts only that engine's requests.
-    - Engines can have shares of the pool. A share limits evictions as the minimum of a tenant does
-      (`OffloadingManager.set_tenants`); an engine is the tenant of all its requests. Blocks of ended engines
-      are evicted first. An engine that loads such a block becomes the block's owner.
+    - Engines can have shares of the pool. A share protects the blocks of an engine as a minimum quota
+      protects the blocks of a tenant (`OffloadingManager.set_tenants`). An engine owns the blocks that it
+      stores. Blocks of ended engines are evicted first; an engine that loads such a block becomes the block's
+      owner.
 
     Args:
         directory: the membership in the pool. `close` does not close it.
@@ -92,12 +94,12 @@ class NodeManager(OffloadingManager):
     Attributes:
         num_timeouts: calls that did not get the lock in time.
 
-    Thread: one in each process. Cost: 0.6 to 1.6 us a call more than an `OffloadingManager` up to 64 blocks,
-    and up to 5 us more at 1,024 blocks.
+    Thread: one in each process. Cost of a call, in addition to an `OffloadingManager`: 0.6 to 1.6 us for up
+    to 64 blocks, and up to 5 us for 1,024 blocks.
 
     Raises:
-        ConfigError: for a policy that is not compiled, for a victim tier (a victim tier follows a single
-            device), and if the shares of the running engines exceed the pool.
+        ConfigError: for a policy that is not compiled, and if the shares of the running engines exceed the
+            pool. Also for a victim tier, because a victim tier follows a single device.
         UnavailableError: if ``/dev/shm`` is full, the pool has another version, or a process is stopped
             inside a call.
     """

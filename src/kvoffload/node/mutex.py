@@ -102,13 +102,17 @@ class Mutex:
     def holds(self) -> bool:
         """Return True if this thread now has the lock; False if another thread has it.
 
-        For exceptions of signal handlers, which hide the result of `try_lock` or `wait`. Also takes a free
-        lock. After True the state may need a repair, see `needs_repair`.
+        Call this after an exception of a signal handler, which hides the result of `try_lock` or `wait`. If
+        the lock is free, this call acquires it and returns True. After True the state may need a repair, see
+        `needs_repair`.
         """
         return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
 
     def needs_repair(self) -> bool:
-        """Return True if the last owner died inside. This thread holds the lock, which counts as repaired."""
+        """Return True if the last owner died while it held the lock; the lock then counts as repaired.
+
+        This thread must hold the lock.
+        """
         return not self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address))
 
     def _timed_lock(self, timeout_s: float) -> int:

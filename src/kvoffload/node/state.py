@@ -44,7 +44,8 @@ class Numbers(Struct):
         generation: number of times that the expected keys were cleared.
         num_events: events that were ever written to the ring.
         has_shares: 1 after the first engine with a share has joined. From then on blocks have owners.
-        num_buried: engines that ended without leaving. num_died_inside: engines that died inside a call.
+        num_buried: number of engines that ended without leaving.
+        num_died_inside: number of engines that died inside a call.
     """
 
     news: int

@@ -269,7 +269,8 @@ class TierStats:
     outages: int = 0
     """Number of outages: times that a node could no longer be read because a circuit breaker opened."""
     outage_s: float = 0.0
-    """Seconds without reads, summed over nodes: an open circuit breaker, and the waits that opened it."""
+    """Seconds without reads, summed over nodes: time with an open circuit breaker, and the waits before
+    it."""
     puts: int = 0
     """Write requests to a bucket."""
     gets: int = 0

@@ -1,8 +1,8 @@
-"""Offers of blocks to a tier: payment from a write budget, and admission of blocks without a request.
+"""Offers of blocks to a tier: charges the write budget, and admits blocks that are offered without a request.
 
-RAM offers blocks without a request in two cases: the device has dropped the blocks, or the blocks have waited
-for a busy tier. Such an offer may contain blocks of several requests. It does not count as a use of the
-blocks, because the uses were counted when the requests finished.
+RAM offers blocks without a request in two cases: when the device has dropped the blocks, and when the blocks
+have waited for a busy tier. One offer may then contain blocks of several requests. These offers do not count
+as uses, because uses are counted when requests finish.
 """
 
 from __future__ import annotations

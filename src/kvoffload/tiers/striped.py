@@ -65,7 +65,8 @@ class StripedTier(DividedTier[SecondaryTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the number of each key's tier. Other weights would lose the blocks already on disks."""
+        """Return the number of each key's tier. Weights never change, because blocks on disks would be
+        lost."""
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)

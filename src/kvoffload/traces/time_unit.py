@@ -23,7 +23,7 @@ _LONGEST_S = 3600
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
-    """Return the trace with its times read in the user's unit; None: as read, if that is plausible.
+    """Return the trace with times in the user's unit. None: the times stay as read, if they are plausible.
 
     Cost: a call of `turns` for an assumed unit. Raises `ConfigError`, `TraceError`.
     """

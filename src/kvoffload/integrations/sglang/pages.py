@@ -149,10 +149,11 @@ def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
 
     For objects of one size the block is an extent if the extents are equal, large and few, so that pages move
     without a copy. Otherwise the block is the object. For objects of several sizes the block is the multiple
-    of 4 KiB with the lowest cost of padding and number of blocks.
+    of 4 KiB for which padding and number of blocks cost least together.
 
     Args:
-        sizes: bytes of an object of each pool. extents: bytes of the extents of an object of the first pool.
+        sizes: bytes of an object of each pool.
+        extents: bytes of the extents of an object of the first pool.
     """
     if len(set(sizes)) == 1:
         parts = len(extents)

@@ -112,7 +112,7 @@ class KVOffloadStorage(HiCacheStorage):
     def clear(self) -> bool:
         """Forget all pages in all tiers, for all machines. Returns False if a tier has not confirmed.
 
-        Also after an internal error: a later process may find the pages.
+        Clears the tiers even after an internal error, because a later process could find the pages.
         """
         self._paths.clear()
         self._chains.clear()
@@ -153,7 +153,8 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Write pages from the host pool; return True for each page that a tier has or refused by rule."""
+        """Write pages from the host pool; return True for each page that a tier has, or refused by its
+        rule."""
         return self._set(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
 
     # ---- interface v2, for models with several pools
@@ -234,7 +235,7 @@ class KVOffloadStorage(HiCacheStorage):
         return [target if is_there else None for target, is_there in zip(targets, ok.tolist(), strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Write a page from a flat tensor. Returns True if a tier has the page or refused it by rule."""
+        """Write a page from a flat tensor. Returns True if a tier has the page, or refused it by its rule."""
         return self.batch_set([key], [value])
 
     @contained(lambda keys, values=None, target_locations=None, target_sizes=None: False)

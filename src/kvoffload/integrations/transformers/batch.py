@@ -36,8 +36,8 @@ class PrefixBatch:
         """Begin a batch.
 
         Args:
-            counts_padding: the model counts columns of padding as positions, so rows of different padding
-                share no KV.
+            counts_padding: True if the model counts columns of padding as positions. Then rows with different
+                padding share no KV.
         """
         self._kv_cache, self._ids = kv_cache, input_ids
         self._starts = first_columns(input_ids, attention_mask)

@@ -48,11 +48,10 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
     """Refuse a model whose KV depends on the length of the sequence, whatever the name of the rope type.
 
-    The model computes a few tokens three times: with the last token near the others, at position
-    ``longest - 1``, and near the others again. The KV of the other tokens must stay the same. Positions
-    beyond `longest` could be an error on a device, so only copies of the rotary modules compute these
-    positions, on the CPU. Not detected: rope in a function, without a module, that changes only beyond
-    `longest`.
+    The model computes a few tokens three times: with the last token near the others, at position ``longest -
+    1``, and near the others again. The KV of the other tokens must stay the same. Positions beyond `longest`
+    could be an error on a device, so only copies of the rotary modules compute these positions, on the CPU.
+    Not detected: rope that a function computes, without a module, and that changes only beyond `longest`.
 
     Args:
         longest: ``max_position_embeddings``.

@@ -69,7 +69,7 @@ class KVOffloadTier(SecondaryTierManager):
     Options: ``url`` and its parameters, or the options of a disk, as for a tier of `KVOffloadSpec`.
     Raises `ConfigError` when the engine starts.
 
-    Thread: the scheduler's, and since vLLM 0.33 the thread that polls other tiers: it looks up blocks for
+    Thread: the scheduler's. Since vLLM 0.33 also the thread that polls other tiers, which looks up blocks for
     requests of peers. vLLM's lock serializes the calls, and no method depends on the calling thread.
 
     Attributes:

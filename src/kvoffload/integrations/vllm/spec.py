@@ -51,7 +51,7 @@ OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", defaul
 """True during the construction of a connector that offers blocks before the GPU drops them."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""True during the construction of our connector, which passes requests to the manager; vLLM's does not."""
+"""True during the construction of our connector, which, unlike vLLM's, passes requests to the manager."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:

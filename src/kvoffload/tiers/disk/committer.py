@@ -31,7 +31,8 @@ COMMIT_INTERVAL_S = 0.002
 """Shortest pause between two commits while writes are in progress, in seconds. Each commit fills at least one
 page of the log."""
 COMMIT_PACE = 32
-"""Pause between two commits, as a multiple of the last commit's duration: a sync delays concurrent writes."""
+"""Pause between two commits, as a multiple of the last commit's duration, because a sync delays other
+writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks."""

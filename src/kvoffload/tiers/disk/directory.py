@@ -33,8 +33,9 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
-"""Divisor of a slab's number of slots. A slab that shrinks loses up to a further sixteenth of its slots, as a
-margin. A slab whose file has at most a sixteenth of the slots is deleted instead."""
+"""Divisor of a slab's number of slots, for two rules. A slab that shrinks loses up to a sixteenth of its
+slots more than necessary, as a margin. A slab is deleted instead if its file has at most a sixteenth of the
+slots."""
 
 
 class Geometry(NamedTuple):

@@ -299,8 +299,10 @@ def _read_log(slab: Slab, recovered: Recovered) -> None:
 
 
 def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
-    """Return two lists about pages of the log that may be the start of a group of this slab: the offsets of
-    the pages, and the epochs of the groups."""
+    """Find the pages of the log with which a group of this slab may start.
+
+    Returns two lists of equal length: the offsets of these pages, and the epochs of the groups.
+    """
     heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
     rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))
     return (rows * PAGE_BYTES).tolist(), heads["epoch"][rows].tolist()

@@ -67,11 +67,12 @@ class S3Options(SharedTierOptions):
 
     Attributes:
         url: the bucket, and the prefix of all names; an access rule can restrict a user to the prefix.
-        endpoint: URL of a server other than Amazon's. region: of the bucket.
-        pack: size of an object, which holds as many consecutive blocks of a path as fit, at most 32; 0 for
+        endpoint: URL of the server; by default Amazon's.
+        region: region of the bucket.
+        pack: size of an object. An object holds as many consecutive blocks of a path as fit, at most 32. 0:
             one block in each object. Must be equal on all machines.
-        credentials_file: a file in the format of ``~/.aws/credentials``, whose section ``default`` is read;
-            by default the keys are in the environment, or come from the machine's role.
+        credentials_file: a file in the format of ``~/.aws/credentials``; the section ``default`` is read. By
+            default the keys come from the environment or from the machine's role.
         price_per_1000_puts, price_per_1000_gets, price_per_gb_read: prices for the cost counter; by default
             Amazon's list prices in dollars within a region.
     """

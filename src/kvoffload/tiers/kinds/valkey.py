@@ -60,9 +60,10 @@ class ValkeyOptions(SharedTierOptions):
     Attributes:
         url: the server, or some nodes of the cluster, and the namespace.
         ttl: seconds until the server forgets a block; by default the server decides.
-        password_file: a file with the password alone, read again for each connection; by default the
+        password_file: a file that contains only the password, read again for each connection. By default the
             password is in the environment.
-        ca: file with the CA certificate that signs the server's. cert, cert_key: files of our certificate.
+        ca: file with the certificate of the CA that signed the server's certificate.
+        cert, cert_key: files with the client's certificate and its key.
     """
 
     name = "valkey"

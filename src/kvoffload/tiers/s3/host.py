@@ -24,7 +24,8 @@ class Host:
     cached addresses at once.
 
     Args:
-        scheme: ``http`` or ``https``. authority: ``HOST`` or ``HOST:PORT``.
+        scheme: ``http`` or ``https``.
+        authority: ``HOST`` or ``HOST:PORT``.
         addresses: resolves names; for tests.
 
     Thread: any.

@@ -34,11 +34,12 @@ def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
 class Addresses:
     """A cache of host addresses, renewed in the background.
 
-    The first call for a host waits for the lookup, at most until the call's deadline. Later calls use the
-    cached addresses at once. Such a call also starts a lookup in the background if the addresses are older
-    than 30 s, or if no address has accepted a connection. A failed lookup changes no cached address.
+    The first `connected` for a host waits for the lookup of the host, at most until its deadline. Later calls
+    use the cached addresses without waiting. If the addresses are older than 30 s, or if none of them
+    accepted the last connection, the call also starts a new lookup in the background. A failed lookup leaves
+    the cached addresses unchanged.
 
-    A hanging lookup occupies one daemon thread for each host, even with many connections.
+    A lookup that hangs occupies one daemon thread, even if many connections need the host.
 
     Args:
         resolve, clock: for tests.
@@ -74,7 +75,7 @@ class Addresses:
     def known(self, host: str, port: int) -> list[SocketAddress]:
         """Return the cached addresses; an empty list during the first lookup. Never waits.
 
-        Raises: the `OSError` of a failed first lookup, in one call. The next call starts another lookup.
+        Raises: `OSError`, once, if the first lookup has failed. The next call starts another lookup.
         """
         if _is_literal(host):
             return getaddrinfo(host, port)

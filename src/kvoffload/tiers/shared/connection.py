@@ -1,6 +1,7 @@
 """A thread with one connection, which performs exchanges one after the other. Knows no blocks.
 
-Each exchange has its own deadline. Writes of the disk tier differ: they wait for a common sync.
+Each exchange has its own deadline and ends on its own. Writes of the disk tier differ: several writes end
+together, after a common sync.
 """
 
 from __future__ import annotations

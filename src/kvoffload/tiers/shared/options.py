@@ -29,8 +29,8 @@ class SharedTierOptions(TierOptions):
         probe_timeout: deadline of a probe.
         identity: name of the weights, equal on all machines; by default it is detected.
         admission: chooses the blocks to write.
-        start_s: longest wait for the server at opening. engine_start_s: longest wait of an engine, which then
-            starts without the server.
+        start_s: longest wait for the server at opening.
+        engine_start_s: longest wait of an engine, which then starts without the server.
     """
 
     start_s: ClassVar[float]

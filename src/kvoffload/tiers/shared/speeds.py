@@ -24,7 +24,8 @@ class Speeds:
 
     Attributes:
         num_blocks: number of blocks in a batch.
-        probe_s: seconds to probe 64 blocks. first_s: seconds to read one block.
+        probe_s: seconds to probe 64 blocks.
+        first_s: seconds to read one block.
         put_bytes_per_s, get_bytes_per_s: speeds of writing and of reading a batch; both include checksums.
         num_wrong: number of blocks that were read with wrong bytes; 0 unless the server is faulty.
     """

@@ -127,7 +127,8 @@ class RemoteTier(ConnectingTier, GroupedTier):
       blocks of reported paths (`follow`) can be found.
 
     Args:
-        name: name in reports and metrics. place: the server, for the log.
+        name: name in reports and metrics.
+        place: the server, for the log.
         connect: makes a connection to the server, within a deadline.
         dialect: performs exchanges over connections.
         keyspace: epoch keys and names of blocks.

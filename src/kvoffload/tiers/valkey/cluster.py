@@ -72,7 +72,8 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     - If the divisions of a node change, the presence of all its blocks becomes unknown.
 
     Args:
-        name: name in reports and metrics. place: the cluster, for the log.
+        name: name in reports and metrics.
+        place: the cluster, for the log.
         seeds: nodes from which the first map is read.
         connect: makes a connection to a node, with login, within a deadline.
         fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.

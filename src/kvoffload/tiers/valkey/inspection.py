@@ -40,7 +40,8 @@ class ServerReport:
         refused: necessary commands that the server refuses to this user, each with the reply.
         warnings: unsuitable settings, as sentences.
         persistence: ``yes``, ``no``, or ``not known``.
-        num_names: number of all keys. hits, misses, evicted: counts since the start of the server.
+        num_names: number of all keys.
+        hits, misses, evicted: counts since the start of the server.
     """
 
     address: str
@@ -93,7 +94,8 @@ class NamespaceReport:
     """Contents of a namespace, from a bounded scan of all keys on the servers.
 
     Attributes:
-        looked_at: approximate number of scanned keys, of all namespaces. num_names: number of all keys.
+        looked_at: approximate number of scanned keys, of all namespaces.
+        num_names: number of all keys.
         refused: error reply to the scan; empty if the scan succeeded.
     """
 

@@ -36,10 +36,12 @@ class Request:
         checks: verifications of the request's blocks, pending and done.
         begun_step: the last step in which vLLM may have begun the request; None while the request waits.
         waits_since: the last step in which the request was seen waiting, after a preemption.
-        was_preempted: the request was preempted. vLLM does not report in which step the request resumes.
+        was_preempted: True if the request was preempted. vLLM does not report in which step the request
+            resumes.
         pending_since_s: time of the first lookup of a block that an engine of the shared pool is writing;
             monotonic seconds. None: no such lookup yet.
-        is_audited: the request is computed although RAM holds blocks of it; None before the first hit.
+        is_audited: True if the request is computed although RAM holds blocks of it; None before the first
+            hit.
         num_skipped: number of leading blocks that were not looked up; -1: unknown.
         asked_end: position after the last looked-up block; -1: unknown.
     """
@@ -116,7 +118,7 @@ class Lookups:
         return _VLLM_HIT if state is _HIT else _VLLM_MISS if state is _MISS else _ANSWERS[state]
 
     def prefix(self, keys: list[bytes], request: Request) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and a flag: the next block may soon be ready."""
+        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
         if self._verifier is None:
             prefix = self._manager.lookup(keys, request.ctx)
             return prefix.num_ready, prefix.stopped_by in (LookupResult.HIT_PENDING, LookupResult.RETRY)

@@ -73,10 +73,10 @@ class Arrival:
     """Facts about a request from its arrival to its end, recorded even for a request without a lookup.
 
     Attributes:
-        has_adapter: the request uses a LoRA adapter, and loads from no tier.
-        is_outdated: the cache was reset while the request ran, so the request stores nothing more.
-        ran_unasked: the request has begun without a lookup, for example because the GPU's cache holds its
-            prompt.
+        has_adapter: True if the request uses a LoRA adapter. Such a request loads from no tier.
+        is_outdated: True if the cache was reset while the request ran. The request then stores nothing more.
+        ran_unasked: True if the request has begun without a lookup, for example because the GPU's cache holds
+            its prompt.
     """
 
     hints: Hints = NO_HINTS
@@ -114,7 +114,8 @@ class KVOffloadManager(OffloadingManager):
     path, in the order of their tokens: a partial store keeps the leading blocks of every group.
 
     Args:
-        tokens_per_block: tokens in a block, for events. blocks_per_chunk: engine blocks in a slot.
+        tokens_per_block: tokens in a block, for events.
+        blocks_per_chunk: engine blocks in a slot.
         open_tiers: opens the tiers behind RAM, given the bytes of a block and of a key; None: no tiers.
         missing_tiers: places of tiers that could not be opened; a reset does not reach these tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
@@ -125,7 +126,8 @@ class KVOffloadManager(OffloadingManager):
             difference. Nothing is offloaded until the next reset.
         num_lost: number of blocks that the device dropped before they could be offered.
         audits: the audits of stored blocks; None if no audit is configured.
-        options: the options of the engine. pool: the memory of RAM's slots.
+        options: the options of the engine.
+        pool: the memory of RAM's slots.
         what_if: the trial of other settings; None without `what_if`.
 
     Thread: the scheduler's.
@@ -385,7 +387,7 @@ class KVOffloadManager(OffloadingManager):
             return VLLMResult.MISS
 
     def lookup_prefix(self, keys: list[bytes], req_context: Any) -> tuple[int, bool]:
-        """Return the number of ready leading blocks, and a flag: the next block may soon be ready."""
+        """Return the number of ready leading blocks, and True if the next block may soon be ready."""
         if self.broken or self._is_kept_out(req_context):
             if keys:
                 self._asked_in_vain(req_context).prefixes.setdefault(keys[0][-4:], (keys, 0))

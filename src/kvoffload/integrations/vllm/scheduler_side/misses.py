@@ -83,7 +83,7 @@ class Misses:
             self._begun.append(request_id)
 
     def count_begun(self, manager: AnyManager | None, request_ids: Iterable[str] = ()) -> None:
-        """Count the requests that are recorded as begun, and `request_ids`.
+        """Count the misses of the requests that are recorded as begun, and of the requests `request_ids`.
 
         `manager`: None while offloading is paused.
         """

@@ -52,7 +52,8 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
     Existing pages do not change. Afterwards no write into a span can fail for lack of memory.
 
     Args:
-        address: address of the file's first byte in this process. threads: number of threads.
+        address: address of the file's first byte in this process.
+        threads: number of threads.
 
     Raises: `OSError` if there is not enough memory; some pages may have been allocated.
     Cost: 0.6 s a GiB in pages of 4 KiB, 0.06 s a GiB in huge pages (`bench/pool_start.py`).

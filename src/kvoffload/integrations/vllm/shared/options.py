@@ -37,7 +37,7 @@ from kvoffload.whatif.setting import OneIn
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
-"""Blocks whose checksum is checked at a read: all blocks; only blocks from tiers behind RAM; none."""
+"""Values of the option `verify`: a read checks all blocks, only blocks from tiers behind RAM, or no block."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -151,8 +151,8 @@ class VLLMOptions:
         tier_deadline_s: the longest time that a request waits for tiers.
         recompute_tokens_per_s: the engine's prefill speed. A read that is slower than computing the blocks is
             skipped. None: unknown.
-        audit: some requests are computed although RAM holds their blocks, and these blocks are compared.
-            None: no audit.
+        audit: options of the audit, in which some requests are computed although RAM holds their blocks, and
+            the stored blocks are compared with the computed blocks. None: no audit.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
         record_max_bytes: size limit of each file of the recording.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:

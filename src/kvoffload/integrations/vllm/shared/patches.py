@@ -17,9 +17,10 @@ T = TypeVar("T")
 
 
 def take_over(ours: type[T], made: object) -> T:
-    """Return an object of class `ours` with the attributes of `made`, which has the base class of `ours`.
+    """Return an object of class `ours` with the attributes of `made`.
 
-    vLLM's connector has no option for the class of its scheduler side.
+    The class of `made` is a base class of `ours`. vLLM's connector has no option for the class of its
+    scheduler side.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))

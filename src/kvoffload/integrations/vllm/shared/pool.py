@@ -47,7 +47,7 @@ EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""Record of a block's audit: the result; value, KV group and tensor of the largest difference."""
+"""Record of a block's audit: the result, and the value, KV group and tensor of the largest difference."""
 
 
 class SharedPool:
@@ -57,7 +57,8 @@ class SharedPool:
     the pool and sets its geometry; later processes must use the same geometry.
 
     Attributes:
-        num_slots, num_parts, part_bytes: geometry. slot_stride: bytes from one slot to the next.
+        num_slots, num_parts, part_bytes: geometry.
+        slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
@@ -103,7 +104,8 @@ class SharedPool:
         Args:
             engine_id: equal in all processes of an engine, and different in every other engine.
             member: number of this process in the engine, from 0 to ``num_members - 1``.
-            num_parts: parts of a slot. part_bytes: smallest part, in bytes, that this process can use.
+            num_parts: parts of a slot.
+            part_bytes: smallest part, in bytes, that this process can use.
             capacity_bytes: memory for slots, all parts together.
             node_pool: the directory of a pool that several engines share; None for a pool of this engine.
 

@@ -84,8 +84,9 @@ def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> s
     """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if they can.
 
     Args:
-        sees_requests: the connector keeps requests with an adapter away from tiers.
-        are_named: the user has named the weights for this tier (`identity` or `salt`) and is responsible.
+        sees_requests: True if the connector keeps requests with an adapter away from tiers.
+        are_named: True if the user has named the weights for this tier (`identity` or `salt`). The user is
+            then responsible for the name.
     """
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         return "with calculate_kv_scales the scales of the KV cache depend on the first request of a process"

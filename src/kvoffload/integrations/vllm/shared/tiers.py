@@ -156,11 +156,12 @@ def leave_out_tiers(manager: TieredManager, ctx: RequestContext, req_context: An
 
 
 def fingerprint(producer: Producer) -> str:
-    """Return the identity of a producer on this machine: equal texts mean equal bytes for equal keys.
+    """Return a text that identifies a producer on this machine.
 
-    The text has (1) the configuration, (2) the layout of KV pages on a CPU, and (3) for each model the name
-    and hub commit, or the names, sizes and times of its local files. If weights change without a change of
-    these facts, users set the option `salt`.
+    Producers with equal texts compute equal bytes for equal keys. The text contains the configuration, the
+    layout of KV pages on a CPU, and the identity of each model's weights: name and hub commit or, for local
+    files, the files' names, sizes and times. If the weights change and these facts do not, the user must
+    change the option `salt`.
     """
     parts = {
         "kvoffload": __version__.rsplit(".", 1)[0],
@@ -175,9 +176,9 @@ def fingerprint(producer: Producer) -> str:
 
 
 def shared_fingerprint(producer: Producer, name: str) -> str:
-    """Return the identity of a producer for shared tiers, equal on all machines.
+    """Return a text that identifies a producer on all machines, for shared tiers.
 
-    The text has no paths and times, and identifies the weights by a name or by content.
+    The text contains no paths and no times. It identifies the weights by a name or by their content.
 
     Args:
         name: the user's name of the weights; empty to identify them by content (`weights_identity`). The

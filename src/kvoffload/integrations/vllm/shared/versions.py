@@ -50,10 +50,11 @@ class EngineFacts:
         tokens_per_block: tokens in a block of each KV-cache group.
         blocks_per_chunk: engine blocks in a block of kvoffload.
         worker_block_bytes: KV bytes of an engine block at a worker, all layers and groups.
-        num_workers: number of workers that share a block. rank: this worker's number; 0 at the scheduler.
-        replicated: all workers hold the same bytes of a block (MLA under tensor parallelism): a single copy
-            is enough.
-        enable_events: the user wants KV events.
+        num_workers: number of workers that share a block.
+        rank: this worker's number; 0 at the scheduler.
+        replicated: True if all workers hold the same bytes of a block (MLA under tensor parallelism), so that
+            a single copy is enough.
+        enable_events: True if the user wants KV events.
         identity: the settings that determine the bytes of a block, without the block's key.
         replica: name of this engine among data-parallel engines; empty if there is only one.
     """

@@ -58,7 +58,8 @@ class HostCopies:
     """Copies of tensors in host memory, on one thread, while the engine's step continues.
 
     Attributes:
-        layout: the places of groups in the tensors. tensors: the engine's tensors, as blocks of bytes.
+        layout: the places of groups in the tensors.
+        tensors: the engine's tensors, as blocks of bytes.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, part: Blocks) -> None:

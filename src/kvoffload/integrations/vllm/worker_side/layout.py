@@ -19,8 +19,10 @@ class Region(NamedTuple):
     """The bytes of a KV group's block in one tensor.
 
     Attributes:
-        tensor: number of the tensor. num_bytes: bytes of a block in the tensor, without padding.
-        start: offset of the tensor's first block in the part. stride: bytes from one block to the next.
+        tensor: number of the tensor.
+        num_bytes: bytes of a block in the tensor, without padding.
+        start: offset of the tensor's first block in the part.
+        stride: bytes from one block to the next.
     """
 
     tensor: int
@@ -33,8 +35,10 @@ class Move(NamedTuple):
     """The blocks of a transfer that lie at the same offset in their slots.
 
     Attributes:
-        group: number of the KV group. inner: number of the block in its chunk.
-        blocks: rows of the engine's tensors. slots: the slot of each block.
+        group: number of the KV group.
+        inner: number of the block in its chunk.
+        blocks: rows of the engine's tensors.
+        slots: the slot of each block.
     """
 
     group: int
@@ -55,7 +59,8 @@ class Layout:
         blocks_per_chunk: engine blocks in a slot.
 
     Attributes:
-        starts: offset of each tensor in the part. part_bytes: bytes of the part.
+        starts: offset of each tensor in the part.
+        part_bytes: bytes of the part.
         regions: for each KV group, the regions to copy.
     """
 

@@ -57,7 +57,8 @@ class KVOffloadWorker(OffloadingWorker):
         failures_are_named: True if vLLM calls `take_failed_loads`. False: failed loads become failed jobs.
         fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read
             these blocks (`versions.fences_come_late`). Such stores are dropped.
-        num_failed: failed jobs. num_overwritten: stores dropped because of a late fence.
+        num_failed: number of failed jobs.
+        num_overwritten: number of stores dropped because of a late fence.
     """
 
     def __init__(
