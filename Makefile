@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 VLLM ?= 0.32.0
 ENGINES_VENV ?= .venv-engines
+TRANSFORMERS ?= 5.24.0
 VLLM_VENV ?= .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 SOURCES ?= 0.33.0
+TRANSFORMERS_DIR = $(abspath .venv-transformers-$(TRANSFORMERS))
 WITHOUT_ENGINES = test_adapter.py test_differential.py test_plugin.py test_policies.py test_secondary.py test_worker.py
 BIN := $(VENV)/bin
 TRACE ?=
@@ -16,7 +18,7 @@ VERSIONS ?=
 OWN_KERNELS = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/kernels
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay report test test-slow test-all test-checked engines-env test-engines test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install replay report test test-slow test-all test-checked engines-env test-engines test-transformers test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -85,6 +87,11 @@ engines-env: vllm-env  ## SGLang and LMCache beside vLLM's environment (330 MB, 
 test-engines: engines-env  ## beside SGLang's controllers and host pools, and LMCache's storage
 	$(OWN_KERNELS) $(ENGINES_VENV)/bin/python -m pytest tests/sglang tests/lmcache $(ARGS)
 
+test-transformers: vllm-env  ## the tests of transformers with 5.24, or with TRANSFORMERS=5.22.2 (130 MB)
+	[ -d $(TRANSFORMERS_DIR) ] || $(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --target $(TRANSFORMERS_DIR) \
+		transformers==$(TRANSFORMERS)
+	PYTHONPATH=$(TRANSFORMERS_DIR) $(OWN_KERNELS) $(VLLM_VENV)/bin/python -m pytest tests/hf_transformers $(ARGS)
+
 test-vllm-versions:  ## the same on one version of vLLM after the other, an hour (VERSIONS="0.31.0 0.30.0")
 	PYTHON=$(PYTHON) bash tools/vllm_versions.sh .venv-versions $(VERSIONS)
 
@@ -130,4 +137,4 @@ image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles
 	$(BIN)/python tools/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES_VENV) .venv-versions .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels
+	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES_VENV) .venv-versions .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from kvoffload.integrations.transformers.model import CACHE
 from support.tiny_models import model_of, tokens
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,7 @@ def test_the_code_of_the_page_runs(saved: Path, tmp_path: Path) -> None:
     model, text = model_of("llama"), "w5 w6 w7 " * 11
     first, second = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.S)
     first = first.replace("disk:/nvme/kv:200GiB", f"disk:{tmp_path}:64MiB").replace("16GiB", "64MiB")
+    second = second.replace("cache=batch", f"{CACHE}=batch")
     loop = "\n".join("    " + line for line in second.splitlines())
     ids = tokens(1, 33)
     names: dict[str, Any] = {

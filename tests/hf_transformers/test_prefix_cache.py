@@ -21,7 +21,7 @@ import kvoffload
 from kvoffload import ConfigError, KVCache
 from kvoffload.cache.request import KVRequest
 from kvoffload.integrations.transformers import PrefixBatch, PrefixCache, kv_layout
-from kvoffload.integrations.transformers.model import configuration_digest
+from kvoffload.integrations.transformers.model import CACHE, configuration_digest
 from kvoffload.integrations.transformers.rope import check_rope
 from support.disk_blocks import slab_in
 from support.timeouts import HANGS_S
@@ -45,7 +45,7 @@ def loaded(cache: KVCache) -> int:
 
 def logits(model: Any, ids: torch.Tensor, cache: Any = None, past: int = 0) -> torch.Tensor:
     with torch.no_grad():
-        result: torch.Tensor = model(ids[:, past:], past_key_values=cache).logits
+        result: torch.Tensor = model(ids[:, past:], **{CACHE: cache}).logits
     return result
 
 
@@ -168,7 +168,7 @@ def test_a_second_store_continues_the_first() -> None:
         with prefix.begin(full[:, :8]) as batch:
             for begin, end, stored in ((0, 12, 12), (12, 20, 8), (20, 20, 0)):
                 if begin < end:
-                    model(full[:, begin:end], past_key_values=batch.cache)
+                    model(full[:, begin:end], **{CACHE: batch.cache})
                 assert batch.store(full[:, :end]) == stored
             with pytest.raises(ConfigError, match=r"sequences\[0\]: .*20 tokens of the last store"):
                 batch.store(tokens(1, 20, seed=1))
@@ -271,7 +271,7 @@ def test_shorter_types_load_the_stored_bytes(dtype: torch.dtype) -> None:
     with opened(model) as cache, torch.no_grad():
         prefix = PrefixCache(model, cache)
         with prefix.begin(text) as batch:
-            model(text, past_key_values=batch.cache)
+            model(text, **{CACHE: batch.cache})
             assert batch.store(text) == 24
             stored = [(layer.keys, layer.values) for layer in batch.cache.layers]
         with prefix.begin(text) as batch:
@@ -411,6 +411,7 @@ def test_rope_is_found_at_every_depth_of_a_configuration(fields: dict[str, Any],
         ({"cache_implementation": "offloaded"}, "cache_implementation: 'offloaded'"),
         ({"cache_implementation": "paged"}, "cache_implementation: 'paged'"),
         ({"past_key_values": DynamicCache()}, "past_key_values"),
+        ({"cache": DynamicCache()}, "cache"),
         ({"use_cache": False}, "use_cache: False"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: 3"),
         ({"prefill_chunk_size": 4}, "prefill_chunk_size: 4"),
@@ -512,7 +513,7 @@ def test_layers_on_two_devices_are_refused() -> None:
     model = copy.deepcopy(model_of("llama"))
 
     def move(_: Any, __: Any, output: Any) -> None:
-        layer = output.past_key_values.layers[1]
+        layer = getattr(output, CACHE).layers[1]
         layer.keys, layer.values = layer.keys.to("meta"), layer.values.to("meta")
 
     model.register_forward_hook(move)

@@ -19,8 +19,9 @@ class PrefixBatch:
     at its first column without padding; columns of padding are zero.
 
     Attributes:
-        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., past_key_values=cache)``. Layers
-            with a sliding window keep all tokens: later prompts may continue any prefix.
+        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``, named
+            ``past_key_values`` before transformers 5.24. Layers with a sliding window keep all tokens: later
+            prompts may continue any prefix.
         num_cached: number of leading columns of the batch in `cache`; never includes the last column.
     """
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvoffload.cache.layout import KVLayout
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.transformers.rope import check_rope, probe_rope
 
 AXES = "batch head token dim"
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""Name of the cache in arguments and results of models; ``cache`` since transformers 5.24."""
 _LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 _WITHOUT_EFFECT = {
     *("_name_or_path", "_commit_hash", "transformers_version", "architectures", "use_cache"),
@@ -40,7 +43,7 @@ def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     check_rope(model.config.to_dict())
     with torch.no_grad():
         made = model(torch.zeros((1, 1), dtype=torch.long, device=model.device), use_cache=True)
-    cache = getattr(made, "past_key_values", None)
+    cache = getattr(made, CACHE, None)
     if not isinstance(cache, DynamicCache):
         raise ConfigError("model", type(model).__name__, "allowed: models whose cache is a DynamicCache")
     for number, layer in enumerate(cache.layers):
@@ -79,7 +82,7 @@ def _probe(model: Any) -> None:
         ids = torch.ones((1, len(positions)), dtype=torch.long, device=model.device)
         places = torch.tensor([positions], device=model.device)
         with torch.no_grad():
-            cache = model(ids, position_ids=places, use_cache=True).past_key_values
+            cache = getattr(model(ids, position_ids=places, use_cache=True), CACHE)
         return [tensor[:, :, :-1] for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
     if "position_ids" not in parameters:

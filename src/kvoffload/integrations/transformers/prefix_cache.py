@@ -10,10 +10,11 @@ import torch
 from kvoffload.cache.cache import KVCache
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.transformers.batch import PrefixBatch, first_columns
-from kvoffload.integrations.transformers.model import configuration_digest, kv_layout
+from kvoffload.integrations.transformers.model import CACHE, configuration_digest, kv_layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 _REFUSED = {
+    "cache": "PrefixCache makes the cache of the model",
     "past_key_values": "PrefixCache makes the cache of the model",
     "assistant_model": "without assisted decoding, which takes tokens back",
     "assistant_tokenizer": "without assisted decoding, which takes tokens back",
@@ -99,7 +100,7 @@ class PrefixCache:
                 beams, answers = (self._setting(name, config, options) or 1 for name in _COPIES)
                 if batch.num_cached and max(beams, answers) > 1:
                     batch.cache.batch_repeat_interleave(max(beams, answers))
-                output = self._model.generate(ids, past_key_values=batch.cache, **options)
+                output = self._model.generate(ids, **{CACHE: batch.cache}, **options)
                 sequences = output if isinstance(output, torch.Tensor) else output.sequences
                 batch.store(sequences, prompts_only=beams > 1)
         except Exception as error:
