@@ -61,9 +61,9 @@ class KVLayout:
             ``token``, ``dim``.
         layers: number of layers.
         heads: KV heads of this process; 1 without the axis ``head``.
-        head_dim: size of the axis ``dim``: of a head, or the latent size of MLA.
+        head_dim: size of the axis ``dim``: the size of a head, or the latent size of MLA.
         block_tokens: tokens of a block.
-        dtype: of the tensors: ``bfloat16``, ``float16``, ``float32``, ``float8_e4m3fn``, ``uint8``, ...
+        dtype: dtype of the tensors: ``bfloat16``, ``float16``, ``float32``, ``float8_e4m3fn``, ``uint8``, ...
         value_dim: size of the axis ``dim`` in the values, if it differs from the keys.
 
     Raises: `ConfigError`, all problems at once.

@@ -5,8 +5,8 @@
 - `LOOKUP`: number of ready blocks `n`, or ``-1 - n`` if a block in flight follows these blocks.
 - `PREPARE_LOAD`, `PIN`: the slots, or ``-1 - n`` if block `n` was not ready.
 - `PREPARE_STORE`: (1) five numbers: stored blocks, missing blocks, dropped blocks, refused blocks, and used
-  free slots; (2) the slots; (3) the missing rows as runs. -1 alone: no room (``None``). -2 or less: the
-  policy named a wrong victim.
+  free slots; (2) the slots; (3) the missing rows as runs. A single -1 means that there was no room
+  (``None``). A single number of -2 or less means that the policy named a wrong victim.
 - `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. For a part of a plan the word is
   larger by 2, and the slots follow.
 - `KEEP`, `DISCARD`: the returned number. `RESET`: ``drop_in_flight``.

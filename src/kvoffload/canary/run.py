@@ -54,8 +54,8 @@ class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         requests: prompts sent, without fillers.
-        tier_tokens, device_tokens: prompt tokens loaded from the tiers, and prompt tokens found in the
-            device's cache.
+        tier_tokens: prompt tokens loaded from the tiers.
+        device_tokens: prompt tokens found in the device's cache.
         differing: number of answers in which a token differs from the reference.
         median, largest: median and largest difference from the reference, in log-probability.
     """

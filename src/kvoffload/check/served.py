@@ -25,13 +25,16 @@ class Served:
     """Totals of a server since its start, over all engines that the scrape shows.
 
     Attributes:
-        requests: finished requests. prompt_tokens: tokens of all prompts.
+        requests: finished requests.
+        prompt_tokens: tokens of all prompts.
         hit_tokens: prompt tokens by place: `GPU`, `RAM`, `TIERS`.
-        loaded_bytes, stored_bytes: bytes copied from RAM to the GPU, and from the GPU to RAM.
-        ttft_sum_s, ttft_requests: sum of the times to first token, and their number.
+        loaded_bytes: bytes copied from RAM to the GPU.
+        stored_bytes: bytes copied from the GPU to RAM.
+        ttft_sum_s: sum of the times to first token.
+        ttft_requests: number of these times.
         capacity_blocks: slots of RAM, summed over all engines; 0 if the server does not report them.
-        device_blocks, device_block_tokens: number of usable blocks in one engine's GPU cache, and tokens in a
-            block; 0 if unknown.
+        device_blocks: number of usable blocks in one engine's GPU cache; 0 if unknown.
+        device_block_tokens: tokens in a block of the GPU's cache; 0 if unknown.
         policies: names of RAM's eviction policies. A policy that reports no state is missing.
         engines: number of engines that report the size of their RAM; 0 if none does.
         tier_blocks: capacity of each tier behind RAM, by name, summed over all engines; 0 if unknown.

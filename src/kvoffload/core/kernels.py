@@ -983,8 +983,8 @@ def prepare_store(
     kernel, because each kernel adds a second of compilation to the first start.
 
     Args:
-        admitted: `BY_POLICY` if the policy must accept all blocks; `BY_ALL` if policy and admission rule must
-            accept all blocks; 0 if both may refuse blocks.
+        admitted: `BY_POLICY`: the policy must accept all blocks. `BY_ALL`: policy and admission rule must
+            accept all blocks. 0: both may refuse blocks.
     """
     stored = np.int64(0)
     if step == SHRINK:

@@ -58,9 +58,9 @@ _RESULTS = (LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING)
 class OffloadingManager:
     """Tracks the blocks of one tier and decides which blocks enter and leave.
 
-    Life of a block: `prepare_store` assigns a slot, `complete_store` makes the block readable, `prepare_load`
-    pins it for a read and `complete_load` unpins it, until the block is evicted. The uses of a request are
-    committed once, by `touch` or by `finish_request`.
+    Life of a block: `prepare_store` assigns a slot, and `complete_store` makes the block readable.
+    `prepare_load` pins the block for a read, and `complete_load` unpins it. A later store may evict the
+    block. The uses of a request are committed once, by `touch` or by `finish_request`.
 
     Methods take a batch of keys in prefix order, as a list of ``bytes`` or as `Keys`. Thread: the scheduler's
     only; no call blocks. Cost: no call that serves a request depends on the capacity.
@@ -459,8 +459,8 @@ class OffloadingManager:
 
         A request belongs to the tenant ``hints.tenant`` that `begin_request` received. Requests of tenants
         that `quotas` does not name, and requests that began before the first call, belong to the tenant
-        ``other``, which can have a quota, too. A block belongs to the tenant that stored the block, even
-        while requests of other tenants use it.
+        ``other``. This tenant can have a quota, too. A block belongs to the tenant that stored the block,
+        even while requests of other tenants use it.
 
         A store may evict blocks of another tenant only if that tenant stays at or above its minimum, even if
         the store takes all its victims from that tenant. A tenant below its minimum evicts blocks of other

@@ -42,8 +42,8 @@ class EvictionPolicy(ABC):
         capacity_blocks: number of slots.
         refuses: True if `replace` may refuse new blocks.
         counts_uses: True if the policy reads `reused`. If False, a victim tier does not track uses.
-        write_cost: fraction by which the value of a new block must exceed the victim's value to justify the
-            write; for policies that refuse. None: the policy's default.
+        write_cost: for policies that refuse: a new block must be worth ``1 + write_cost`` times the victim to
+            justify the write. None: the policy's default.
 
     Every other public attribute with an annotation and a default, except a ``ClassVar``, is a parameter that
     users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
@@ -69,8 +69,8 @@ class EvictionPolicy(ABC):
 
         A victim tier reports uses later, because the device holds a block while the block is used. When the
         device has dropped blocks and `replace` has inserted these blocks, the tier calls `access` with all
-        blocks of the offer, in order. `reused` marks blocks that were used again while they were duplicates;
-        `reused` is False for a policy that observes all traffic, or whose `counts_uses` is False. The tier
+        blocks of the offer, in order. `reused` marks blocks that were used again while they were duplicates.
+        It marks no block for a policy that observes all traffic, or whose `counts_uses` is False. The tier
         omits the call if no block was reused and the blocks were all kept or all stored.
 
         Args:

@@ -37,8 +37,8 @@ class Slots(Struct):
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
-        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot, which invalidates
-            the slot hints that requests recorded for the block.
+        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot. The slot hints that
+            requests have recorded for the block are then invalid.
         condemned: shape ``(capacity,)``, bool; True for unused slots, too, whose `ref_cnt` is `WRITING`.
         stack: int32: its first `num_free` entries are the free slots, used from the end; its last
             `num_unused` entries are the unused slots.

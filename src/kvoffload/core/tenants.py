@@ -292,10 +292,14 @@ def _room_of_own(tenants: Tenants, owner: int, wanted: int, num_free: int) -> in
 def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, margin: int) -> int:
     """Return how many of `wanted` new blocks of tenant `owner` have room.
 
-    Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first of three
-    sources that has enough blocks: (1) tenants that no longer exist; (2) other tenants with a surplus, if
-    after the store `owner` is still within its minimum; (3) `owner` and all other tenants with a surplus. If
-    no source has enough, the largest part that has room is stored.
+    Also sets `givers`, `usable_free` and `is_owed` of `tenants`. The victims come from the first source that
+    has enough blocks:
+
+    1. tenants that no longer exist
+    2. other tenants with a surplus; only if `owner` is still within its minimum after the store
+    3. `owner`, and all other tenants with a surplus
+
+    If no source has enough blocks, the largest part that has room is stored.
 
     If the store would exceed the maximum of `owner`, there are two ways: evict only blocks of `owner`, or
     grow to the maximum and evict blocks of other tenants, too. The way that stores more blocks is chosen.

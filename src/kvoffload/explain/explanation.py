@@ -30,13 +30,14 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     evicted run, all times and request numbers refer to the first block of the run.
 
     Attributes:
-        request, arrived_s: the request, and the seconds from the first request to its arrival.
+        request: the request.
+        arrived_s: seconds from the first request to the arrival of this request.
         first_block, blocks, tokens: place and length of the run in the prompt.
         earlier_uses: earlier requests that had the first block.
-        stored_by, decided_at: the request that stored the first block, and the request for which it was
-            evicted, refused or dropped.
-        kept_s, since_s: seconds from `stored_by` to `decided_at`, and from `decided_at` to this request; null
-            without times.
+        stored_by: the request that stored the first block.
+        decided_at: the request for which the first block was evicted, refused or dropped.
+        kept_s: seconds from `stored_by` to `decided_at`; null without times.
+        since_s: seconds from `decided_at` to this request; null without times.
         slowest: the slowest place that held the evicted block: the name of a tier, or ``ram`` if no tier held
             it.
         kept_with: smallest tried multiple of the capacity at which the first block is a hit.
@@ -68,13 +69,14 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True):
         reason: ``prefix_differs`` or ``after_shared_prompt``.
         block: number of the first differing block.
         token: number of the first differing token; null without token ids.
-        requests, blocks: number of these requests, and number of their missing blocks from the difference on.
+        requests: number of these requests.
+        blocks: number of their missing blocks from the difference on.
         equal_tokens: number of tokens, summed over the requests, that are equal again behind the difference;
             null without token ids.
         in_session: number of these requests that differ from an earlier prompt of their own session, as
             recorded.
-        request, nearest_request: the request with the most missing blocks, and the earlier request with which
-            it is compared.
+        request: the request with the most missing blocks.
+        nearest_request: the earlier request with which `request` is compared.
         difference: the difference between `request` and `nearest_request`, if the recording has token ids.
     """
 
@@ -96,8 +98,8 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         slowest: number of blocks by the slowest place that held them. A place is the name of a tier, or
             ``ram``.
-        kept_s, since_s: median time from the store to the eviction, and median time from the eviction to the
-            use; null without times.
+        kept_s: median time from the store to the eviction; null without times.
+        since_s: median time from the eviction to the use; null without times.
         kept_requests, since_requests: the same two medians, as numbers of requests.
     """
 
@@ -128,10 +130,12 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: tokens by source: ``gpu``, ``host``, a tier.
         replayed_tokens: tokens that the replay hits.
-        requests_with_less, tokens_less: number of requests for which the server had cached at least one block
-            less than the replay, and the sum of the missing tokens.
-        requests_with_more, tokens_more: number of requests for which the server had cached at least one block
-            more than the replay, and the sum of the additional tokens.
+        requests_with_less: number of requests for which the server had cached at least one block less than
+            the replay.
+        tokens_less: number of tokens that the server lacked in these requests.
+        requests_with_more: number of requests for which the server had cached at least one block more than
+            the replay.
+        tokens_more: number of additional tokens in these requests.
     """
 
     tokens: dict[str, int]
@@ -147,7 +151,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tiers: names of the tiers behind RAM.
-        hits, misses: number of block references that were served, and that were not served.
+        hits: number of block references that were served.
+        misses: number of block references that were not served.
         reasons: missing blocks of each reason; they add up to `misses`.
         meanings: meaning of each reason that occurs.
         capacities: hits with each larger capacity, the smallest first; null if none was tried.

@@ -56,8 +56,8 @@ class History:
             missing block was made, or `NO_REQUEST`.
         stored_at: shape ``(block_refs,)``, int32; request that was served when the block was last stored in
             RAM, or `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; number, from 1, of the slowest tier in which the missing
-            block was found last; 0 if it was never found in a tier.
+        was_in_tier: shape ``(block_refs,)``, int8; the slowest tier in which the missing block was last
+            found, as a number from 1; 0 if no tier was found to have the block.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """

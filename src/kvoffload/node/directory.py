@@ -102,8 +102,9 @@ class PoolDirectory:
             has_keeper: True to start a `keeper` process, unless one runs. The keeper removes the pool after
                 `keep_s`. Without a keeper the next start of an engine removes the pool.
 
-        Raises: `ConfigError` if another user has created a file with our name; `UnavailableError` if the pool
-        has `MAX_MEMBERS` engines, or has another format.
+        Raises:
+            ConfigError: another user has created a file with our name.
+            UnavailableError: the pool has `MAX_MEMBERS` engines, or has another format.
         """
         path = root / f"{PREFIX}{os.geteuid()}-{pool_name(facts)}"
         with locked(root):
@@ -370,8 +371,9 @@ def locked(root: Path) -> Iterator[None]:
 def open_own(path: Path, flags: int) -> int:
     """Open a file of this user.
 
-    Raises: `ConfigError` if this user cannot open the file, or another user has created it;
-    `UnavailableError` if disk space, memory or file handles are used up.
+    Raises:
+        ConfigError: this user cannot open the file, or another user has created it.
+        UnavailableError: disk space, memory or file handles are used up.
     """
     try:
         fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

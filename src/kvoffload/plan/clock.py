@@ -46,8 +46,8 @@ class InTime(msgspec.Struct, frozen=True, kw_only=True):
         all_engines: True if all engines were timed together.
         requests: requests of the timed engines.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
-        with_offload, without: the run with the recommended purchase, and the run with the GPUs alone. Both
-            are equal if nothing is purchased.
+        with_offload: the run with the recommended purchase.
+        without: the run with the GPUs alone. Equal to `with_offload` if nothing is purchased.
         ram_break_even_tokens, ssd_break_even_tokens, server_break_even_tokens: shortest prompt that an idle
             machine loads faster than it computes. Null if there is no such prompt, or if the purchase has no
             SSD or server.

@@ -37,7 +37,8 @@ class Fleet:
     """Engines, their traffic and the prices.
 
     Attributes:
-        gpus, kv_bytes_per_gpu: number of GPUs, and memory for blocks on each.
+        gpus: number of GPUs.
+        kv_bytes_per_gpu: bytes of memory for blocks on each GPU.
         block_bytes: bytes of a trace block, summed over an engine's layers and ranks.
         replicas: number of engines. GPUs, RAM and SSDs are divided equally; servers are shared.
         routing: rule that assigns requests to engines (`replay.routing`).

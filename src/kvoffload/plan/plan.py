@@ -78,8 +78,9 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         chosen, smaller, larger, most: rows, as in `targets.Choice`.
         needed: share of the prefill to save; null without this target.
         needed_ttft_p90_s: limit for the time to first token; null without this target.
-        ceiling, ceiling_apart, by_gpus: savings of unlimited caches; savings of unlimited caches that engines
-            do not share; savings of the GPUs alone.
+        ceiling: savings of unlimited caches.
+        ceiling_apart: savings of unlimited caches that engines do not share.
+        by_gpus: savings of the GPUs alone.
         share_outside_blocks: share of the prompt tokens that are in no whole block. Savings do not count
             these tokens. Null if unknown.
         footprint_bytes: size of all blocks of all replicas.
@@ -94,8 +95,8 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         endurance: savings lost through the rating of SSDs; null if no feasible row has a write budget.
         in_time: timed replays. Null without a machine or times, or if the purchase has shared RAM on several
             hosts.
-        present, check: set-up of a running server, and the comparison of its metrics with the replay of this
-            set-up; null without a server.
+        present: set-up of a running server; null without a server.
+        check: comparison of the server's metrics with the replay of this set-up; null without a server.
         assumptions, cannot_tell: assumptions and open questions of the answer.
         warnings: faults of the recording that change the answer.
         vllm: flag for each vLLM engine; empty if no RAM is bought.
@@ -201,8 +202,11 @@ class Plan:
     def run(self, on_progress: OnProgress = lambda progress: None) -> PlanAnswer:
         """Search, and write the output.
 
-        Raises: `ConfigError` for a target above the ceiling, RAM too small for a block, or an output that
-        cannot be written; `TraceError`; `SweepError` if a replay fails. The journal keeps finished replays.
+        Raises:
+            ConfigError: the target is above the ceiling, RAM is too small for a block, or the output cannot
+                be written.
+            TraceError: the recording cannot be read.
+            SweepError: a replay failed. The journal keeps finished replays.
         """
         fleet, work = self.fleet, self._work
         with work.begun() as (workers, journal):

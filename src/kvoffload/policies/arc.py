@@ -54,18 +54,18 @@ class ARC(CompiledPolicy):
 
     - A batch is processed block by block, and each block changes the lists and the target for the next.
       Blocks of one batch never evict each other.
-    - A request's own store is no second access: when it finishes, the block moves to the front of the
-      list that it is in, with the rest of its path.
+    - A request's own store is no second access. When the request finishes, the block moves to the front of
+      its list, with the rest of its path.
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
     - If REPLACE selects a list whose blocks are all protected, the other list provides the victim.
       The ghost of a victim from T1 joins B1, the ghost of a victim from T2 joins B2.
     - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped, but the
       other steps of the case run, so that the target is adapted and the bounds hold.
-    - With quotas, a tenant that replaces only its own blocks leaves ghosts only in proportion to its part of
-      the cache (`tenants.may_learn`); the other blocks leave T1 or T2 without a ghost.
+    - With quotas: if a store evicts only blocks of its own tenant, only a part of the victims leave ghosts,
+      in proportion to the tenant's part of the cache (`tenants.may_learn`).
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
-      slot of a damaged block is pinned, the lists are shorter than the cache; at most `c` ghosts are kept
-      (the coldest of B2 is dropped, then the coldest of B1).
+      slot of a damaged block is pinned, the lists are shorter than the cache. At most `c` ghosts are kept:
+      the coldest of B2 is dropped first, then the coldest of B1.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
     for the lists, and 28 bytes and the key for each of `c` ghosts.

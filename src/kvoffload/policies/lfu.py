@@ -45,8 +45,8 @@ class LFU(CompiledPolicy):
       the front of its list. Among equal counts the least recent block leaves first, the head of a path last.
     - Protected blocks are skipped; if a list has no evictable block, the next list is searched.
 
-    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends; per call at most
-    `max_count` empty lists are skipped. Memory: 12 bytes a block.
+    Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. A call skips at most
+    `max_count` empty lists. Memory: 12 bytes a block.
     """
 
     name = "lfu"

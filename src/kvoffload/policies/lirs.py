@@ -84,7 +84,7 @@ class LIRS(CompiledPolicy):
     - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. A HIR block
       that is used again also becomes LIR, in S or not; otherwise a lost LIR set would never grow again.
     - A request's own store is no second access. When the request finishes, the block moves to the top of S
-      with the rest of its path, and, if it is HIR, to the end of Q.
+      with the rest of its path. A HIR block also moves to the end of Q.
     - At most `c` ghosts are kept; the oldest ghosts are forgotten first. (In the paper S has no bound.)
     - A block whose store failed, or that was damaged, leaves no ghost.
 

@@ -87,9 +87,9 @@ class S3FIFO(CompiledPolicy):
       this limit a call could scan M three times, a fifth of a second for a million blocks. The limit changes
       one of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
 
-    Cost per block: O(1) on average, because each spared block was used before; at most O(patience) in a call;
-    and O(skipped) for protected blocks at the cold ends. Memory: 13 bytes per block, and 28 bytes and the key
-    per ghost, with at most 9 ghosts for 10 blocks.
+    Cost per block: O(1) on average, because each spared block was used before. A call costs at most
+    O(patience). Protected blocks at the cold ends cost O(skipped). Memory: 13 bytes per block, and 28 bytes
+    and the key per ghost, with at most 9 ghosts for 10 blocks.
     """
 
     name = "s3fifo"

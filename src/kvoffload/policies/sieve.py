@@ -64,8 +64,8 @@ class SIEVE(CompiledPolicy):
       Without this limit a call could scan the whole cache, a fifth of a second for a million blocks. The
       limit changes no decision on the recorded traces.
 
-    Cost per block: O(1) on average, since each spared block was visited before; at most O(patience) in a
-    call; and O(skipped) for protected blocks. Memory: 13 bytes a block.
+    Cost per block: O(1) on average, since each spared block was visited before. A call costs at most
+    O(patience). Protected blocks cost O(skipped). Memory: 13 bytes a block.
     """
 
     name = "sieve"

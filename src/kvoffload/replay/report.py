@@ -42,9 +42,10 @@ class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         setting: the changed options; ``current`` for none.
-        hit_ratio, error: the hit ratio, and half the width of its 95 % interval.
-        gain, gain_error: `hit_ratio` minus the hit ratio of ``current``, and half the width of the gain's own
-            interval.
+        hit_ratio: the estimated hit ratio.
+        error: half the width of the 95 % interval of `hit_ratio`.
+        gain: `hit_ratio` minus the hit ratio of ``current``.
+        gain_error: half the width of the 95 % interval of `gain`.
         is_better: true if the gain is larger than its error.
     """
 
@@ -80,14 +81,16 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         store: moment at which blocks are offered to RAM.
         skipped_lines: malformed lines of the trace, left out.
         prefix_hit_blocks, prefix_hit_ratio: references served by the device and all tiers.
-        device_hit_blocks, offload_hit_blocks: prefix hits of the device, and of all tiers.
+        device_hit_blocks: prefix hits of the device.
+        offload_hit_blocks: prefix hits of all tiers.
         block_hit_ratio: share of references to resident blocks, at any depth. Resident means in RAM; for a
             victim tier, in RAM or on the device.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
         optimum_hit_ratio: upper bound for any policy behind this device, for a cache with the capacity of all
             tiers together. The cache is empty at the start, so hits may exceed the bound if a disk has blocks
             of an earlier run.
-        tokens, tokens_saved: prompt tokens in full blocks, and the number of these tokens that were hits.
+        tokens: prompt tokens in full blocks.
+        tokens_saved: number of these tokens that were hits.
         share_outside_blocks: share of the prompt tokens that are in no whole block; null if it is unknown.
         blocks_written, blocks_evicted, blocks_refused, blocks_dropped: counters of RAM. Refused: by the
             admission rule or the policy. Dropped: because there was no room.

@@ -36,8 +36,8 @@ def bound_within_writes(
     - The optimum of one cache of `capacity_blocks` + `tier_blocks`, with any number of writes.
     - The optimum of RAM alone, plus all uses of the `max_writes` most used blocks. First uses, and uses that
       the device serves, do not count.
-    - A Lagrangian relaxation. There are two kinds of hits: an interval for which RAM holds a block, from the
-      block's last offer to its use; and a use of a block that was written to the tier. RAM holds at most
+    - A Lagrangian relaxation. There are two kinds of hits: (1) RAM holds a block during the interval from the
+      block's last offer to its use; (2) the block was written to the tier. RAM holds at most
       `capacity_blocks` at any time, and each written block takes one of the writes. Assume that a slot of RAM
       costs `p` from one request to the next, and that a write has a price. Each block then has two options:
       pay for its intervals that are worth their price, or pay for one write and get all its uses. By weak

@@ -1,8 +1,9 @@
 """Sources of options: given values, the environment, a file.
 
-An option has the same name in ``kv_connector_extra_config``, in Python, in a command, in the environment (as
-``KVOFFLOAD_NAME``) and in a TOML file, whose path is ``config`` or ``KVOFFLOAD_CONFIG``. A given value
-overrides the environment, and the environment overrides the file. An option is documented where it is used.
+An option has the same name in ``kv_connector_extra_config``, in Python, in a command and in a TOML file. In
+the environment its name is ``KVOFFLOAD_NAME``. The path of the file is ``config`` or ``KVOFFLOAD_CONFIG``. A
+given value overrides the environment, and the environment overrides the file. An option is documented where
+it is used.
 """
 
 from __future__ import annotations

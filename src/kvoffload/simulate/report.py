@@ -51,7 +51,8 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: ``load`` (RAM to device), ``store`` (device to RAM), ``TIER read``, ``TIER write``.
         jobs, bytes_moved: totals.
-        busy_s, busy_share: time in use, and its share of the run.
+        busy_s: time in use.
+        busy_share: share of the run in which the link was in use.
         waited_s: sum of the waiting times of all jobs.
         most_bytes_waiting: longest queue in bytes, including the current job.
         bytes_left: bytes still queued when the last request ended.
@@ -94,13 +95,15 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         requests: number of requests; all are served, however late.
         seconds: time from the first arrival to the end of the last request.
-        device_hit_blocks, offload_hit_blocks, hit_ratio: number of block references found on the device,
-            number of loaded block references, and their sum divided by all block references.
-        prefill_s, prefill_tokens: duration of all steps that computed prompts, and number of computed tokens
-            in full blocks.
+        device_hit_blocks: number of block references found on the device.
+        offload_hit_blocks: number of loaded block references.
+        hit_ratio: sum of these two numbers, divided by all block references.
+        prefill_s: duration of all steps that computed prompts.
+        prefill_tokens: number of computed tokens in full blocks.
         device_busy_share: share of the run in which the device was busy.
         ttft_s: time from the arrival of a request to its first token.
-        waiting_s, loading_s: parts of `ttft_s`: time until the request is scheduled, and time to load blocks.
+        waiting_s: part of `ttft_s`: time until the request is scheduled.
+        loading_s: part of `ttft_s`: time to load blocks.
         most_waiting: most requests in the queue of one engine.
         not_worth: blocks that were in tiers but not read, because computing them was expected to be faster.
         no_room: blocks that were in tiers but not read, because RAM had no room.

@@ -26,8 +26,8 @@ class Heap(Struct):
 
     Attributes:
         order: shape ``(num_positions, 2)``: rank and stamp of each position. Stamps are integers.
-        links: shape ``(num_positions, 3)``: the previous and next position in the chain, or NONE, and for the
-            first position of a chain its place in `firsts`.
+        links: shape ``(num_positions, 3)``: columns BEFORE and AFTER are the previous and the next position
+            in the chain, or NONE. Column PLACE is the place in `firsts`, for the first position of a chain.
         firsts: first positions of the chains, in heap order; only `num_chains` entries are valid.
         size: number of positions in all chains.
         clock: the last stamp.

@@ -1,7 +1,7 @@
 """Structs moved into one piece of memory, which several processes can map.
 
 Owns the place of each struct and array in the memory. The places depend only on the classes of the structs
-and on the shapes of their arrays, so that every process that builds equal structs finds them at equal places.
+and on the shapes of their arrays. So all processes that build equal structs find them at equal places.
 """
 
 from __future__ import annotations

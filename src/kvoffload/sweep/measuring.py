@@ -36,8 +36,10 @@ class Progress:
     """Progress of a sweep or a plan.
 
     Attributes:
-        rows_done, rows: number of combinations that have a result, and number of all combinations.
-        refs_done, refs: block references that this run has replayed so far, and will replay in total.
+        rows_done: number of combinations that have a result.
+        rows: number of all combinations.
+        refs_done: block references that this run has replayed so far.
+        refs: block references that this run will replay in total.
         of: noun for the rows: ``rows``, or ``timed replays``.
     """
 

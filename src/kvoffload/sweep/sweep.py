@@ -96,9 +96,11 @@ class Sweep:
     def run(self, on_progress: OnProgress = lambda progress: None) -> SweepResult:
         """Run the replays that the journal does not have, and write the output.
 
-        Raises: `ConfigError` for an output that cannot be written, a size below one block of a trace, or a
-        scheduler that does not answer; `TraceError`; `SweepError` if a replay fails. The journal keeps the
-        replays finished until then.
+        Raises:
+            ConfigError: the output cannot be written, a size is below one block of a trace, or the scheduler
+                does not answer.
+            TraceError: a trace cannot be read.
+            SweepError: a replay failed. The journal keeps the replays finished until then.
         """
         work = self._work
         with work.begun() as (workers, journal):

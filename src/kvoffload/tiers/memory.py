@@ -39,8 +39,8 @@ class MemoryTier:
       an outdated slot number), unless both keys have the same digest (2^-64 a pair);
     - slots that were never written or were erased, always.
 
-    Not detected are: bytes that were wrong before `write` computed the checksum; damage between verification
-    and the copy that follows; and forgery, because xxh3 detects accidents, not attacks.
+    Three faults are not detected: bytes that were wrong before `write` computed the checksum, damage between
+    the verification and the following copy, and forgery. xxh3 detects accidents, not attacks.
 
     With ``verify=False`` there are no checksums, and every block counts as sound.
 
@@ -57,8 +57,11 @@ class MemoryTier:
     Thread: one at a time. A caller that runs transfers with its own engine (`pool`, `seal`, `verify_slots`)
     must not pass the slots of a transfer in flight to other calls.
     Cost: a write or read reads each byte twice, once for the checksum.
-    Raises: `ConfigError` for a pool larger than the available memory; `IndexError` that names the first slot
-    or row out of range, before any change; `MisuseError` after `close`.
+
+    Raises:
+        ConfigError: the pool is larger than the available memory.
+        IndexError: a slot or row is out of range. Names the first one; nothing has changed.
+        MisuseError: the tier is closed.
     """
 
     def __init__(self, num_slots: int, block_bytes: int, *, verify: bool = True) -> None:

@@ -48,8 +48,8 @@ class Fit:
     Attributes:
         workload: the fitted workload, at the size and load of the recording, with blocks of about 512 tokens.
         distance: mean factor between the features of recording and workload (`likeness.distance`); 1: equal.
-        recorded, fitted: features of the recording, and features of the fitted workload at the size of the
-            recording.
+        recorded: features of the recording.
+        fitted: features of the fitted workload at the size of the recording.
         trials: number of generated workloads.
     """
 

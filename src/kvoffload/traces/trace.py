@@ -27,8 +27,8 @@ def codes_by_appearance(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Number distinct ids in order of first appearance.
 
-    Returns three arrays: the distinct ids in this order; for each element of `ids`, its number; for each
-    distinct id, the position of its first appearance.
+    Returns three arrays: (1) the distinct ids in this order, (2) the number of each element of `ids`, (3) the
+    position at which each distinct id first appears.
     """
     distinct, first_seen, refs = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first_seen)

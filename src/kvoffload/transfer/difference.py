@@ -12,9 +12,9 @@ from kvoffload.transfer.copies import Blocks
 torch: Any = untyped_torch
 
 LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0.3, "float8_e5m2": 0.5}
-"""Largest difference that counts as rounding, by the type of the stored values: at least four times the
-largest difference between that type and float32 in random models of 4 to 80 layers. Unrelated blocks differ
-by 1.4 to 1.8 (docs/canary.md)."""
+"""Largest difference that counts as rounding, by the type of the stored values. Each limit is at least four
+times the largest difference between that type and float32 in random models of 4 to 80 layers. Unrelated
+blocks differ by 1.4 to 1.8 (docs/canary.md)."""
 _TF32_LIMIT = 0.1
 """Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""
 

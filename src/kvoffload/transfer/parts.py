@@ -76,8 +76,8 @@ class HostParts:
 class DeviceParts:
     """Parts on one device of torch. Whole slots cross the bus in one copy; the device spreads their parts.
 
-    Copies run on the stream that was current when the object was created: after all work submitted before the
-    call, and before all work submitted after the call.
+    Copies run on the stream that was current when the object was created. On this stream, a copy runs after
+    the work that was submitted before the call, and before the work that is submitted later.
     """
 
     def __init__(self, views: Sequence[View]) -> None:

@@ -29,9 +29,9 @@ _WITHOUT_EFFECT = {
 def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     """Return the layout of a model's KV, from a forward pass of one token.
 
-    Raises: `ConfigError` for a model in training mode, and for a model whose KV is not one key and one value
-    for each token and layer: encoder-decoders, linear attention, paged attention, rope that depends on the
-    total length, layers of different shapes or devices.
+    Raises: `ConfigError` in two cases. The model is in training mode, or its KV is not one key and one value
+    for each token and layer. The second case includes encoder-decoders, linear attention, paged attention,
+    rope that depends on the total length, and layers of different shapes or devices.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")

@@ -131,13 +131,13 @@ class Hazard(CompiledPolicy):
 
     Refuses a new block whose chance is lower than the victim's.
 
-    Blocks are classified by the number and the gaps of their uses (`History`). The chance that a block of a
-    class is used again, given its age, is learnt on-line from sampled keys of all traffic, resident or not
-    (`Lifetimes`). This chance determines each block's worth, a Gittins index. Each class is an LRU list, and
-    its last block is the candidate of the class. The candidate with the lowest worth selects a request, whose
-    *deepest* remaining block is evicted, because a block is useless without the preceding blocks. A new block
-    that is worth less than the candidate is refused, which saves its write, unless a waiting request expects
-    the new block.
+    Blocks are classified by the number and the gaps of their uses (`History`). For each class, the policy
+    learns the chance that a block of a given age is used again. It learns on-line, from sampled keys of all
+    traffic, resident or not (`Lifetimes`). This chance determines each block's worth, a Gittins index. Each
+    class is an LRU list, and its last block is the candidate of the class. The candidate with the lowest
+    worth selects a request, whose *deepest* remaining block is evicted, because a block is useless without
+    the preceding blocks. A new block that is worth less than the candidate is refused, which saves its write.
+    A block that a waiting request expects is not refused.
 
     Two guards limit the loss against LRU:
 
@@ -156,8 +156,8 @@ class Hazard(CompiledPolicy):
     default is 0, and -0.2 in a victim tier, where writes stay in the host.
 
     The unit of time is one block reference. Cost per block: three index probes, and for a victim a scan of
-    the classes that have blocks (at most 50 without labels). Memory: 56 bytes per slot; 72 bytes and the key
-    for each of 65,536 keys of history, or twice the capacity if that is more; and 4 MB.
+    the classes that have blocks (at most 50 without labels). Memory: 4 MB, 56 bytes per slot, and 72 bytes
+    and the key for each key of history. The history has 65,536 keys, or twice the capacity if that is more.
 
     The constructor reads the parameters.
 

@@ -16,8 +16,9 @@ class Events:
     """Events that vLLM has not taken yet.
 
     After a reset, the removal of a block is reported only if the block is still absent when vLLM takes the
-    events. vLLM creates a record of a block at the offer and deletes it at the removal event: a late removal
-    event would delete the record of a block that has been stored again.
+    events. The reason: vLLM creates a record of a block when the block is offered, and deletes the record
+    when the block's removal is reported. A late report would delete the record of a block that has been
+    stored again.
     """
 
     def __init__(self) -> None:
