@@ -99,10 +99,9 @@ class Owner:
             raise
 
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
-        """Refuse new jobs, stop the limits of running jobs, run the job `last`, and end the thread.
+        """Refuse new jobs, end the waits of running jobs, run the job `last`, and end the thread.
 
-        An interrupt stops the limit of the last job. A second call, or a call in a forked child, does
-        nothing.
+        An interrupt ends the wait of the last job. A second call, or a call in a forked child, does nothing.
         """
         if self._is_elsewhere:
             last.close()

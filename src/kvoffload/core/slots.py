@@ -39,7 +39,8 @@ class Slots(Struct):
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
         version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot. The slot hints that
             requests have recorded for the block are then invalid.
-        condemned: shape ``(capacity,)``, bool; True for unused slots, too, whose `ref_cnt` is `WRITING`.
+        condemned: shape ``(capacity,)``, bool; also True for unused slots, which have the `ref_cnt`
+            `WRITING`.
         stack: int32: its first `num_free` entries are the free slots, used from the end; its last
             `num_unused` entries are the unused slots.
         num_free, num_writing, num_condemned, num_unused: slots in that state.

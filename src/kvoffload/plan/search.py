@@ -38,7 +38,7 @@ class TierAxis:
         axis: field of a purchase.
         counts: numbers to try, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
         setups: setups of this kind of tier with RAM.
-        within_rating: takes a setup that wears SSDs out, and returns setups with a write budget to try
+        within_rating: function of a setup that wears SSDs out. Returns the setups with a write budget to try
             instead.
     """
 
@@ -163,7 +163,7 @@ def confirm(
     rows: Sequence[Measured],
     guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
-    """Measure the choice of a search on a sample, on all sessions; returns the rows and a new choice.
+    """Measure on all sessions what a search on a sample has chosen; returns the rows and a new choice.
 
     1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
        the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).

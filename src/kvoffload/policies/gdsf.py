@@ -50,9 +50,9 @@ class GDSF(CompiledPolicy):
 
     The first term is the linear layers: 2 FLOPs for each parameter and token. The second term is attention
     over the `depth` preceding blocks: 4 FLOPs for each token, layer, unit of model width and token of
-    context. So the ratio is ``2 * tokens in a block * layers * width / parameters``: 0.0005 for blocks of 16
-    tokens and a model of 8 billion parameters (32 layers of width 4,096), 0.017 for blocks of 512 tokens.
-    Depth is the key's position on the path of the storing request, from 0, so pass the whole path to
+    context. So the ratio is ``2 * tokens in a block * layers * width / parameters``. For a model of 8 billion
+    parameters (32 layers of width 4,096) it is 0.0005 with blocks of 16 tokens, and 0.017 with blocks of 512
+    tokens. Depth is the key's position on the path of the storing request, from 0, so pass the whole path to
     `begin_request`.
 
     GDSF does not optimise the prefix-hit ratio: it rates blocks separately, and a deep block costs more than

@@ -44,8 +44,8 @@ def run_in_time(
     """Run a trace once. If `config` is None, the run has no offloading.
 
     Args:
-        instances, routing: number of engines, and routing, of a run without offloading. Ignored if `config`
-            is given.
+        instances: number of engines in a run without offloading. Ignored if `config` is given.
+        routing: routing in a run without offloading. Ignored if `config` is given.
 
     Several engines with separate RAM share the tier of `config`, as in a replay. The machine's disk then has
     the speeds of one engine's connection to this tier.

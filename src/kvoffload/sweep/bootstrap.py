@@ -34,8 +34,8 @@ RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 CONFIDENCE = 0.95
 
 CORRELATED = 0.35
-"""Correlation above which neighbouring windows count as dependent and an interval as too narrow. The value is
-two standard errors of the correlation for 32 windows."""
+"""If the correlation of neighbouring windows exceeds this value, the windows count as dependent, and the
+interval counts as too narrow. The value is two standard errors of the correlation for 32 windows."""
 
 
 class Interval(NamedTuple):

@@ -60,7 +60,8 @@ class Share:
 
     Attributes:
         load: concurrent sessions, as a multiple of the concurrent sessions in the recording (`traces.load`).
-        routing, replicas: rule that assigns requests, and number of replicas (`replay.routing`).
+        routing: rule that assigns requests to replicas (`replay.routing`).
+        replicas: number of replicas.
         replica: number of this replica, 0 to `replicas` - 1.
         one_in: keep one session in this many (`traces.load.one_session_in`).
     """
@@ -205,7 +206,7 @@ def code_digest(policy: str = "", admission: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig | None) -> list[str]:
-    """Compute `code_digest` for each cache of a configuration; None: only the device caches."""
+    """Compute `code_digest` for each cache of a configuration. `config` None: only for the device caches."""
     if config is None:
         return [code_digest()]
     caches: list[tuple[object, str]] = [(config.policy, config.admission)]
