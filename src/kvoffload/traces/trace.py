@@ -75,8 +75,8 @@ class Trace:
         timestamps_ms: shape ``(requests,)``, int64; arrival.
         output_tokens: shape ``(requests,)``, int64; tokens generated.
         skipped_lines: bad lines that were skipped on request.
-        time_unit: unit of the times in the file, ``s`` or ``ms``, as the file or the user states it. Empty
-            if nobody does; then ms is assumed.
+        time_unit: unit of the times in the file, ``s`` or ``ms``, as the file or the user states it. Empty if
+            the unit is not stated; then ms is assumed.
         hints: hints of the requests; None if there are none.
         prompt_tokens: shape ``(requests,)``, int64; length of each prompt, including the tokens after its
             last whole block. None if the source counts only whole blocks.

@@ -101,8 +101,10 @@ class Shadows:
 
     @property
     def is_due(self) -> bool:
-        """True if enough is recorded for a call of `work`. Frequent calls are slow: each starts with cold CPU
-        caches."""
+        """True if enough is recorded for a call of `work`.
+
+        Small calls are slow, because each call starts with cold CPU caches.
+        """
         recorded = self._recording.state
         return recorded.num_requests >= ENOUGH_REQUESTS or recorded.num_keys >= ENOUGH_BLOCKS
 

@@ -30,7 +30,8 @@ class Placement:
     The *gate* of a place is the number of removals that must be durable before the place is written again.
 
     Args:
-        layout: layout of the slab. The manager has `Layout.num_blocks` slots; the others form the reserve.
+        layout: layout of the slab. The manager has `Layout.num_blocks` slots; the other slots of the slab
+            form the reserve.
         next_generation: a number above every generation in the slab.
 
     Attributes:
