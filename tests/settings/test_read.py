@@ -77,7 +77,7 @@ def test_numbers_of_every_form(value: Any, kind: Any, converted: float) -> None:
 
 @pytest.mark.parametrize("kind", [Duration, Size, Positive, Count])
 @pytest.mark.parametrize(
-    "value", [True, 0, -1, -0.5, float("nan"), float("inf"), "five", np.arange(2), [1], b"1"]
+    "value", [True, 0, -1, -0.5, float("nan"), float("inf"), "five", "a\udcff", np.arange(2), [1], b"1"]
 )
 def test_numbers_that_cannot_be(value: Any, kind: Any) -> None:
     with pytest.raises(ConfigError, match=r"^x: .*allowed: "):

@@ -90,6 +90,20 @@ def test_two_files_of_one_name_are_two_modules(file: Path, tmp_path: Path) -> No
     assert POLICIES.find(f"{other}:Mine") is not POLICIES.find(f"{file}:Mine")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("lfu,max_count", "sieve,patience", "s3fifo,patience", "hazard,history_capacity"),
+        *("hazard,sample_capacity", "hazard,half_life", "hazard,warm_up"),
+        *("reuse,store_threshold", "reuse,max_tracker_size"),
+    ],
+)
+def test_a_number_that_kernels_cannot_take_is_refused(name: str) -> None:
+    registry = ADMISSIONS if name.startswith("reuse") else POLICIES
+    with pytest.raises(ConfigError, match=r": a whole number from [01] to \d+$"):
+        registry.find(f"{name}={2**63}")
+
+
 def test_what_is_wrong_is_said(file: Path, tmp_path: Path) -> None:
     assert refused(f"{file}x.py:Mine") == f"there is no file {file}x.py"
     assert refused(f"{file}:Yours") == f"{file} has no Yours; it has Mine"

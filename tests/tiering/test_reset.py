@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -52,6 +53,13 @@ def test_a_reset_that_drops_transfers_is_durable_in_every_tier(hangs: bool) -> N
     rig.store("cd")
     rig.manager.reset(drop_in_flight=True)
     assert [set(tier.durable) for tier in rig.tiers] == [{*keys("ab")} if hangs else set(), set()]
+
+
+def test_no_wait_is_longer_than_the_system_accepts() -> None:
+    rig, waits = Rig(immediate=False, deadline_s=1e300), list[float]()
+    rig.tier.drain = lambda timeout_s: bool(waits.append(timeout_s))  # type: ignore[method-assign,func-returns-value]
+    assert not rig.manager.drain(1e300)
+    assert max(waits) < threading.TIMEOUT_MAX
 
 
 def test_settle_waits_for_jobs_and_close_closes_the_tiers() -> None:

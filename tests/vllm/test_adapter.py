@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.policy import POLICIES
+from kvoffload.testing.scripted_tier import ScriptedTier
 from support.vllm_needs import POSITIONS, needs
 from support.vllm_world import HIT, MISS, PENDING, World, base, key
 
+USUAL_KEY_BYTES = pytest.importorskip("kvoffload.integrations.vllm.shared.node_pool").USUAL_KEY_BYTES
 user_hints = pytest.importorskip("kvoffload.integrations.vllm.scheduler_side.hints").user_hints
 
 BUILTIN = [name for name in POLICIES.names() if ":" not in name]
@@ -322,6 +324,18 @@ def test_keys_of_another_length(world: Callable[..., World]) -> None:
     rig.check()
 
 
+def test_dropped_blocks_with_keys_of_another_length(world: Callable[..., World]) -> None:
+    """Before the first request with a whole block in its prompt, the device may drop blocks of answers."""
+    rig = world(8, store="on-device-eviction")
+    keys = [bytes([number]) * 20 for number in range(4)]
+    rig.manager.keep_dropped(keys[:1])
+    assert rig.manager.num_lost == 1
+    output = rig.manager.store_dropped(keys)
+    assert output.keys_to_store == keys
+    rig.manager.complete_store(set(keys), base.ReqContext(""))
+    rig.check()
+
+
 class Later:
     """An executor that runs its work on request."""
 
@@ -455,6 +469,8 @@ def test_hints_of_a_user_reach_the_manager(tmp_path: Path) -> None:
         ({"time_to_live_s": -1}, r">= 0.* - at `\$.time_to_live_s`"),
         ({"session_over": "yes"}, r"Expected `bool`, got `str` - at `\$.session_over`"),
         ("session_over", "Expected `object`, got `str`"),
+        ({"priority": 10**30}, r"Expected `int` .* - at `\$.priority`"),
+        ({"\ud800": 1}, "surrogates not allowed"),
     ],
 )
 def test_wrong_hints_of_a_user_are_named_and_ignored(
@@ -496,6 +512,7 @@ def with_actions(*actions: tuple[str, Any], name: str = "a") -> Any:
         ([("kv.retain", {"ttl_s": -1})], NO_HINTS, ["invalid"]),
         ([("kv.retain", {"priority": "high"})], NO_HINTS, ["invalid"]),
         ([("kv.retain", None)], NO_HINTS, ["invalid"]),
+        ([("kv.retain", {"\ud800": 1}), ("kv.retain", {"priority": 10**30})], NO_HINTS, ["invalid"] * 2),
         ([], NO_HINTS, []),
     ],
 )
@@ -528,6 +545,49 @@ def test_a_request_that_ends_after_an_error_leaves_nothing(tmp_path: Path) -> No
     rig.manager.broken = True
     rig.manager.on_request_finished(ctx)
     assert not rig.manager._arrivals
+
+
+def test_a_request_that_ends_during_a_pause_is_forgotten_by_the_reset(world: Callable[..., World]) -> None:
+    rig = world(8)
+    path = [key(number) for number in range(4)]
+    waiting, running = (rig.request(name, path) for name in ("waiting", "running"))
+    for ctx in (waiting, running):
+        rig.manager.expect(ctx)
+    rig.manager.stop_after_error("a test")
+    rig.manager.on_request_finished(waiting)
+    rig.manager.reset_cache()
+    assert [*rig.manager._requests] == ["running"]
+    assert rig.manager.core.stats().expected == 4, "the request that runs"
+    rig.manager.on_request_finished(running)
+    assert not rig.manager._requests
+    assert rig.manager.core.stats().expected == 0
+
+
+def test_a_reset_during_a_hanging_job_of_a_tier_loses_no_slot(world: Callable[..., World]) -> None:
+    """Until the job ends, slots in flight stay reserved. vLLM never reports the old transfers as ended."""
+    rig, tier = world(8, tier_deadline_s=0.001), ScriptedTier(4096)
+    rig.manager._open_tiers = lambda *_: [tier]
+    rig.manager._build(USUAL_KEY_BYTES)
+    path = [key(number) for number in range(4)]
+    rig.serve("r", path[:2])
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert len(tier.jobs) == 1
+    loading, storing = rig.request("loading", path[:2]), rig.request("storing", path)
+    assert rig.hits(loading, path[:2]) == 2
+    rig.manager.prepare_load(path[:2], loading)
+    rig.store(storing, path[2:])
+    rig.manager.reset_cache()
+    assert rig.manager.core.stats().condemned == 4
+    for ctx in (loading, storing):
+        rig.manager.on_request_finished(ctx)
+    tier.end(tier.jobs[0])
+    rig.serve("again", path)
+    rig.manager.on_schedule_end(base.ScheduleEndContext([], []))
+    assert rig.manager.core.stats().condemned == 0
+    tier.immediate = True
+    for job in [*tier.jobs]:
+        tier.end(job)
+    assert not rig.manager.broken
 
 
 def test_tenants_have_quotas_and_metrics(world: Callable[..., World], tmp_path: Path) -> None:

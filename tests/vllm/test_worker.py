@@ -391,4 +391,8 @@ def test_chunks_that_are_not_whole_are_not_stored(
     rig.submit_store(2, base.GPULoadStoreSpec(list(range(15)), [6, 9, 0], [3, 0, 0]), slots)
     rig.wait({2})
     assert taken(pool) == []
+    slots.audited = np.arange(5) % 2 == 0
+    rig.submit_store(3, blocks, slots)
+    rig.wait({3})
+    assert taken(pool) == [slot for slot in torn if slot % 2], "a store does not write audited blocks"
     rig.shutdown()

@@ -9,13 +9,15 @@ import numpy as np
 
 from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
-from kvoffload.structures.index import ABSENT, find, hash_row
+from kvoffload.structures.index import ABSENT, MAX_POSITIONS, find, hash_row
 from kvoffload.structures.jit import BoolArray, I32Array, ReadU64Matrix, kernel
 from kvoffload.structures.keylists import KeyLists, forget_coldest, remember
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import LIST, move_to_head
 
 DEFAULT_TRACKER_SIZE = 64_000
+MOST_COUNTED = 2**31 - 1
+"""Largest threshold: counts have 32 bits."""
 
 
 class ReuseAdmission(Admission):
@@ -30,8 +32,8 @@ class ReuseAdmission(Admission):
     Cost: one index probe and a few writes per key. Memory: 32 bytes plus the key for each tracked key.
     """
 
-    store_threshold: Annotated[int, msgspec.Meta(ge=1)] = 2
-    max_tracker_size: Annotated[int, msgspec.Meta(ge=1)] = DEFAULT_TRACKER_SIZE
+    store_threshold: Annotated[int, msgspec.Meta(ge=1, le=MOST_COUNTED)] = 2
+    max_tracker_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)] = DEFAULT_TRACKER_SIZE
 
     name = "reuse"
     good_for = "few writes: a tier with expensive writes and ample room; the first reuse is lost"

@@ -52,7 +52,7 @@ class LFU(CompiledPolicy):
     name = "lfu"
     good_for = "a fixed set of shared prompts; it keeps conversations long after their end"
     paper = "Aho, Denning and Ullman, Principles of Optimal Page Replacement, Journal of the ACM 18(1), 1971"
-    max_count: Annotated[int, msgspec.Meta(ge=1)] = 256
+    max_count: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 256
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -96,7 +96,7 @@ class S3FIFO(CompiledPolicy):
     good_for = "caches much smaller than the live working set; with more room lru is better"
     paper = "Yang, Zhang, Qiu, Yue and Rashmi, FIFO queues are all you need for cache eviction, SOSP 2023"
     small_share: Annotated[float, msgspec.Meta(gt=0, lt=1)] = 0.1
-    patience: Annotated[int, msgspec.Meta(ge=0)] = 8_192
+    patience: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 8_192
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -74,7 +74,7 @@ class SIEVE(CompiledPolicy):
         "Zhang, Yang, Yue, Vigfusson and Rashmi, SIEVE is Simpler than LRU: an Efficient Turn-Key Eviction "
         "Algorithm for Web Caches, NSDI 2024"
     )
-    patience: Annotated[int, msgspec.Meta(ge=0)] = 8_192
+    patience: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 8_192
 
     def __init__(self, index: Index) -> None:
         super().__init__(index)

@@ -221,7 +221,7 @@ def convert(field: str, value: object, kind: Any) -> Any:
         return parser.parse(field, plain)
     try:
         converted = msgspec.convert(plain, kind, strict=False)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # a text may hold bytes that are no UTF-8
         converted = math.nan
     if isinstance(converted, float) and not math.isfinite(converted):
         words = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()

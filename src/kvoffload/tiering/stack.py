@@ -16,6 +16,9 @@ from kvoffload.tiering.lane import TieringCounts, TierLane
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier
 
+LONGEST_WAIT_S = 1e9
+"""Limit of a wait for tiers, 30 years, because the system refuses longer times."""
+
 
 @dataclass(eq=False)
 class TierStack:
@@ -72,7 +75,9 @@ class TierStack:
 
         `until`: the deadline, of `time.monotonic`.
         """
-        drained = [lane.tier.drain(max(0.0, until - time.monotonic())) for lane in self.lanes]
+        drained = [
+            lane.tier.drain(min(max(0.0, until - time.monotonic()), LONGEST_WAIT_S)) for lane in self.lanes
+        ]
         return all(drained)
 
 

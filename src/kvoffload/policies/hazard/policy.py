@@ -47,7 +47,7 @@ from kvoffload.policies.hazard.lifetimes import (
 )
 from kvoffload.policies.hazard.path_runs import LENGTH, PathRuns, deepest_of_run, join, leave, new_run
 from kvoffload.policies.hazard.shadow import compare, end_path, enter_shadow, shrink_to_capacity
-from kvoffload.structures.index import ABSENT, Index, find, hash_row
+from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index, find, hash_row
 from kvoffload.structures.jit import F64Array, I32Array, I64Array, inline, kernel
 from kvoffload.structures.lists import LIST, PREV, UNLISTED, Lists, move_to_head, push_head, unlink
 from kvoffload.structures.structs import Struct
@@ -172,10 +172,10 @@ class Hazard(CompiledPolicy):
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
-    history_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 16
-    sample_capacity: Annotated[int, msgspec.Meta(ge=1)] = 1 << 15
-    half_life: Annotated[int, msgspec.Meta(ge=1)] = 200_000
-    warm_up: Annotated[int, msgspec.Meta(ge=1)] = 3
+    history_capacity: Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)] = 1 << 16
+    sample_capacity: Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)] = 1 << 15
+    half_life: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 200_000
+    warm_up: Annotated[int, msgspec.Meta(ge=1, le=2**40)] = 3
     promise: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
 
     name = "hazard"

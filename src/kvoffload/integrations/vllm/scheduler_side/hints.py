@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -24,10 +24,13 @@ _LOWEST_PRIORITY = -1
 _RETAIN_PRIORITY = 1
 
 
+_Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class _Retain(msgspec.Struct):
     """Payload of a retain action. vLLM has not defined the fields yet; open proposals use these names."""
 
-    priority: int | None = None
+    priority: _Priority | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     duration_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     retention_seconds: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -43,7 +46,7 @@ class _Retain(msgspec.Struct):
 
 class _UserHints(msgspec.Struct, forbid_unknown_fields=True):
     session_over: bool = False
-    priority: int | None = None
+    priority: _Priority | None = None
     time_to_live_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
     tenant: str | None = None
 
@@ -59,7 +62,7 @@ def user_hints(kv_transfer_params: Any) -> Hints:
         return NO_HINTS
     try:
         hints = msgspec.convert(given, _UserHints)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         allowed = ", ".join(_UserHints.__struct_fields__)
         raise ValueError(f"kv_transfer_params: {PARAMETER}: {error}; allowed: {allowed}") from error
     return Hints("", hints.session_over, hints.priority or 0, hints.time_to_live_s, hints.tenant or "")
@@ -80,7 +83,7 @@ def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
         name = _SPELLINGS.get(kind, UNKNOWN)
         try:
             hints = hints.updated(_action_hints(name, action.payload))
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeEncodeError):  # a lone surrogate has no UTF-8
             name = INVALID
         names.append(name)
     return hints, names

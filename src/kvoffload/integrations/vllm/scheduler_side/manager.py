@@ -335,9 +335,7 @@ class KVOffloadManager(OffloadingManager):
         request = self._requests.get(req_context.req_id)
         if request is None:
             path = path_of(req_context)
-            first = next(iter(path or keys), None)
-            if first is not None and len(first) != self.core.key_bytes and not self._requests:
-                self._build(len(first))
+            self._fit_to(path or keys)
             arrival = self._arrivals.get(req_context.req_id, _UNKNOWN)
             ctx = self.core.begin_request(req_context.req_id, path, hints=arrival.hints)
             request = Request(ctx, path)
@@ -350,6 +348,12 @@ class KVOffloadManager(OffloadingManager):
                 request.begun_step = BEFORE_ANY_STEP
             self._requests[req_context.req_id] = request
         return request
+
+    def _fit_to(self, keys: Collection[bytes]) -> None:
+        """Create the manager again if these keys, the first ones, have another length."""
+        first = next(iter(keys), None)
+        if first is not None and len(first) != self.core.key_bytes and not self._requests:
+            self._build(len(first))
 
     def _release(self, request: Request) -> None:
         if self._verifier is not None and request.checks.by_key:
@@ -589,6 +593,7 @@ class KVOffloadManager(OffloadingManager):
 
         `keys`: the blocks that the device drops next, the warmest first.
         """
+        self._fit_to(keys)
         audited = None if self.audits is None else self.audits.pin(keys)
         return self._output_of(self.core.prepare_store(keys), keys, None, audited)
 
@@ -598,6 +603,7 @@ class KVOffloadManager(OffloadingManager):
 
         Blocks in RAM are then no longer duplicates; absent blocks are counted as lost.
         """
+        self._fit_to(keys)
         lost = self.core.keep(keys)
         self.num_lost += lost
         self.metrics.counts["lost_blocks"] += lost
@@ -665,22 +671,23 @@ class KVOffloadManager(OffloadingManager):
         plans: list[LoadPlan | StorePlan] = [*self._loads.drain(), *self._stores.drain()]
         if self.audits is not None:
             plans += self.audits.reset()
-        if self._node_pool is not None:
-            # Other engines would write to the slots of transfers that still run.
-            self._dropped += plans
-            for request in self._requests.values():
-                self._release(request)
         for request in self._requests.values():
+            self._release(request)
             request.checks = Checks()
         if self._verifier is not None:
             self._verifier.reset()
+        for request_id in self._requests.keys() - self._arrivals.keys():
+            # The request ended while offloading was paused.
+            self.core.finish_request(self._requests.pop(request_id).ctx)
         self.core.reset(drop_in_flight=self._node_pool is None)
+        # Slots in flight stay reserved if other engines share the pool, or if a job of a tier still runs.
+        self._dropped = self._dropped + plans if self.core.counters().condemned else []
         if self.what_if is not None:
             self.what_if.reset()
         self._events.reset(self.core)
 
     def _end_dropped(self) -> None:
-        """End the plans of the transfers that were in flight when the shared pool was reset.
+        """End the plans of the transfers that were in flight at a reset.
 
         Call this when a transfer that began after the reset has ended. The old transfers have then ended too,
         because vLLM waits for them before it begins new transfers.

@@ -30,6 +30,7 @@ from kvoffload.settings.read import (
     read_options,
     within,
 )
+from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions, Tiers
 from kvoffload.whatif import WhatIfs
 from kvoffload.whatif.setting import OneIn
@@ -41,6 +42,9 @@ VERIFY = (ALWAYS, TIERS, NEVER)
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Threshold: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_TrackerSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)]
+"""As the parameters of ``reuse``."""
 _Verify: TypeAlias = Literal["always", "tiers", "never"]
 
 
@@ -310,9 +314,9 @@ def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[C
     threshold = tracker = None
     try:
         if given.get("store_threshold") is not None:
-            threshold = convert("store_threshold", given["store_threshold"], _NotNegative)
+            threshold = convert("store_threshold", given["store_threshold"], _Threshold)
         if given.get("max_tracker_size") is not None:
-            tracker = convert("max_tracker_size", given["max_tracker_size"], Count)
+            tracker = convert("max_tracker_size", given["max_tracker_size"], _TrackerSize)
     except ConfigError as problem:
         return given, [problem]
     if threshold is not None:

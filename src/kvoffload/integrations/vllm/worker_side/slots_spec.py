@@ -56,7 +56,7 @@ def without_torn_groups(
 ) -> tuple[Any, SlotsSpec, SlotArray]:
     """Remove KV groups with incomplete chunks from a store.
 
-    Returns the remaining blocks, the remaining slots, and the removed slots.
+    Returns the remaining blocks, the remaining slots, and the removed slots except audited slots.
 
     Before the store, the first blocks of a chunk may have left the sliding window. vLLM then stores only the
     other blocks of the chunk, so the slot would keep old bytes, and a later load would return them. If blocks
@@ -73,7 +73,8 @@ def without_torn_groups(
     if all(whole):
         return engine, slots, slots.block_ids[:0]
     kept = np.repeat(whole, wanted)
-    return *_subset(engine, slots, kept, blocks_per_chunk, wanted), slots.block_ids[~kept]
+    torn = ~kept if slots.audited is None else ~kept & ~slots.audited
+    return *_subset(engine, slots, kept, blocks_per_chunk, wanted), slots.block_ids[torn]
 
 
 def audited_apart(
