@@ -26,8 +26,8 @@ decays a count to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""Number of fictitious blocks without a further use that are added to the blocks of each number of
-requests."""
+"""For each number of requests, this number of fictitious blocks without a further use is added to the
+observed blocks."""
 _RESERVE = 0.1
 """Share of the recent earnings that only blocks above the price may spend."""
 
@@ -167,8 +167,7 @@ class WorthAdmission(Admission):
         self._earned *= _PACE_MEMORY
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
-        """Return two arrays: the number of requests for each block, and True where the caches in front lacked
-        it.
+        """Return the number of requests for each block, and a mask of the blocks that no cache in front had.
         """
         counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
         _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)

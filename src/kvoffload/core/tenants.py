@@ -235,8 +235,8 @@ def num_evictable_of(tenants: Tenants) -> int:
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
     """Set `givers` for a store that needs this many victims; return how many blocks the givers can lose.
 
-    Another tenant is a giver if its surplus covers all victims that the store could take from it. The tenant
-    `owner` of the store is a giver if `with_own`.
+    Another tenant is a giver if it stays at or above its minimum, even if the store takes all its victims
+    from that tenant. The tenant `owner` of the store is a giver if `with_own`.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):

@@ -125,7 +125,7 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Mark each block as idle (see below) whose next use the device serves: move its place to the end."""
+    """Move the places of idle blocks (see below) to the end: blocks whose next use the device serves."""
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))

@@ -111,8 +111,8 @@ class Cascade:
     def _offer_waiting(self, lane: TierLane) -> None:
         """Remove the oldest blocks from a tier's queue, and offer the blocks that are still in RAM.
 
-        Offers once, without a loop: because a closed tier accepts no block, a loop would offer all of RAM in
-        one step.
+        Offers once, without a loop: a closed tier accepts no block, so a loop would offer all of RAM in one
+        step.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return

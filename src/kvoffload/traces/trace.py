@@ -19,7 +19,7 @@ SECONDS, MILLISECONDS = "s", "ms"
 _MANY_REQUESTS = 100
 """If at least this many requests name the same session, the name is probably a constant field."""
 _SHORT_S = 60
-"""A recording of many requests that is shorter is suspicious if the unit of its times is assumed."""
+"""Recordings of many requests that are shorter than this are suspicious if their time unit is assumed."""
 
 
 def codes_by_appearance(

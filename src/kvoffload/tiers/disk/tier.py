@@ -507,8 +507,11 @@ class DiskTier(SecondaryTier):
         self._placement.confine(self._usable_end, self._manager)
 
     def _follow_file_growth(self, num_blocks: int) -> None:
-        """Raise a confined capacity. While the file cannot grow: to the slots in the file. Once the file may
-        grow: by `num_blocks` more. Once the file has grown: to all slots."""
+        """Raise a confined capacity as far as the file allows.
+
+        While the file cannot grow, the slots in the file are used. Once the file may grow, `num_blocks` more
+        slots are used. Once the file has grown, all slots are used.
+        """
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:
             return
