@@ -149,7 +149,7 @@ def _num_lir(own: State) -> int:
 
 @inline
 def _limit_lir(own: State) -> None:
-    """With more than `max_lir` LIR blocks, turn the coldest LIR block into the last HIR block of Q."""
+    """Turn the coldest LIR block into the last HIR block of Q, if LIR has more than `max_lir` blocks."""
     if _num_lir(own) > own.max_lir:
         carry(own.lists, QUEUE, own.lists.links[own.lists.num_positions + LIR, PREV])
 
