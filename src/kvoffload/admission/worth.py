@@ -167,7 +167,7 @@ class WorthAdmission(Admission):
         self._earned *= _PACE_MEMORY
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
-        """Return the number of requests for each block, and a mask of the blocks that caches in front lack."""
+        """Return the number of requests for each block, and a mask of blocks that caches in front lack."""
         counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
         _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)
         return counts, missed

@@ -49,10 +49,10 @@ def open(
             adapters, quantization, rope settings, library versions. Blocks of another model or layout are
             never served.
         layout: the layout of the engine's tensors.
-        ram: size of RAM: ``8GiB``, or a number of bytes. ``8GiB,shared=node`` or
-            ``{"size": "8GiB", "shared": "node"}``: one pool of this size for all processes of this user on
-            this machine with equal `model`, `layout`, `ram` and `policy` (docs/node-pool.md). ``keep`` and
-            ``share`` as for vLLM.
+        ram: size of RAM: ``8GiB``, or a number of bytes. ``8GiB,shared=node`` or ``{"size": "8GiB", "shared":
+            "node"}``: one pool of this size. All processes of this user on this machine share the pool if
+            their `model`, `layout`, `ram` and `policy` are equal (docs/node-pool.md). ``keep`` and ``share``
+            as for vLLM.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
         deadline_s: longest time that a load waits for tiers; upper limit of a load's `timeout_s`.

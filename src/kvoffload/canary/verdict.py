@@ -34,7 +34,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """Result of comparing the differences of answers from a cache with the noise.
+    """Judgement of answers from a cache: their differences are compared with the noise.
 
     Attributes:
         is_alarm: True if a difference exceeds `threshold`. Also True if three conditions hold: the answers

@@ -145,7 +145,7 @@ class OnCompute:
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Call `replace` of a policy in Python, to write victims to ``new.slots`` from ``num_given`` on.
+        """Call `replace` of a policy in Python, which writes victims to ``new.slots`` from ``num_given`` on.
 
         The kernel checks the victims later. Raises: `PolicyError` if the policy has refused blocks that it
         must accept, or has changed free slots.

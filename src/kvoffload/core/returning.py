@@ -18,8 +18,7 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the two lists, each with room for one key per slot of the tier. Unless `is_needed`, they have no
-    room.
+    """Create the two lists. Each has one place for each slot of the tier, or no place unless `is_needed`.
 
     The room suffices for a device with as many blocks as the tier. With a larger device the least recently
     used keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.

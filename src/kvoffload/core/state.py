@@ -24,7 +24,7 @@ from kvoffload.structures.lists import PREV, Lists
 from kvoffload.structures.structs import Struct
 
 REFUSED = -1
-"""Written by `EvictionPolicy.replace` in place of a victim to refuse the new block."""
+"""Value that `EvictionPolicy.replace` writes in place of a victim, to refuse the new block."""
 SPARES_EXPECTED, SPARES_TENANTS = 1, 2
 """Bits of `Cache.spares`."""
 

@@ -88,7 +88,7 @@ class _Buffer(NamedTuple):
 
 @dataclass(eq=False)
 class _Job:
-    """A job of tier number `lane` for the blocks `at` of a batch. `result`: None while it is in flight."""
+    """A job for the blocks `at` of a batch, in tier number `lane`. `result`: None while it is in flight."""
 
     lane: int
     number: int

@@ -39,7 +39,8 @@ class Numbers(Struct):
     """Numbers that all members share.
 
     Attributes:
-        news: grows with each change that members must read: a reset, a burial, or a change of listeners.
+        news: grows with each change that members must read: a reset, the release of a dead engine's blocks (a
+            *burial*), or a change of the members that take events.
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
         num_events: events that were ever written to the ring.

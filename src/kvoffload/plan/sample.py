@@ -1,4 +1,4 @@
-"""Samples of sessions for the search of a plan on a long recording.
+"""Samples of sessions. If a recording is long, a plan searches on a sample.
 
 A replay's cost is proportional to its requests. Caches are scaled down with the sample (`Fleet.scale`). The
 answer is measured on all sessions.

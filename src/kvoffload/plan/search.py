@@ -32,7 +32,7 @@ Choose = Callable[[Sequence[Measured]], Choice]
 
 @dataclass(frozen=True)
 class TierAxis:
-    """Axis of the search for one kind of tier behind RAM.
+    """One kind of tier behind RAM, as an axis of the search.
 
     Attributes:
         axis: field of a purchase.

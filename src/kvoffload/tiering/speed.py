@@ -9,7 +9,7 @@ _DECAY = 0.95
 
 
 class ReadSpeed:
-    """Duration of a read as a linear function of its number of blocks, fitted by least squares.
+    """A read's duration as a linear function of the number of blocks, fitted by least squares.
 
     Older reads count exponentially less. If all reads had one size, the fixed cost is unknown, and the line
     passes through the origin.

@@ -26,8 +26,8 @@ class WriteBudget:
     Args:
         max_bytes_per_day: 0 for tiers that are only read.
         clock: seconds since 1970. The default ignores later changes of the system's clock.
-        is_even: True to spend the budget at an even rate from the construction on, as replays do
-            (`budget_of_recording`). Writes then never exceed the bytes that the rate has earned so far.
+        is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). Writes then
+            never exceed the bytes that the rate has earned so far.
 
     Thread: the scheduler's. Raises: `ConfigError` for a negative budget.
     """

@@ -308,7 +308,7 @@ class _Chunks:
     def feed(self, data: memoryview, receiver: Receiver) -> int:
         """Decode `data` into `receiver` while the receiver has room.
 
-        Returns the number of bytes in `data` behind the end of the body.
+        Returns the number of bytes in `data` that follow the body.
         """
         while len(data) and not self.is_over:
             if self._num_left:

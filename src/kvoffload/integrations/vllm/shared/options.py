@@ -162,7 +162,7 @@ class VLLMOptions:
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
             no file.
         tenants: quotas of tenants in bytes of RAM; None: no quotas.
-        what_if: settings of RAM to estimate on a sample of the blocks.
+        what_if: settings of RAM whose hit ratios are estimated on a sample of the blocks.
         what_if_sample: one block in this many is sampled; None: one in 128 for blocks of 16 tokens.
     """
 
