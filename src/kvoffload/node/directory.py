@@ -143,18 +143,16 @@ class PoolDirectory:
 
     @property
     def num_members(self) -> int:
-        """Number of engines with a record: live engines, and dead engines whose record is not yet free
+        """Number of engines with a record: live engines, and dead engines that are not yet buried
         (`bury`)."""
         return sum(self.is_member(number) for number in range(MAX_MEMBERS))
 
     def is_member(self, number: int) -> bool:
-        """Return True if an engine has this number: a live engine, or a dead engine not yet buried
-        (`bury`)."""
+        """Return True if a live engine, or a dead engine that is not yet buried, has this number."""
         return bool(self._record(number)[_ENGINE])
 
     def dead(self, for_s: float = 0.0) -> list[int]:
-        """Return the numbers of engines whose processes have all ended, and which are not yet buried
-        (`bury`).
+        """Return the numbers of dead engines that are not yet buried. All their processes have ended.
 
         Args:
             for_s: return only engines whose end was first noticed at least `for_s` seconds ago.
