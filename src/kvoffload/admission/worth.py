@@ -26,8 +26,8 @@ decays a count to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""For each number of requests, this number of fictitious blocks without a further use is added to the
-observed blocks."""
+"""Number of fictitious blocks without a further use. They are added to the observed blocks, for each number
+of requests."""
 _RESERVE = 0.1
 """Share of the recent earnings that only blocks above the price may spend."""
 

@@ -29,7 +29,7 @@ logger = logging.getLogger("kvoffload.calls")
 
 
 Create: TypeAlias = Callable[[Path], IO[bytes]]
-"""Creates the file of a recording; raises `FileExistsError` for a file that exists."""
+"""Function that creates the file of a recording. Raises `FileExistsError` for a file that exists."""
 
 
 class CallRecorder:

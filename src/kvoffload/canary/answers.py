@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 LEAST_LOGPROB = -100.0
-"""Smaller log-probabilities are raised to this value. For a probability of 0, servers send various large
-negative numbers."""
+"""Lower limit of log-probabilities: smaller values are raised to the limit. For a probability of 0, servers
+send various large negative numbers."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from kvoffload.errors import ConfigError
 
 Tokenize: TypeAlias = Callable[[str], list[int] | None]
-"""Returns the token ids of a text, or None if the server has no tokenizer endpoint."""
+"""Function that returns the token ids of a text, or None if the server has no tokenizer endpoint."""
 
 _THINGS = [
     "lamp",

@@ -52,7 +52,7 @@ CONFIG = "kvoffload.settings.read"
 """Key of the ``--config`` file in a command's click context."""
 
 _FEWEST_TOKEN_BYTES = 1024
-"""Fewer bytes of a token are implausible: 16-bit keys and values of a 0.5B model have 12 KiB."""
+"""Fewest plausible bytes of a token: 16-bit keys and values of a 0.5B model have 12 KiB."""
 _WARNED = "kvoffload.cli.options.small_tokens"
 _WARNED_OF_COPIES = "kvoffload.cli.options.copies"
 _WARNED_OF_WINDOWS = "kvoffload.cli.options.sliding_windows"

@@ -75,7 +75,7 @@ STORE_NUMBERS = 5
 """Number of words before the slots of a store. The words count the blocks that were stored, missing, dropped,
 refused, and stored in free slots."""
 IS_PART = 2
-"""Added to the word for the success (0 or 1) if only a part of a split plan ends; it may have no slots."""
+"""Number added to the word for the success (0 or 1) if only a part of a split plan ends."""
 NO_REQUEST, ENDED = -1, -1
 """`NO_REQUEST`: ``path.number`` of a call without a request. `ENDED`: ``path.recorded`` after `FINISH`."""
 _LOST = -1

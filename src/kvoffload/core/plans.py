@@ -30,13 +30,13 @@ class LookupResult(Enum):
     """The state of one block, with vLLM's names."""
 
     MISS = auto()
-    """Absent: compute the block."""
+    """The block is absent: compute it."""
     HIT = auto()
-    """Ready. `prepare_load` succeeds in this step."""
+    """The block is ready. `prepare_load` succeeds in this step."""
     HIT_PENDING = auto()
-    """Being stored by another request. Look it up again in the next step, or compute it."""
+    """Another request is storing the block. Look it up again in the next step, or compute it."""
     RETRY = auto()
-    """Being promoted from another tier. Look it up again in the next step."""
+    """The block is being promoted from another tier. Look it up again in the next step."""
 
 
 class PrefixLookup(NamedTuple):
@@ -250,13 +250,13 @@ class ManagerStats:
     loaded: int = 0
     evicted: int = 0
     refused: int = 0
-    """Not admitted by the admission rule, or refused by the policy."""
+    """Blocks that the admission rule did not admit, or that the policy refused."""
     dropped: int = 0
-    """Admitted, but without room: all other blocks were pinned, in flight, or protected."""
+    """Admitted blocks that had no room: all other blocks were pinned, in flight, or protected."""
     kept: int = 0
     """In a victim tier: blocks that were duplicates when offered, and stayed without a copy."""
     discarded: int = 0
-    """Removed without being evicted: damaged, or forgotten by `reset`."""
+    """Blocks removed without an eviction: damaged blocks, and blocks forgotten by `reset`."""
     expected: int = 0
     """Keys that waiting requests expect."""
     misses: dict[str, int] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from typing import Final
 from kvoffload.core.miss_reasons import LIVE_REASONS
 
 VLLM_PREFIX: Final = "vllm:kvoffload_"
-"""Contains ``vllm``: when an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
+"""Prefix in vLLM. When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
 LIBRARY_PREFIX: Final = "kvoffload_"
 
 UNRECORDED = "unrecorded_requests"

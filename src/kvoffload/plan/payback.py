@@ -11,9 +11,9 @@ from kvoffload.plan.rows import PlanRow
 LIFE_DAYS = 5 * 365
 """Assumed life of hardware, in days. A purchase with a longer payback time does not pay."""
 NO_MORE = 0.0005
-"""Smaller shares are printed as 0.0%."""
+"""Limit for printed shares: smaller shares are printed as 0.0%."""
 LEAST_GPUS = 0.005
-"""Smaller numbers of GPUs are printed as 0.00."""
+"""Limit for printed numbers of GPUs: smaller numbers are printed as 0.00."""
 
 
 class Payback(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,9 +25,10 @@ _ROUNDS = 4
 """Rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
-"""Measures cells. The second argument is the number of cells expected later, for the progress."""
+"""Function that measures cells. The second argument is the number of cells expected later, for the
+progress."""
 Choose = Callable[[Sequence[Measured]], Choice]
-"""Chooses among rows, which include the row without a purchase."""
+"""Function that chooses among rows. The rows include the row without a purchase."""
 
 
 @dataclass(frozen=True)

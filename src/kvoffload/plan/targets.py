@@ -20,7 +20,7 @@ ABOUT = 1.1
 """Two prices are about the same if the higher price is at most this multiple of the lower price."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
-"""Paired interval of a row's savings minus the baseline's."""
+"""Function of a row and a baseline. Returns the paired interval of the difference of their savings."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ class Decision(IntEnum):
     PROMOTED = 2
     EVICTED = 3
     NOT_ADMITTED = 4
-    """Refused by the admission rule."""
+    """The admission rule refused the blocks."""
     REFUSED = 5
-    """Refused by the policy."""
+    """The policy refused the blocks."""
     NO_ROOM = 6
     DAMAGED = 7
 

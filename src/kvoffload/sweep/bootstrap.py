@@ -34,7 +34,7 @@ RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 CONFIDENCE = 0.95
 
 CORRELATED = 0.35
-"""If the correlation of neighbouring windows exceeds this value, the windows count as dependent, and the
+"""Limit of the correlation of neighbouring windows. Above the limit, windows count as dependent, and an
 interval counts as too narrow. The value is two standard errors of the correlation for 32 windows."""
 
 

@@ -30,19 +30,19 @@ class TieringCounts:
 
     promoted: int = 0
     lost: int = 0
-    """Not promoted, because the read failed or the checksum did not match."""
+    """Blocks not promoted, because the read failed or the checksum did not match."""
     no_room: int = 0
-    """Found in a tier, but RAM had no room."""
+    """Blocks found in a tier while RAM had no room."""
     not_worth: int = 0
-    """Found in a tier, but slower to read than to compute."""
+    """Blocks found in a tier, but slower to read than to compute."""
     not_offered: int = 0
-    """Left RAM before a tier could write them, because the tier was slow or did not answer."""
+    """Blocks that left RAM before a tier could write them, because the tier was slow or did not answer."""
     read_ahead: int = 0
-    """Read for requests that waited in the engine's queue."""
+    """Blocks read for requests that waited in the engine's queue."""
     gave_up: int = 0
-    """Requests that stopped waiting at their time limit."""
+    """Number of requests that stopped waiting at their time limit."""
     stale: int = 0
-    """Listed by the presence cache of a shared tier, but no longer there."""
+    """Blocks that the presence cache of a shared tier listed, but that were no longer there."""
 
 
 @dataclass

@@ -235,27 +235,27 @@ class TierStats:
     read: int = 0
     evicted: int = 0
     refused: int = 0
-    """Refused by the tier's admission rule or policy."""
+    """Blocks that the tier's admission rule or policy refused."""
     dropped: int = 0
-    """Not accepted because the tier was busy or its write budget spent."""
+    """Blocks not accepted, because the tier was busy or its write budget was spent."""
     failed: int = 0
-    """Not written or read because the medium failed."""
+    """Blocks not written or not read, because the medium failed."""
     mismatches: int = 0
-    """Read with a wrong checksum; treated as misses and forgotten."""
+    """Blocks read with a wrong checksum. They count as misses and are forgotten."""
     restored: int = 0
-    """Found when the tier was opened."""
+    """Blocks found when the tier was opened."""
     journal_damage: int = 0
     """Unreadable parts of the tier's own records, whose contents are lost."""
     bytes_written: int = 0
     bytes_read: int = 0
     free: int = 0
-    """Empty slots."""
+    """Number of empty slots."""
     in_flight: int = 0
-    """Being written or read."""
+    """Blocks that are being written or read."""
     write_budget_bytes: int | None = None
     """Bytes that may still be written in the current 24 hours; None without a limit."""
     probes: int = 0
-    """Blocks probed for in a shared tier."""
+    """Blocks for which a shared tier was probed."""
     probe_hits: int = 0
     """Probed blocks that were present."""
     stale: int = 0
@@ -263,9 +263,9 @@ class TierStats:
     timeouts: int = 0
     """Blocks of jobs that exceeded their deadline."""
     skipped: int = 0
-    """Not written because another machine had written them."""
+    """Blocks not written, because another machine had written them."""
     circuit_open: int = 0
-    """Nodes of a shared tier with an open circuit breaker."""
+    """Number of nodes of a shared tier with an open circuit breaker."""
     outages: int = 0
     """Number of outages: times that a node could no longer be read because a circuit breaker opened."""
     outage_s: float = 0.0

@@ -15,7 +15,7 @@ from kvoffload.traces.trace import Trace, codes_by_appearance
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Smaller shares are raised to this limit, because distances are ratios."""
+"""Lower limit of shares: smaller shares are raised to the limit, because distances are ratios."""
 
 
 def features(statistics: TraceStatistics) -> dict[str, float]:
