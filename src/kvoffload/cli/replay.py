@@ -33,7 +33,9 @@ from kvoffload.cli.options import (
 from kvoffload.cli.output import progress_bar, writable, write_output
 from kvoffload.cli.replay_calls import check_alone, replay_calls
 from kvoffload.cli.replay_table import table
-from kvoffload.core.plans import ON_COMPUTE
+from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
+from kvoffload.core.quotas import ONE_OWNER, read_quotas
+from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import Injection, parse_injection
@@ -150,6 +152,12 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         metavar="SETTING",
     )
     what_if_sample: OneIn = option(ONE_IN, "Sample one block in N for --what-if.", show_default=True)
+    tenants: str | None = option(
+        None,
+        'Quotas of RAM: {"a": {"min": "10GiB", "max": "5%"}}; sizes as --capacity. The tenants are those of '
+        "the trace.",
+        metavar="JSON",
+    )
     as_recorded: bool = option(
         False, "TRACE is a recording of calls (NAME.calls): repeat them and compare every decision."
     )
@@ -176,6 +184,8 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             if self.has_managers:
                 self._check_managers()
         with problems:
+            self.quotas(ANY_TRACE, block_bytes)
+        with problems:
             self.what_ifs()
         with problems:
             if self.what_if and self.instances > 1:
@@ -189,6 +199,18 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
     def what_ifs(self) -> tuple[WhatIf, ...]:
         """Parse ``--what-if``. Raises `ConfigError`."""
         return WhatIfParser().parse("what-if", self.what_if) if self.what_if else ()
+
+    def quotas(self, unique_blocks: int, block_bytes: int | None) -> dict[str, Quota]:
+        """Parse ``--tenants``. Raises `ConfigError`."""
+
+        def blocks(option: str, value: object) -> int:
+            return parse_capacity(option, str(value), block_bytes, unique_blocks)
+
+        if self.tenants is None:
+            return {}
+        if self.store == ON_DEVICE_EVICTION:
+            raise ConfigError("tenants", self.tenants, ONE_OWNER)
+        return {name: Quota(*quota) for name, quota in read_quotas("tenants", self.tenants, blocks).items()}
 
     def _check_managers(self) -> None:
         tiers = self.parsed_tiers()
@@ -207,6 +229,7 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
             queue_requests=self.queue_requests,
+            tenants=self.quotas(trace.unique_blocks, block_bytes),
         )
 
     def injection(self) -> Injection | None:

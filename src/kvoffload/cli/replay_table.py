@@ -17,7 +17,9 @@ dominates."""
 
 
 def table(report: ReplayReport) -> RenderableType:
-    tables = [_sources(report), work(report)] + ([_what_if(report)] if report.what_if else [])
+    tables = [_sources(report), work(report)]
+    tables += [_tenants(report)] if report.tenants else []
+    tables += [_what_if(report)] if report.what_if else []
     return Group(*map(terminal_table, tables), _summary(report))
 
 
@@ -79,6 +81,23 @@ def work(report: ReplayReport) -> Table:
         marks[-1] = "bad" if report.mismatches_served else "good"
     cells = [(name, f"{blocks:,}", detail) for name, blocks, detail in rows]
     return Table("", ("Offload tier", "blocks#", "bytes#"), cells, marks)
+
+
+def _tenants(report: ReplayReport) -> Table:
+    cells = [
+        (
+            row.tenant,
+            f"{row.min_blocks:,}",
+            "-" if row.max_blocks is None else f"{row.max_blocks:,}",
+            f"{row.block_refs:,}",
+            _share(row.prefix_hit_blocks, row.block_refs),
+            f"{row.blocks_held:,}",
+            f"{row.blocks_evicted:,}",
+        )
+        for row in report.tenants
+    ]
+    headings = ("Tenant", "min#", "max#", "references#", "hits#", "held at the end#", "evicted#")
+    return Table("", headings, cells)
 
 
 def _what_if(report: ReplayReport) -> Table:

@@ -21,7 +21,7 @@ from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.observer import Observer
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.replay.report import ReplayReport, TierReport
+from kvoffload.replay.report import ReplayReport, TenantReport, TierReport
 from kvoffload.replay.routing import route
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
@@ -179,6 +179,9 @@ class SharedReplay:
             routing=config.routing,
             shared_ram=config.shared_ram,
             hit_blocks_of_others=of_others,
+            tenants=[
+                _combined_tenant(parts) for parts in zip(*(report.tenants for report in reports), strict=True)
+            ],
             tiers=[
                 self._combined_tier(level, [report.tiers[level] for report in reports])
                 for level in range(len(reports[0].tiers))
@@ -202,6 +205,13 @@ class SharedReplay:
             bytes_read=sum(report.bytes_read for report in reports),
             mismatches_caught=sum(report.mismatches_caught for report in reports),
         )
+
+
+def _combined_tenant(parts: Sequence[TenantReport]) -> TenantReport:
+    """Add up the counters of a tenant over all instances."""
+    names = ("block_refs", "prefix_hit_blocks", "blocks_held", "blocks_evicted")
+    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return msgspec.structs.replace(parts[0], **sums)
 
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
@@ -25,7 +25,9 @@ from kvoffload._version import __version__
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, LookupResult, StorePlan
 from kvoffload.core.policy import EvictionPolicy
+from kvoffload.core.quotas import ONE_OWNER
 from kvoffload.core.request import RequestContext
+from kvoffload.core.tenants import OTHER, Quota, check_quotas
 from kvoffload.errors import ConfigError, Problems, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
@@ -36,7 +38,7 @@ from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
-from kvoffload.replay.report import ReplayReport, TierReport, WhatIfReport
+from kvoffload.replay.report import ReplayReport, TenantReport, TierReport, WhatIfReport
 from kvoffload.replay.routing import SESSION, Instances, Routing, route
 from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
@@ -51,6 +53,7 @@ from kvoffload.whatif.shadows import ONE_IN
 NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
 ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
 ONE_TIER = "with shared-ram allowed: at most one tier behind RAM, because instances share the last tier only"
+_SHARES = "with shared-ram there are no quotas, because the engines of a pool have shares instead"
 _SETTLE_S = 600.0
 """Time limit, in seconds, for the jobs of the tiers. When the limit is exceeded, the replay fails with
 `TierError`."""
@@ -75,6 +78,8 @@ class ReplayConfig:
         shared_ram: True if the instances share one manager. Its RAM pool has ``instances * capacity_blocks``
             slots and at most one tier behind it. Devices and admission rules are separate. With
             ``on-compute`` only, because a victim tier belongs to one device.
+        tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`); each instance has its own.
+            Not for a victim tier, nor with `shared_ram`.
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
 
@@ -94,11 +99,21 @@ class ReplayConfig:
     routing: Routing = SESSION
     shared_ram: bool = False
     machines: Instances = 1
+    tenants: Mapping[str, Quota] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "replay")
+        if self.tenants:
+            self._check_tenants()
         if self.shared_ram or self.machines > 1:
             self._check_shared_ram()
+
+    def _check_tenants(self) -> None:
+        if self.store == ON_DEVICE_EVICTION:
+            raise ConfigError("tenants", ", ".join(self.tenants), ONE_OWNER)
+        if self.shared_ram:
+            raise ConfigError("tenants", ", ".join(self.tenants), _SHARES)
+        check_quotas(self.tenants, self.capacity_blocks)
 
     def _check_shared_ram(self) -> None:
         problems = Problems("replay")
@@ -132,14 +147,20 @@ class ReplayConfig:
         """Capacity of the RAM pool of one manager and all tiers behind it."""
         return self.pool_blocks + self.tier_blocks
 
-    @property
-    def manager_options(self) -> dict[str, Any]:
-        """Keyword arguments of `OffloadingManager`, without the number of slots."""
+    def manager_options(self, num_slots: int) -> dict[str, Any]:
+        """Return the keyword arguments of an `OffloadingManager` with this many slots.
+
+        A pool with fewer slots than its capacity holds all blocks of the trace: no minimum is needed.
+        """
+        tenants = self.tenants
+        if num_slots < self.capacity_blocks:
+            tenants = {name: Quota(0, quota.max_blocks) for name, quota in tenants.items()}
         return {
             "key_bytes": KEY_BYTES,
             "policy": self.policy,
             "admission": self.admission,
             "store": self.store,
+            "tenants": tenants,
         }
 
     def columns(self) -> dict[str, Any]:
@@ -255,10 +276,10 @@ class Replay:
                 deadline_s=_SETTLE_S,
                 max_in_flight=1.0,
                 enable_events=True,
-                **config.manager_options,
+                **config.manager_options(num_slots),
             )
         else:
-            self.manager = OffloadingManager(num_slots, **config.manager_options)
+            self.manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
         self._engine_of = engine_of
         if config.shared_ram and engine_of is None:
             self._engine_of = route(trace, config.instances, config.routing)
@@ -534,7 +555,35 @@ class Replay:
             hit_blocks_of_others=self._engines.hit_blocks_of_others,
             what_if_sample=0 if self.shadows is None else self.shadows.one_in,
             what_if=self._what_if_reports(),
+            tenants=self._tenant_reports(),
         )
+
+    def _tenant_reports(self) -> list[TenantReport]:
+        """Create the report of each tenant with a quota, then of all other requests together."""
+        quotas, trace = self._config.tenants, self._trace
+        if not quotas:
+            return []
+        names = [*(name for name in quotas if name != OTHER), OTHER]
+        lengths, tenant_of = np.diff(trace.offsets), np.full(trace.requests, names.index(OTHER))
+        if trace.hints is not None:
+            numbers = [names.index(hints.tenant if hints.tenant in quotas else OTHER)
+                       for hints in trace.hints.different]  # fmt: skip
+            tenant_of = np.array(numbers)[trace.hints.numbers]
+        refs = np.bincount(tenant_of, lengths, len(names)).tolist()
+        hits = np.bincount(tenant_of, self.hits_per_request, len(names)).tolist()
+        stats = self.manager.stats().tenants
+        return [
+            TenantReport(
+                tenant=name,
+                min_blocks=quotas.get(name, Quota()).min_blocks,
+                max_blocks=quotas.get(name, Quota()).max_blocks,
+                block_refs=int(refs[number]),
+                prefix_hit_blocks=int(hits[number]),
+                blocks_held=stats[name].held,
+                blocks_evicted=stats[name].evicted,
+            )
+            for number, name in enumerate(names)
+        ]
 
     def _what_if_reports(self) -> list[WhatIfReport]:
         """Process the pending requests in the shadows, and create the report of each setting."""

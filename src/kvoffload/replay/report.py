@@ -37,6 +37,25 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     outage_s: float = 0.0
 
 
+class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters of a tenant with a quota of RAM, or of all other requests: ``other``.
+
+    Attributes:
+        min_blocks, max_blocks: the quota of each instance; `max_blocks` null for no limit.
+        block_refs, prefix_hit_blocks: references of the tenant's requests, and those that were hits.
+        blocks_held: blocks in RAM at the end that the tenant owns.
+        blocks_evicted: blocks of the tenant that RAM evicted.
+    """
+
+    tenant: str
+    min_blocks: int
+    max_blocks: int | None
+    block_refs: int
+    prefix_hit_blocks: int
+    blocks_held: int
+    blocks_evicted: int
+
+
 class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
     """Estimate for one setting, as shares of the blocks that were looked up in RAM.
 
@@ -117,6 +136,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
         tiers: RAM and the tiers behind it, fastest first; their `hit_blocks` add up to `offload_hit_blocks`.
         what_if_sample: one block in this many was sampled for `what_if`; 0 if `what_if` is empty.
         what_if: estimates for other settings of RAM, the current setting's first.
+        tenants: counters of each tenant with a quota, then of all other requests; empty without quotas.
     """
 
     trace: str
@@ -167,6 +187,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     hit_blocks_of_others: int = 0
     what_if_sample: int = 0
     what_if: list[WhatIfReport] = []
+    tenants: list[TenantReport] = []
 
     def to_json(self) -> bytes:
         """Encode as one indented JSON object."""

@@ -63,7 +63,7 @@ class Ram:
                     own.share(first)
             self.manager = self._tiered = self._with_tiers(num_slots, config, timing)
         else:
-            self.manager = OffloadingManager(num_slots, **config.manager_options)
+            self.manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
         if config.shared_ram:
             self._parts = EngineParts(self.manager, config.admission, config.instances)
 
@@ -75,7 +75,7 @@ class Ram:
             deadline_s=timing.deadline_s,
             recompute_s_per_block=timing.machine.value("prefill_s_per_token") * self._trace.block_tokens,
             clock=lambda: self._events.now,
-            **config.manager_options,
+            **config.manager_options(num_slots),
         )
 
     def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.core.policy import PolicyName
 from kvoffload.core.policy_change import PolicyChange
+from kvoffload.core.quotas import ONE_OWNER
 from kvoffload.core.tenants import check_quotas
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.logs import logger
-from kvoffload.integrations.vllm.shared.tenants import ONE_OWNER, Tenants
+from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.read import Size
 from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.manager import AnyManager

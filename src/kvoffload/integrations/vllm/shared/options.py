@@ -17,8 +17,9 @@ import msgspec
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, StoreName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
+from kvoffload.core.quotas import ONE_OWNER
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.integrations.vllm.shared.tenants import ONE_OWNER, Tenants
+from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.layers import OF_ENGINES, gathered
 from kvoffload.settings.ram import Ram
 from kvoffload.settings.read import (

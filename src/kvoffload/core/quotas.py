@@ -1,0 +1,58 @@
+"""Quotas as users write them: ``{"a": {"min": "10GiB", "max": "40GiB"}}``. Knows no sizes: the caller reads
+them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from kvoffload.core.plans import ON_DEVICE_EVICTION
+from kvoffload.core.tenants import MAX_TENANTS
+from kvoffload.errors import ConfigError
+
+ALLOWED = '{"a": {"min": "10GiB", "max": "40GiB"}, ...}'
+ONE_OWNER = (
+    f"with store {ON_DEVICE_EVICTION} there are no quotas, because dropped blocks belong to no request"
+)
+_NAMES = ("min", "max")
+
+ReadSize = Callable[[str, object], int]
+"""Reads a size, given its option. Raises `ConfigError`."""
+
+
+def read_quotas(option: str, given: object, read_size: ReadSize) -> dict[str, tuple[int, int | None]]:
+    """Return minimum and maximum of each tenant; the maximum is None for no limit.
+
+    `given`: a mapping, or its JSON. Raises `ConfigError`.
+    """
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given)
+        except msgspec.DecodeError:
+            raise ConfigError(option, given, f"allowed: {ALLOWED}") from None
+    if not isinstance(given, Mapping):
+        raise ConfigError(option, given, f"allowed: {ALLOWED}")
+    if len(given) >= MAX_TENANTS:
+        raise ConfigError(option, len(given), f"allowed: up to {MAX_TENANTS - 1} tenants")
+    if "" in given:
+        raise ConfigError(option, "", "a tenant needs a name")
+    return {str(name): _quota(f"{option}.{name}", quota, read_size) for name, quota in given.items()}
+
+
+def _quota(option: str, given: object, read_size: ReadSize) -> tuple[int, int | None]:
+    if not isinstance(given, Mapping):
+        raise ConfigError(option, given, 'allowed: {"min": "10GiB", "max": "40GiB"}, both optional')
+    for name in given:
+        if name not in _NAMES:
+            raise ConfigError(f"{option}.{name}", given[name], "no such option; allowed: min, max")
+    low, high = (_size(f"{option}.{name}", given.get(name), read_size) for name in _NAMES)
+    if high is not None and high < max(low or 0, 1):
+        raise ConfigError(f"{option}.max", given["max"], "allowed: at least the minimum, and more than 0")
+    return low or 0, high
+
+
+def _size(option: str, value: object, read_size: ReadSize) -> int | None:
+    if value is None or value in (0, "0"):
+        return None if value is None else 0
+    return read_size(option, value)

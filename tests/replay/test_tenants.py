@@ -1,0 +1,141 @@
+"""Quotas in a replay: hits by hand, sums that agree with the totals, options that contradict each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.core.tenants import Quota
+from kvoffload.errors import ConfigError
+from kvoffload.replay.instances import replay_of
+from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.report import TenantReport
+from kvoffload.tiers.spec import parse_tiers
+from kvoffload.traces.sources import load_trace
+from kvoffload.traces.trace import Trace
+from support.run_cli import kvoffload
+
+HOT, SCANNED, ROUNDS = 8, 10, 10
+"""Tenant `a` asks for the same 8 blocks in each of 10 rounds; after each the scan asks for 10 new ones."""
+
+
+def requests(*, names: bool = True) -> str:
+    lines = []
+    for number in range(ROUNDS):
+        hot = {"hash_ids": list(range(HOT)), "input_length": 512 * HOT, "tenant": "a"}
+        first = 1000 + SCANNED * number
+        scan = {"hash_ids": list(range(first, first + SCANNED)), "input_length": 512 * SCANNED, "tenant": "b"}
+        for request in (hot, scan):
+            line: dict[str, Any] = {"timestamp": 1000 * len(lines), "output_length": 1, **request}
+            if not names:
+                del line["tenant"]
+            lines.append(json.dumps(line))
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "scan.jsonl").write_text(requests())
+    return tmp_path / "scan.jsonl"
+
+
+@pytest.fixture
+def trace(path: Path) -> Trace:
+    return load_trace(str(path))
+
+
+def by_tenant(trace: Trace, quotas: Mapping[str, Quota], **config: Any) -> dict[str, TenantReport]:
+    report = replay_of(trace, ReplayConfig(10, tenants=quotas, **config)).run()
+    assert sum(row.block_refs for row in report.tenants) == trace.block_refs
+    assert sum(row.prefix_hit_blocks for row in report.tenants) == report.prefix_hit_blocks
+    assert sum(row.blocks_evicted for row in report.tenants) == report.blocks_evicted
+    return {row.tenant: row for row in report.tenants}
+
+
+def test_without_quotas_the_scan_takes_every_hit(trace: Trace) -> None:
+    report = Replay(trace, ReplayConfig(10)).run()
+    assert (report.prefix_hit_blocks, report.tenants) == (0, [])
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "s3fifo", "hazard"])
+def test_a_minimum_keeps_the_blocks_of_its_tenant(trace: Trace, policy: str) -> None:
+    rows = by_tenant(trace, {"a": Quota(HOT)}, policy=policy)
+    assert [*rows] == ["a", "other"]
+    assert rows["a"].block_refs == HOT * ROUNDS
+    assert rows["a"].prefix_hit_blocks == HOT * (ROUNDS - 1)
+    assert (rows["a"].blocks_held, rows["a"].blocks_evicted) == (HOT, 0)
+    assert (rows["other"].prefix_hit_blocks, rows["other"].blocks_held) == (0, 2)
+
+
+def test_a_maximum_limits_its_tenant(trace: Trace) -> None:
+    rows = by_tenant(trace, {"b": Quota(0, 2), "other": Quota(1, None)})
+    assert [*rows] == ["b", "other"]
+    assert (rows["b"].max_blocks, rows["b"].blocks_held) == (2, 2)
+    assert rows["other"].prefix_hit_blocks == HOT * (ROUNDS - 1)
+    assert rows["other"].min_blocks == 1
+
+
+def test_quotas_hold_before_tiers_and_with_several_engines(trace: Trace) -> None:
+    quotas = {"a": Quota(HOT)}
+    rows = by_tenant(trace, quotas, tiers=parse_tiers("tiers", "simulated:4"))
+    assert rows["a"].prefix_hit_blocks == HOT * (ROUNDS - 1)
+    rows = by_tenant(trace, quotas, instances=2, routing="round-robin")
+    assert rows["a"].prefix_hit_blocks == HOT * (ROUNDS - 1), "the first engine has all requests of a"
+    assert rows["other"].blocks_held == 10, "and the second engine all of the scan"
+
+
+def test_a_capacity_beyond_all_blocks_needs_no_minimum(trace: Trace) -> None:
+    config = ReplayConfig(1000, tenants={"a": Quota(600), "b": Quota(0, 2)})
+    report = Replay(trace, config).run()
+    assert [row.blocks_held for row in report.tenants] == [HOT, 2, 0]
+    assert report.tenants[0].min_blocks == 600
+
+
+def test_contradictions_are_refused() -> None:
+    for config, message in (
+        (
+            {"store": "on-device-eviction", "device_blocks": 4},
+            "no quotas, because dropped blocks belong to no",
+        ),
+        ({"instances": 2, "shared_ram": True}, "because the engines of a pool have shares instead"),
+        ({"capacity_blocks": 7}, "the minimums add up to more than the capacity of 7"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ReplayConfig(**{"capacity_blocks": 10, "tenants": {"a": Quota(8)}, **config})  # type: ignore[arg-type]
+
+
+def replayed(path: Path, quotas: object, *more: str) -> Any:
+    return kvoffload(
+        "replay", path, "--capacity", "10", "--no-data", "--quiet", "--tenants", json.dumps(quotas), *more
+    )
+
+
+def test_the_command_takes_the_quotas_of_an_engine(path: Path) -> None:
+    done = replayed(path, {"a": {"min": "8MiB"}, "b": {"max": "5%"}}, "--bytes-per-token", "2KiB",
+                    "--format", "json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["tenants"]
+    assert [(row["tenant"], row["min_blocks"], row["max_blocks"]) for row in found] == [
+        ("a", 8, None), ("b", 0, 5), ("other", 0, None),
+    ]  # fmt: skip
+    assert found[0]["prefix_hit_blocks"] == HOT * (ROUNDS - 1)
+    shown = replayed(path, {"a": {"min": 8}})
+    assert "Tenant" in shown.stdout
+    assert "90.0%" in shown.stdout
+
+
+def test_mistakes_in_quotas_are_one_line(path: Path) -> None:
+    for quotas, more, message in (
+        ({"a": {"least": 3}}, (), "tenants.a.least: 3 is invalid; no such option; allowed: min, max"),
+        ({"a": {"min": "1GiB"}}, (), "a size needs the bytes of a token"),
+        ({"a": {"min": 6}, "b": {"min": 5}}, (), "the minimums add up to more than the capacity of 10"),
+        ({"a": {"min": 8}}, ("--store", "on-device-eviction", "--device-blocks", "4"), "there are no quotas"),
+        ([], (), "tenants: [] is invalid; allowed: {"),
+    ):
+        done = replayed(path, quotas, *more)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert message in done.stderr
