@@ -25,8 +25,7 @@ _ROUNDS = 4
 """Rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
-"""Function that measures cells. The second argument is the number of cells expected later, for the
-progress."""
+"""Function that measures cells. Its second argument is the number of later cells, for the progress."""
 Choose = Callable[[Sequence[Measured]], Choice]
 """Function that chooses among rows. The rows include the row without a purchase."""
 

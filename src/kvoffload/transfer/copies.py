@@ -39,8 +39,10 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
 
     Cost: 6 µs a call, then memory speed. Thread: any; releases the GIL, and several threads may copy into
     different rows at a time. After the call every thread sees the bytes.
-    Raises: `IndexError` that names the first row out of range, `ValueError` for arrays whose shapes do not
-    match; in both cases no byte has been copied.
+
+    Raises:
+        IndexError: a row is out of range. Names the first such row; no byte has been copied.
+        ValueError: the shapes of the arrays do not match; no byte has been copied.
     """
     _check_blocks("src", src)
     _check_blocks("dst", dst)

@@ -57,7 +57,8 @@ class Addresses:
     def connected(self, host: str, port: int, deadline: float) -> socket.socket:
         """Connect to a host; returns a non-blocking socket to the first address that accepts.
 
-        Raises: `TimeoutError` at the deadline (of `time.monotonic`); the `OSError` of the last address.
+        Raises: `TimeoutError` at the deadline (of `time.monotonic`); otherwise the `OSError` of the last
+        address.
         """
         addresses = self._resolved(host, port, deadline)
         try:
