@@ -40,7 +40,7 @@ class Limit:
 
 
 def seconds_of(value: object) -> float:
-    """Convert seconds, a number of Python or numpy, to a float; NaN for anything else."""
+    """Convert seconds to a float; NaN for anything but a number of Python or numpy."""
     return float(value) if isinstance(value, Real) else math.nan
 
 
