@@ -37,10 +37,10 @@ class WorthAdmission(Admission):
 
     The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. Uses that the
     cache in front serves are not counted, because the tier does not serve them. The *price* is a threshold of
-    expected uses. The rule derives the price from recent offers: the recent earnings of the budget would have
-    paid for all blocks above the price, but not for all blocks above and at the price. Blocks above the price
-    enter. Blocks at the price enter only while more than a reserve of the budget is left. The budget is
-    therefore spent evenly on the best blocks, and users configure no threshold.
+    expected uses. Of the recently offered blocks, the recent earnings of the budget could pay for all blocks
+    above the price, but not for all blocks at the price as well. Blocks above the price enter. Blocks at the
+    price enter only while more than a reserve of the budget is left. The budget is therefore spent evenly on
+    the best blocks, and users configure no threshold.
 
     More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
     the parent of an admitted block is admitted.

@@ -63,19 +63,19 @@ class WTinyLFU(CompiledPolicy):
     The paper's algorithm with a 1 % window and an 80/20 main cache, for batches with pins.
 
     A new block enters the window. When the window is full, its coldest block duels with the coldest block of
-    the main cache: the block with the lower recent frequency is evicted, or on a tie the window's block. A
-    winner from the window enters the main cache on probation. A block that is used again there becomes
-    protected; if there are too many protected blocks, the coldest returns to probation. A sketch with aging
-    estimates the frequencies of uses and stores (`structures.sketch`).
+    the main cache. The block with the lower recent frequency is evicted; on a tie, the window's block is
+    evicted. If the window's block wins, it enters the main cache on probation. A block on probation becomes
+    protected when it is used again. If there are too many protected blocks, the coldest returns to probation.
+    A sketch with aging estimates the frequencies of uses and stores (`structures.sketch`).
 
     The paper does not cover batches, pins and failures. There we choose:
 
     - A batch is processed block by block, and each block changes the lists and the sketch for the next.
       Blocks of one batch never evict each other, and the head of the batch is the most recent.
-    - A request may be longer than the window. When no block of the window is evictable, a block of the main
-      cache is evicted without a duel, and the window grows beyond its share. Later blocks of the window still
-      duel, and the loser is evicted. While the main cache is below its share, the first winner for each new
-      block enters the main cache without a victim, and the window's next block duels.
+    - A request may be longer than the window, so that no block of the window is evictable. Then a block of
+      the main cache is evicted without a duel, and the window grows beyond its share. Later blocks of the
+      window duel as usual. While the main cache is below its share, the first winner for each new block
+      enters the main cache, nothing is evicted for the winner, and the window's next block duels.
     - While the window is smaller than its share, as after discards, a block of the main cache is evicted
       without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache

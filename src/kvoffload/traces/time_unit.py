@@ -19,8 +19,7 @@ _MOST_TOKENS_PER_S = 1000
 turn is 2 to 14 per second, which is 2,000 to 14,000 if seconds are read as ms."""
 _FEWEST_TURNS = 20
 _LONGEST_S = 3600
-"""Longest recording whose unit is checked, in seconds. Longer recordings must be in ms: in seconds they would
-last more than 41 days."""
+"""Longest recording whose unit is checked, in seconds. An hour of ms, read as seconds, would last 41 days."""
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:

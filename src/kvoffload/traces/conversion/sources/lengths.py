@@ -25,9 +25,9 @@ class Lengths(Source):
     """A table with columns for time, prompt tokens and generated tokens; `reuse` is the assumed sharing.
 
     - `none`: prompts share nothing. This is the lower bound of reuse.
-    - `continued`: a prompt continues a context: prompt and answer of an earlier request. The context is the
-      longest that fits, was used in the last `within_s` seconds, and has not been continued. This is nearly
-      the upper bound.
+    - `continued`: a prompt continues a *context*, which is the prompt and the answer of an earlier request.
+      Contexts must have been used in the last `within_s` seconds, and must not have been continued yet. The
+      longest context that fits is chosen. This is nearly the upper bound.
     - `sessions`: requests with the same session id form one conversation, if the gaps are below `within_s`
       seconds. A prompt that is shorter than the last context starts a new context. Requests without an id
       share nothing.
