@@ -1,7 +1,8 @@
 """The file of recorded calls: header, frames, end mark (docs/formats.md).
 
-Owns bytes on disk. A frame has its length and a checksum, so that a torn tail is cut at the last whole frame.
-All frames of calls share one zstd stream, because requests repeat the keys of earlier requests.
+Owns the bytes on disk. Each frame has a length and a checksum, so that readers can cut a torn file after its
+last whole frame. All frames of calls share one zstd stream, because requests repeat the keys of earlier
+requests.
 """
 
 from __future__ import annotations

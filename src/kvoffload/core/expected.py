@@ -1,8 +1,8 @@
 """Expected keys: keys of blocks that requests in the engine's queue will look up.
 
-Owns the number of waiting requests that expect each key. Other blocks are evicted first, because the queue
-shows the near future, which a policy can only estimate. Decides nothing: a store evicts no expected block
-while other slots suffice (`state.evictable`).
+Counts, for each key, the waiting requests that expect the key. Expected blocks are evicted last, because the
+queue shows the near future, which a policy can only estimate. Decides nothing: a store evicts no expected
+block while other slots suffice (`state.evictable`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The log of a manager's calls: a ring of 32-bit words, to which the manager's kernels append records.
 
-Owns the layout of records. Does not know files, threads, or the reader of the ring. A record refers to a
-request's path, so each key is written once a request, and the blocks of a call are runs of path positions.
+Owns the layout of records. Does not know files, threads, or the reader of the ring. A record identifies the
+blocks of a call by their positions on the request's path, written as runs. Each key is therefore written only
+once per request.
 """
 
 from __future__ import annotations

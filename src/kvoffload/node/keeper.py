@@ -1,4 +1,4 @@
-"""The keeper of a pool: a small process that removes the pool after the pool's keep time without use.
+"""The keeper of a pool: a small process that removes the pool when its keep time has passed without use.
 
 Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Owns the parts
 of the file ``members`` that the keeper needs: names, words and byte locks.

@@ -1,6 +1,6 @@
 """Compilation of kernels, loops over flat arrays, with numba. Only this module configures numba.
 
-The annotations of a kernel are its one signature. A kernel is compiled before it is needed, never inside a
+A kernel has a single signature, its annotations. A kernel is compiled before it is needed, never inside a
 request. Compilation takes about a second. Later starts load the kernel in milliseconds, from the wheel
 (`shipped`) or from numba's on-disk cache (`kernel_cache`). A call with other types fails instead of compiling
 silently.

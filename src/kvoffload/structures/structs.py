@@ -1,9 +1,12 @@
 """Structs: arrays and numbers that kernels take as one argument, by address.
 
-A kernel call costs 50 ns, and every few array arguments add as much again. So related arrays form one
-`Struct`, and a kernel gets its address; in the kernel ``struct.field`` is an array or a number. This module
-owns the memory layout: a field is one 64-bit word, plus one word for each dimension of an array. The word of
-an array or a nested struct is its offset from the struct, so that one copy of the memory copies all parts.
+A kernel call costs 50 ns, and every few array arguments add as much again. Related arrays therefore form one
+`Struct`, and a kernel gets only the address of the struct. In the kernel ``struct.field`` is an array or a
+number.
+
+This module owns the memory layout. A field takes one 64-bit word; an array takes one more word for each
+dimension. The word of an array or a nested struct is its offset from the struct, so that one copy of the
+memory copies all parts.
 
 The arrays of a struct are never replaced, because compiled code assumes that their addresses are constant. A
 nested struct can be replaced between two kernel calls (`Struct.exchange`).

@@ -10,8 +10,8 @@ Imports torch, and is imported only for a CUDA tensor. `plan` chooses between tw
 
 A pool that cannot be pinned is never accessed by CUDA: the host copies its blocks through a pinned buffer.
 
-Functions move bytes between any tensors, so tests run them on the CPU; the class adds streams. `pinned` owns
-the pinning.
+The functions move bytes between any tensors, so that tests can run them on the CPU. The class adds streams.
+`pinned` owns the pinning.
 """
 
 from __future__ import annotations

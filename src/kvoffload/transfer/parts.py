@@ -1,8 +1,8 @@
 """Copies of whole blocks between the slots of a pool and an engine's KV tensors.
 
-A block is spread over many tensors, at least one for each layer. Each tensor is given as a *view* whose first
-dimension is blocks, and in a slot the parts of a block follow each other in the order of the views. Does not
-know layers, tokens or keys.
+A block is spread over many tensors, at least one for each layer. Each tensor is given as a *view*, whose
+first dimension is blocks. In a slot, the parts of a block follow each other in the order of the views. Does
+not know layers, tokens or keys.
 """
 
 from __future__ import annotations

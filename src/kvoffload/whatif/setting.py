@@ -1,7 +1,7 @@
 """Settings to try: the policy, admission rule or capacity of a shadow.
 
-A list of settings is ``[{"policy": "hazard"}, {"capacity": 2.0}]``, this list as JSON text, or
-``policy=hazard;capacity=2`` for the environment and command lines.
+A list of settings has one of three forms: (1) ``[{"policy": "hazard"}, {"capacity": 2.0}]``, (2) this list as
+JSON text, (3) ``policy=hazard;capacity=2``, for the environment and command lines.
 """
 
 from __future__ import annotations

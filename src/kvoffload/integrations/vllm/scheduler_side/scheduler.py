@@ -1,8 +1,8 @@
 """The scheduler side of vLLM's connector, with three changes.
 
-A whole prefix is looked up in one call. The manager is notified when a request arrives, waits and ends. In
-the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
-computed.
+(1) A whole prefix is looked up in one call. (2) The manager is notified when a request arrives, waits and
+ends. (3) In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when
+they are computed.
 
 Decides which blocks are offered, and when. Our manager decides which offered blocks are stored. vLLM owns the
 transfers and their fences. vLLM has no hook for these changes, so the classes override private methods

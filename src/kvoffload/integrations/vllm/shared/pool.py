@@ -4,9 +4,10 @@ Owns a file in shared memory: its name, its size and its removal. Does not know 
 
 Each worker allocates the memory that it will use, on its own NUMA node.
 
-The file has a name only while the engine starts. The last process to attach and allocate its memory removes
-the name. So the kernel frees the memory when the last process ends, even if killed. An engine that is killed
-during its start leaves an unlocked file; the next start of any engine removes the file.
+The file has a name only while the engine starts. The process that is last to attach and allocate its memory
+removes the name. The kernel therefore frees the memory when the last process ends, even if the process is
+killed. An engine that is killed during its start leaves an unlocked file; the next start of any engine
+removes the file.
 """
 
 from __future__ import annotations

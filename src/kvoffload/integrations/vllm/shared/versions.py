@@ -1,7 +1,7 @@
 """The differences between vLLM 0.25 and 0.33. No other file knows versions.
 
-Most differences need no code: we define methods that only some versions call (`get_load_source`, `lock`,
-`on_reset_flushed`, `config_info`), and parameters that only some versions pass (``expedited``,
+Most differences need no code. Methods that only some versions call (`get_load_source`, `lock`,
+`on_reset_flushed`, `config_info`) are always defined. Parameters that only some versions pass (``expedited``,
 ``req_context``) have defaults. tests/vllm_interfaces/signatures.json lists every form of every interface, and
 tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the other differences:
 facts about an engine, and media of events.
