@@ -94,8 +94,8 @@ class MisuseError(KVOffloadError, RuntimeError):
 
 
 class GoneError(MisuseError):
-    """A block that was ready at its lookup, but that another process evicted before the pin. Look the block
-    up again. Raised only by managers that processes share.
+    """A block that was ready at its lookup, but that another process has evicted since. Look the block up
+    again. Raised only by managers that several processes share.
     """
 
 

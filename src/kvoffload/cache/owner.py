@@ -47,8 +47,9 @@ def seconds_of(value: object) -> float:
 class Owner:
     """A thread with an event loop.
 
-    If a caller is cancelled or interrupted, the limit of its job ends at once. The call still waits for the
-    job's end, through further cancellations and interrupts, because a running copy uses the caller's tensors.
+    If a caller is cancelled or interrupted, its job gets no more time to wait for tiers. The call still waits
+    until the job has ended, through further cancellations and interrupts, because a running copy uses the
+    caller's tensors.
 
     Thread: any, except the owner's own. A forked child does not have the owner's thread: calls in the child
     raise `MisuseError`.

@@ -28,9 +28,9 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limit of learning from a tenant that exceeds its minimum. The policy learns at most from a part of all
-offered blocks: `LEARNT_PART` times the tenant's part of the cache, plus `LEARNT_ALWAYS`. So a policy also
-learns from a tenant without blocks."""
+"""Limit of learning from a tenant that exceeds its minimum, as a share of all offered blocks: `LEARNT_PART`
+times the tenant's share of the cache, plus `LEARNT_ALWAYS`. With the constant, a policy also learns from a
+tenant without blocks."""
 UNSURE = -1
 """Result of `room_of_store`: the room is unknown until `on_path` is counted."""
 

@@ -63,9 +63,9 @@ _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""The cost of attention is proportional to layers times hidden size. The values are: layers times hidden size
-of Llama 3.1 8B, its number of parameters, and the exponent with which layers times hidden size grow with the
-number of parameters, up to 70B."""
+"""The cost of attention is proportional to the product of layers and hidden size. This product is assumed to
+be a power of the number of parameters, up to 70B. The values are: the product for Llama 3.1 8B, the
+parameters of that model, and the exponent."""
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:

@@ -64,9 +64,9 @@ def window_sums(values: npt.NDArray[np.integer], windows: int = WINDOWS) -> Sums
 class Resamples:
     """Random draws of a trace's windows. All runs on the trace use the same draws.
 
-    Shared draws make the difference of two runs a paired difference: effects of the traffic on both cancel.
-    The draws come from splitmix64, because the streams of numpy's generators may change: equal arguments give
-    equal intervals everywhere.
+    With shared draws, the difference of two runs is a paired difference: variation that the traffic causes in
+    both runs cancels. The draws come from splitmix64, not from numpy, whose streams may change between
+    versions. Equal arguments therefore give equal intervals everywhere.
 
     Args:
         refs: references in each window, shape ``(windows,)``.

@@ -459,7 +459,8 @@ class TieredManager:
         """Return RAM's events, see `OffloadingManager.take_events`, then the events of shared tiers.
 
         Events of a shared tier have the tier's name as their medium. They concern only blocks that this
-        manager has written: the block is written, or a probe or read has found that the block is gone.
+        manager has written. Such a block is reported when the server has confirmed its write, and again when
+        a probe or read finds that the block is gone.
         """
         events = self.ram_manager.take_events()
         if self._reports_events:

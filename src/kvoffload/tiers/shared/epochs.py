@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 MOST_ENDED = 1 << 16
-"""Limit of remembered ended epochs. Enough for 256 resets of a cluster, which has 256 epochs."""
+"""Limit of remembered ended epochs. A reset of a cluster ends 256 epochs, so this is enough for 256
+resets."""
 
 
 class EpochHistory:

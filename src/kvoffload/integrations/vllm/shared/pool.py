@@ -259,8 +259,8 @@ class SharedPool:
     def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
         """Return a mask of failed slots, and clear their marks; None if no worker has ever failed.
 
-        The scheduler calls this when a job has ended in all workers. Marks of a dropped job remain: the next
-        job in a marked slot loses the block.
+        The scheduler calls this when a job has ended in all workers. The marks of a dropped job are not
+        cleared: the next job that uses such a slot is told that its block has failed.
         """
         if not self._header[_HAS_FAILED]:
             return None

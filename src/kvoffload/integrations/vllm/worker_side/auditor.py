@@ -1,8 +1,8 @@
 """Compares blocks that the engine has just computed with the blocks that are stored under their keys.
 
-Owns the comparison and its thread; `transfer.difference` has the limits. Reads the engine's tensors directly,
-not through the copies of stores, and so detects blocks that a store has damaged. Does not know keys, and
-discards no blocks.
+Owns the comparison and its thread; `transfer.difference` defines the limits. Reads the engine's tensors
+directly, not through the copies of stores, and so detects blocks that a store has damaged. Does not know
+keys, and discards no blocks.
 """
 
 from __future__ import annotations
