@@ -99,7 +99,7 @@ class Options(FormatOptions, QuietOptions):
 def canary(options: Options) -> None:
     """Check that URL, an OpenAI-compatible server, answers from its caches as it computes.
 
-    Gets the answer to every prompt computed, from the device's cache, and from the tiers behind it. Compares
+    Gets every answer three times: computed, from the device's cache, and from the tiers behind it. Compares
     tokens and log-probabilities, with the engine's own noise as the measure. The requests have a cache_salt,
     so no other request hits their blocks. The API key is in OPENAI_API_KEY.
 

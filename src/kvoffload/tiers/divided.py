@@ -72,8 +72,8 @@ class _Refusals:
 class DividedTier(SecondaryTier, Generic[Member]):
     """A tier that assigns each key to one member. A block whose key has no member now is absent.
 
-    If a member fails, hangs or raises, only the member's own blocks are misses. If no member starts its part
-    of a job, the first exception of a member is raised, if any.
+    If a member fails, hangs or raises, only the member's own blocks are misses. An exception is raised only
+    if no member has started its part of a job: the first exception of a member.
 
     Thread: one, as for its members.
     """

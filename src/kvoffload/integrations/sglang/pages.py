@@ -59,7 +59,7 @@ class HostPages:
         sizes: bytes of each extent of a page.
         description: text that is equal for pools with equal page formats.
 
-    Raises: `ConfigError` for a pool without a dtype: pages of another dtype could be served.
+    Raises: `ConfigError` for a pool without a dtype, because pages of another dtype could be served.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
@@ -147,9 +147,11 @@ def _plain(value: Any) -> Any:
 def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
     """Return the block size for objects of these sizes, in bytes.
 
-    For objects of one size the block is an extent if the extents are equal, large and few, so that pages move
-    without a copy. Otherwise the block is the object. For objects of several sizes the block is the multiple
-    of 4 KiB for which padding and number of blocks cost least together.
+    If all objects have one size, a block is a whole object. But if the extents of an object are equal, large
+    and few, a block is an extent, because pages then move without a copy.
+
+    If objects have several sizes, the block size is a multiple of 4 KiB. It is chosen so that padding and the
+    number of blocks cost least together.
 
     Args:
         sizes: bytes of an object of each pool.

@@ -61,8 +61,8 @@ class PrefixCache:
 
         Args:
             input_ids: prompts of equal length; shape ``(batch, tokens)``.
-            attention_mask: all ones, if given. Without ``position_ids`` a model counts padding as positions,
-                and the KV would be wrong in other batches.
+            attention_mask: all ones, if given. Padding is refused: without ``position_ids`` a model gives
+                positions to padding, and the stored KV would be wrong in batches with other padding.
             salt: for example a tenant. Prompts with different salts share no KV.
 
         Raises: `ConfigError` for padding.

@@ -50,7 +50,7 @@ def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch
 
     The model computes a few tokens three times: with the last token near the others, at position ``longest -
     1``, and near the others again. The KV of the other tokens must stay the same. Positions beyond `longest`
-    could be an error on a device, so only copies of the rotary modules compute these positions, on the CPU.
+    are computed only by copies of the rotary modules on the CPU, because they could be an error on a device.
     Not detected: rope that a function computes, without a module, and that changes only beyond `longest`.
 
     Args:

@@ -46,7 +46,7 @@ class Exchange:
     _unclaimed: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
-        """Claim the exchange. A connection thread claims it to perform it, a tier to drop it.
+        """Claim the exchange: a connection thread before it performs the exchange, a tier before it drops it.
 
         Returns True in the first call, False in later calls. Thread: any, because `pop` of a list is atomic.
         """

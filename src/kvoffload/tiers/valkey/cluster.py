@@ -287,7 +287,8 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     def use_map(self, question: MapQuestion) -> None:
         """Begin to switch to a new map. Jobs of nodes that leave the map end normally.
 
-        If there are too many nodes in all, stops some former nodes instead; the map is then read again.
+        If former and new nodes together would be too many, ignores the map. Some nodes that are leaving are
+        stopped, and the map is read again later.
         """
         kept = {
             address: number

@@ -24,8 +24,8 @@ class SlotsSpec(CPULoadStoreSpec):
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
         digests: digests of the keys, in a store with checksums; otherwise None.
-        num_slots: in a store, number of slots of each KV group that has slots, in order. None for a load.
-            Also None if each slot has one engine block.
+        num_slots: for a store, the number of slots of each KV group with slots, in order. None for a load,
+            and if each slot has one engine block.
         audited: mask of the slots that a store compares with the engine's blocks and does not write. None:
             all slots are written.
     """
