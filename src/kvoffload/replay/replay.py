@@ -83,8 +83,8 @@ class ReplayConfig:
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
 
-    Raises: `ConfigError` for invalid assumptions (the last six fields). The caches are checked when they are
-    created.
+    Raises: `ConfigError` for invalid assumptions, the fields from `decode_tokens_per_s` on. The caches are
+    checked when they are created.
     """
 
     capacity_blocks: int
