@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import IO
 
@@ -31,6 +32,7 @@ from support.naive.choice import first_unprotected
 from support.naive.lru import NaiveLRU
 from support.recorded_calls import KEYS, live, recorded, replayed
 from support.run_cli import kvoffload
+from support.timeouts import HANGS_S
 
 RING_WORDS = 1 << 10
 
@@ -243,6 +245,30 @@ def test_a_writer_that_does_not_keep_up_ends_the_recording(
     outcome = replayed(manager.recorder.path)
     assert outcome.difference is None
     assert 10 < outcome.num_calls < 100
+
+
+def test_a_disk_that_hangs_at_the_end_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    class Hanging(io.FileIO):
+        def write(self, data: bytes) -> int:  # type: ignore[override]
+            assert answers.wait(HANGS_S)
+            return super().write(data)
+
+    monkeypatch.setattr(recorder_module, "CLOSING_S", 0.01)
+    recorder = CallRecorder(tmp_path / "kv.calls", 1 << 20, lambda free: Hanging(free, "xb"))  # type: ignore[arg-type,return-value]
+    manager = RecordedManager(12, recorder=recorder)
+    live(manager, 0)
+    manager.end_recording()
+    manager.end_recording()
+    (line,) = warnings_of(caplog)
+    assert "is still open after 0.01 s: its end may be missing" in line
+    answers.set()
+    monkeypatch.setattr(recorder_module, "CLOSING_S", HANGS_S)
+    manager.end_recording()
+    assert replayed(recorder.path).end == "closed"
 
 
 def test_a_ring_that_wraps_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,34 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path) -> None:
     assert path.read_text() == "precious"
     assert invoke(*arguments, "--force").exit_code == 0
     assert load_trace(path).requests >= 3
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "precious.jsonl"
+    path.write_text("precious")
+    lines: list[object] = []
+
+    def encode(line: object) -> bytes:
+        lines.append(line)
+        if len(lines) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return b"{}"
+
+    monkeypatch.setattr("kvoffload.traces.formats.mooncake.encode_line", encode)
+    error = invoke("generate", "rag", "--sessions", "3", "--output", str(path), "--force").exception
+    assert str(error).endswith("the file cannot be written (No space left on device)")
+    assert path.read_text() == "precious"
+    assert [found.name for found in tmp_path.iterdir()] == ["precious.jsonl"]
+
+
+def test_a_device_is_written_and_not_replaced(tmp_path: Path) -> None:
+    assert invoke("generate", "rag", "--sessions", "3", "--output", os.devnull, "--force").exit_code == 0
+    assert not Path(os.devnull).is_file()
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "target.jsonl")
+    assert invoke("generate", "rag", "--sessions", "3", "--output", str(link)).exit_code == 0
+    assert link.is_symlink()
+    assert load_trace(link).requests >= 3
 
 
 def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:

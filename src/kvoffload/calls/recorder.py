@@ -80,11 +80,16 @@ class CallRecorder:
     def close(self, counters: dict[str, Any]) -> None:
         """Write the last records and the manager's counters, and close the file. Idempotent.
 
-        Waits at most 5 seconds for the thread.
+        Waits at most 5 seconds for the thread. If the file takes longer, the log has a warning: the last
+        calls are missing if the process ends before.
         """
         self._counters = self._counters or counters
+        was_closing = self._closing.is_set()
         self._closing.set()
         self._thread.join(CLOSING_S)
+        if self._thread.is_alive() and not was_closing:
+            what = "kvoffload: the recording of calls to %s is still open after %g s: its end may be missing"
+            logger.warning(what, self.path, CLOSING_S)
 
     # ---- the thread
 

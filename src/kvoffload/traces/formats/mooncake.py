@@ -19,6 +19,7 @@ times are read as seconds if any time has a fraction, or if `load_trace` gets th
 from __future__ import annotations
 
 import logging
+import os
 from array import array
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -176,14 +177,28 @@ def decode_line(text: bytes) -> Line:
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write a trace as Mooncake JSONL, replacing an existing file.
+    """Write a trace as Mooncake JSONL. An existing file is replaced when the new file is complete.
 
     A `Header` comes first unless blocks have 512 tokens. Equal traces give equal bytes. Without
     `Trace.prompt_tokens`, `input_length` counts only full blocks. Raises `OSError`.
     """
-    path, sessions = Path(path), trace.sessions
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():  # a device, which must not be replaced
+        _write_trace(trace, path, path.suffix)
+        return
+    partial = path.with_name(path.name + ".part")
+    try:
+        _write_trace(trace, partial, path.suffix)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _write_trace(trace: Trace, path: Path, suffix: str) -> None:
+    sessions = trace.sessions
     with ExitStack() as stack:
-        file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), path.suffix))
+        file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), suffix))
         if trace.block_tokens != DEFAULT_BLOCK_TOKENS:
             file.write(Header(1, trace.block_tokens).line())
         for request in range(trace.requests):
