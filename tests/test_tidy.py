@@ -108,10 +108,15 @@ MAX_LINES_OF_A_FUNCTION, MAX_PARAMETERS, MAX_PARAMETERS_IN_CONTROL_PLANE = 60, 8
 
 
 @functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports, dotted."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -230,10 +235,39 @@ def test_only_integrations_know_engines() -> None:
     assert not {"options.py", "versions.py"} & {path.name for path in knowing}
 
 
+def test_no_class_overrides_a_private_method_of_another() -> None:
+    """A method that subclasses redefine is a seam: it has a public name and a docstring."""
+    bases, own, aliases = {}, {}, {}
+    for path in sources():
+        module, tree = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), parsed(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                aliases |= {f"{module}.{name.name}": f"{node.module}.{name.name}" for name in node.names}
+            elif isinstance(node, ast.ClassDef):
+                classes = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+                bases[f"{module}.{node.name}"] = [f"{module}.{ast.unparse(base)}" for base in classes]
+                own[f"{module}.{node.name}"] = {
+                    name
+                    for part in node.body
+                    for name in [getattr(part, "name", ""), *map(ast.unparse, getattr(part, "targets", []))]
+                    if name.startswith("_") and not name.startswith("__")
+                }
+
+    def inherited(name: str) -> set[str]:
+        found = set()
+        for base in bases[name]:
+            base = aliases.get(base, base)
+            found |= own[base] | inherited(base) if base in own else set()
+        return found
+
+    assert len(own) > 300
+    assert not {name: both for name in own if (both := own[name] & inherited(name))}
+
+
 def test_functions_are_read_at_once() -> None:
     wrong = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
             name = f"{path.relative_to(PACKAGE)}: {node.name}"
@@ -261,7 +295,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     wrong = [
         f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
         for path in sources()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, kinds) and (docstring := ast.get_docstring(node))
         if docstring.split()[0].strip(",.:;") in FIRST_WORDS
     ]

@@ -74,9 +74,10 @@ def test_an_overflow_gives_a_reset_and_the_contents(root: Path) -> None:
     slow, busy = Member(root, "slow"), Member(root, "busy")
     busy.store(0)
     slow.check()
-    ring = len(slow.manager._file.events)
-    while slow.manager._numbers.num_events <= slow.manager._event_at + ring:
-        busy.store(1 + slow.manager._numbers.num_events % 50)
+    numbers, ring = slow.manager._numbers, len(slow.manager._file.events)
+    num_taken = numbers.num_events
+    while numbers.num_events <= num_taken + ring:
+        busy.store(1 + numbers.num_events % 50)
         busy.read()
     events = slow.check()
     assert [event.is_reset for event in events] == [True, False]

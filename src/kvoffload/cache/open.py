@@ -11,7 +11,7 @@ from kvoffload.cache.cache import KVCache
 from kvoffload.cache.jobs import Jobs
 from kvoffload.cache.keys import KEY_BYTES, fingerprint
 from kvoffload.cache.layout import KVLayout
-from kvoffload.cache.shared_ram import SharedMemoryTier, join_pool
+from kvoffload.cache.shared_ram import join_pool, shared_memory_tier
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
@@ -101,7 +101,7 @@ def open(
         if in_ram.shared:
             pool = join_pool(in_ram, producer, policy)
             close_ram.callback(pool.close)
-            memory: MemoryTier = SharedMemoryTier(pool, blocks, layout.block_bytes)
+            memory = shared_memory_tier(pool, blocks, layout.block_bytes)
             make_ram_manager = partial(_join, close_ram, pool, in_ram.share_blocks(blocks))
         else:
             memory = _own_memory(ram, blocks, layout.block_bytes)

@@ -25,8 +25,7 @@ from kvoffload.node.directory import FACTS, SHARED_MEMORY, SLOTS, PoolDirectory,
 from kvoffload.node.mutex import check_platform
 from kvoffload.settings.ram import RamOptions
 from kvoffload.text import size
-from kvoffload.tiers.contract import Checksums
-from kvoffload.tiers.memory import MemoryTier, available_bytes
+from kvoffload.tiers.memory import MemoryTier, SlotMemory, available_bytes, slot_stride
 
 _FORMAT = 1
 """Version of the file `SLOTS`; increment it with every change of its layout."""
@@ -68,67 +67,60 @@ def _check_facts(path: Path, facts: dict[str, object]) -> None:
         raise UnavailableError("ram", str(path), why)
 
 
-class SharedMemoryTier(MemoryTier):
-    """A `MemoryTier` whose slots and checksums are in a file of a pool, for all processes of the pool.
+def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) -> MemoryTier:
+    """Open a `MemoryTier` whose slots and checksums are in a file of a pool, for all processes of the pool.
 
     Every block is verified, because other processes write the blocks. The first process allocates all the
     memory; other processes wait for the allocation.
 
     Args:
-        pool: the membership in the pool. `close` does not close it.
+        pool: the membership in the pool. The tier's `close` does not close it.
         num_slots, block_bytes: equal in all processes.
 
     Raises: `UnavailableError` in three cases: the machine lacks free memory, another process needs too long
     to allocate the memory, or other processes use a file that is damaged or of another version.
     """
+    slots_at = mmap.PAGESIZE + -(-8 * num_slots // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = slots_at + num_slots * slot_stride(block_bytes)
+    facts = np.array([_MAGIC, _FORMAT, num_slots, block_bytes], np.uint64).tobytes()
+    path = pool.path / SLOTS
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        with _locked(fd, path):
+            if os.fstat(fd).st_size != num_bytes or os.pread(fd, len(facts), 0) != facts:
+                _make(pool, fd, facts, num_bytes)
+            mapping = mmap.mmap(fd, num_bytes)
+    finally:
+        os.close(fd)
+    checksums = np.frombuffer(mapping, np.uint64, num_slots, mmap.PAGESIZE)
+    return MemoryTier(num_slots, block_bytes, memory=SlotMemory(mapping, slots_at, checksums))
 
-    def __init__(self, pool: PoolDirectory, num_slots: int, block_bytes: int) -> None:
-        self._pool = pool
-        super().__init__(num_slots, block_bytes)
 
-    def _map(self, verify: bool) -> tuple[mmap.mmap, int, Checksums | None]:
-        slots_at = mmap.PAGESIZE + -(-8 * self.num_slots // mmap.PAGESIZE) * mmap.PAGESIZE
-        num_bytes = slots_at + self.num_slots * self.slot_stride
-        facts = np.array([_MAGIC, _FORMAT, self.num_slots, self.block_bytes], np.uint64).tobytes()
-        path = self._pool.path / SLOTS
-        fd = open_own(path, os.O_RDWR | os.O_CREAT)
-        try:
-            with _locked(fd, path):
-                if os.fstat(fd).st_size != num_bytes or os.pread(fd, len(facts), 0) != facts:
-                    self._make(fd, path, facts, num_bytes)
-                memory = mmap.mmap(fd, num_bytes)
-        finally:
-            os.close(fd)
-        return memory, slots_at, np.frombuffer(memory, np.uint64, self.num_slots, mmap.PAGESIZE)
+def _make(pool: PoolDirectory, fd: int, facts: bytes, num_bytes: int) -> None:
+    """Allocate the file, also in place of an incomplete or damaged file that no other process uses.
 
-    def _make(self, fd: int, path: Path, facts: bytes, num_bytes: int) -> None:
-        """Allocate the file, also in place of an incomplete or damaged file that no other process uses.
-
-        The facts are written last: a process that is killed before leaves an incomplete file.
-        """
-        is_new = not os.pread(fd, 1, 0).strip(b"\0")
-        if not is_new and self._pool.has_others():
-            why = "the file is damaged, or of another version; stop the processes of the pool and delete it"
-            raise UnavailableError("ram", str(path), why)
+    The facts are written last: a process that is killed before leaves an incomplete file.
+    """
+    path = pool.path / SLOTS
+    is_new = not os.pread(fd, 1, 0).strip(b"\0")
+    if not is_new and pool.has_others():
+        why = "the file is damaged, or of another version; stop the processes of the pool and delete it"
+        raise UnavailableError("ram", str(path), why)
+    os.ftruncate(fd, 0)
+    free = os.statvfs(path)
+    num_free = min(free.f_bavail * free.f_frsize, available_bytes())
+    if num_bytes > num_free:
+        why = f"{path.parent.parent} and this machine have {size(num_free)} free"
+        raise UnavailableError("ram", size(num_bytes), why)
+    try:
+        # Now, because a later write to memory that the machine lacks kills the process. In steps, because
+        # a signal makes the system repeat a call.
+        for start in range(0, num_bytes, _STEP_BYTES):
+            os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
+    except OSError as error:
         os.ftruncate(fd, 0)
-        free = os.statvfs(path)
-        num_free = min(free.f_bavail * free.f_frsize, available_bytes())
-        if num_bytes > num_free:
-            why = f"{path.parent.parent} and this machine have {size(num_free)} free"
-            raise UnavailableError("ram", size(num_bytes), why)
-        try:
-            # Now, because a later write to memory that the machine lacks kills the process. In steps, because
-            # a signal makes the system repeat a call.
-            for start in range(0, num_bytes, _STEP_BYTES):
-                os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
-        except OSError as error:
-            os.ftruncate(fd, 0)
-            raise UnavailableError("ram", size(num_bytes), f"no room ({error.strerror})") from None
-        os.pwrite(fd, facts, 0)
-
-    def close(self) -> None:
-        self.checksums = None
-        super().close()
+        raise UnavailableError("ram", size(num_bytes), f"no room ({error.strerror})") from None
+    os.pwrite(fd, facts, 0)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A manager that records its calls with their results.
 
-Most calls of `OffloadingManager` run in a kernel that appends the call to the log. This class appends the
-other records: (1) calls that run without such a kernel, (2) hints, (3) damaged rows, (4) exceptions that a
-policy or admission rule in Python raises. Single lookups are not recorded, because they only read.
+`OffloadingManager` and its kernels append most calls to the log. This class appends the other records: (1)
+calls that run without such a kernel, (2) hints, (3) exceptions that a policy or admission rule in Python
+raises. Single lookups are not recorded, because they only read.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvoffload.calls.hints import HintNumbers
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION
-from kvoffload.core.hints import Hints
-from kvoffload.core.log import ADMITTED, FAILED, IS_PART, NO_REQUEST, Call, Log
+from kvoffload.core.hints import NO_HINTS, Hints
+from kvoffload.core.log import ADMITTED, FAILED, IS_PART, Call, Log
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES
@@ -84,6 +84,29 @@ class RecordedManager(OffloadingManager):
         self.recorder.close(msgspec.to_builtins(self.counters()))
 
     # ---- calls without a kernel that records them
+
+    def begin_request(
+        self, request_id: str, keys: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> RequestContext:
+        """Create the context of a request, see `OffloadingManager.begin_request`."""
+        ctx = super().begin_request(request_id, keys, hints=hints)
+        if hints is not NO_HINTS:
+            self._note_hints(ctx, hints)
+        return ctx
+
+    def finish_request(
+        self, ctx: RequestContext, path: Sequence[bytes] = (), *, hints: Hints = NO_HINTS
+    ) -> None:
+        """End a request, see `OffloadingManager.finish_request`."""
+        if hints is not NO_HINTS:
+            self._note_hints(self._context(ctx), ctx.hints.updated(hints))
+        super().finish_request(ctx, path, hints=hints)
+
+    def complete_store(self, plan: StorePlan, success: bool = True) -> None:
+        """End a store, see `OffloadingManager.complete_store`."""
+        super().complete_store(plan, success)
+        if self._void_before <= plan.epoch < self._epoch:  # forgotten by a reset: no kernel has run
+            self._note_end(plan)
 
     def expect(self, ctx: RequestContext) -> None:
         """Register a waiting request, see `OffloadingManager.expect`."""
@@ -166,32 +189,13 @@ class RecordedManager(OffloadingManager):
         super().set_tenants(quotas)
         self._put(Call.TENANTS, 0, _words_of(self._hint_numbers.quotas(self.tenants)))
 
-    # ---- hooks of the manager
+    # ---- records
 
-    def _no_request(self) -> RequestContext:
-        ctx = super()._no_request()
-        ctx.set_number(NO_REQUEST)
-        return ctx
-
-    def _flush(self, ctx: RequestContext) -> None:
-        super()._flush(ctx)
-        self._note(ctx, Call.EXTEND)
-
-    def _set_hints(self, ctx: RequestContext, hints: Hints) -> None:
-        super()._set_hints(ctx, hints)
+    def _note_hints(self, ctx: RequestContext, hints: Hints) -> None:
         number, text = self._hint_numbers.number(hints)
         if text:
             self._put(Call.HINTS, number, _words_of(text))
         self._note(ctx, Call.SET_HINTS, 0, number)
-
-    def _note_damage(self, rows: npt.NDArray[np.int32]) -> None:
-        self._put(Call.DAMAGED, 0, rows)
-
-    def _release(self, plan: StorePlan) -> None:
-        self._note_end(plan)
-        super()._release(plan)
-
-    # ---- records
 
     def _note(self, ctx: RequestContext, kind: int, count: int = 0, result: int = 0) -> None:
         kernels.log_call(self._cache, ctx.memory, kind, count, result)

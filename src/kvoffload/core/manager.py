@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
+from kvoffload.core.event_list import EventList, EventSink
 from kvoffload.core.expected import Expected, Queue
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
-from kvoffload.core.log import Log
+from kvoffload.core.log import NO_REQUEST, Call, Log
 from kvoffload.core.miss_record import NUM_CODES, RESET, MissRecord, by_reason
 from kvoffload.core.on_compute import OnCompute
 from kvoffload.core.on_device_eviction import OnDeviceEviction
@@ -140,7 +141,7 @@ class OffloadingManager:
         self.miss_counts = np.zeros(NUM_CODES, np.int64)
         mode = OnDeviceEviction if self._follows_device else OnCompute
         self.store_mode = mode(self.policy, self.admission, self._state)
-        self._events: list[OffloadingEvent] | None = [] if enable_events else None
+        self._events: EventSink | None = EventList(block_size, medium) if enable_events else None
         self._labels, self.queue = Labels(), self.new_queue()
         self._epoch = self._void_before = 0
         self._change: PolicyChange | None = None
@@ -420,7 +421,7 @@ class OffloadingManager:
             raise self.store_mode.wrong_victim(plan, kernels.FIRST_WRONG - stored)
         store_plan = StorePlan(ctx, plan, stored, self._epoch)
         if self._events is not None and store_plan.num_evicted:
-            self._emit(store_plan.evicted, removed=True)
+            self._events.add(store_plan.evicted, removed=True)
         return store_plan
 
     def keep(self, keys: Sequence[bytes]) -> int:
@@ -443,11 +444,14 @@ class OffloadingManager:
         if not self._close(plan, StorePlan, "complete_store"):
             return
         if plan.epoch != self._epoch:
-            self._release(plan)
+            # A `reset` has forgotten the blocks.
+            self.slots.release(plan.slots)
+            if len(holds := self._state.holds):
+                holds[plan.slots] = 0
         elif success:
             kernels.become_ready(self._cache, plan.memory)
             if self._events is not None and plan.num_stored:
-                self._emit(plan.keys, removed=False)
+                self._events.add(plan.keys, removed=False)
         else:
             self.policy.remove(plan.slots)
             kernels.abandon(self._cache, plan.memory)
@@ -501,7 +505,7 @@ class OffloadingManager:
         ready = self.slots.ready()
         self._state.discarded += len(ready)
         if len(ready) and self._events is not None:
-            self._emit(self.index.keys_at(ready), removed=True)
+            self._events.add(self.index.keys_at(ready), removed=True)
         self._epoch += 1
         if drop_in_flight:
             self._void_before = self._epoch
@@ -530,10 +534,7 @@ class OffloadingManager:
 
         A replay of all events yields the readable blocks.
         """
-        events = self._events or []
-        if self._events is not None:
-            self._events = []
-        return events
+        return [] if self._events is None else self._events.take()
 
     def stats(self) -> ManagerStats:
         """Return counters, use of the slots, and statistics of the policy, as a copy. Cost: O(1)."""
@@ -678,7 +679,7 @@ class OffloadingManager:
         if evicted < 0:
             raise mode.wrong_victim(memory, kernels.FIRST_WRONG - evicted)
         if evicted and self._events is not None:
-            self._emit(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
+            self._events.add(StorePlan(ctx, memory, evicted, self._epoch).evicted, removed=True)
 
     def refuse_only_if_asked(self) -> None:
         """Forbid policies to refuse blocks unless the user has set their `write_cost`."""
@@ -689,7 +690,8 @@ class OffloadingManager:
 
     num_members = 1
     """Number of engines that use these blocks."""
-    _not_ready: ClassVar[type[MisuseError]] = MisuseError
+    not_ready_error: ClassVar[type[MisuseError]] = MisuseError
+    """Raised by `prepare_load` and `pin` for a block that is not ready."""
 
     def _decide_by(self, policy: EvictionPolicy) -> None:
         """Replace the deciding policy. `policy` must already order the resident blocks."""
@@ -702,7 +704,9 @@ class OffloadingManager:
 
     def _context(self, ctx: RequestContext | None) -> RequestContext:
         if ctx is None:
-            return self._no_request()
+            ctx = RequestContext("", self.key_bytes, self)
+            ctx.set_number(NO_REQUEST)
+            return ctx
         if ctx.owner is not self:
             raise MisuseError(f"request {ctx.request_id!r} was begun by another manager")
         if ctx.finished:
@@ -710,10 +714,6 @@ class OffloadingManager:
         if ctx.unpacked_keys:
             self._flush(ctx)
         return ctx
-
-    def _no_request(self) -> RequestContext:
-        """Create the context of a call without a request."""
-        return RequestContext("", self.key_bytes, self)
 
     def _set_hints(self, ctx: RequestContext, hints: Hints) -> None:
         ctx.set_hints(hints, self._labels.number(hints))
@@ -723,6 +723,7 @@ class OffloadingManager:
     def _flush(self, ctx: RequestContext) -> None:
         """Add the keys of single lookups to the request's path."""
         ctx.flush()
+        kernels.log_call(self._cache, ctx.memory, Call.EXTEND, 0, 0)
 
     def _pin(self, keys: Sequence[bytes], ctx: RequestContext | None, call: str) -> LoadPlan:
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
@@ -733,7 +734,7 @@ class OffloadingManager:
         while (pinned := kernels.pin(self._cache, ctx.memory, batch, plan, is_load)) < AGAIN:
             ctx.make_room(keys, pinned)
         if pinned < 0:
-            raise self._not_ready(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
+            raise self.not_ready_error(f"{call} of a block that is not ready: key {keys[~pinned].hex()}")
         return LoadPlan(ctx, keys, plan, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> None:
@@ -744,7 +745,7 @@ class OffloadingManager:
         if not self._close(plan, LoadPlan, call):
             return
         if len(rows):
-            self._note_damage(rows)
+            self._state.log.put(Call.DAMAGED, 0, rows)
         is_load = call == "complete_load"
         if is_load and self._state.has_tenants:
             tenant = self._state.member or plan.request.tenant
@@ -769,13 +770,6 @@ class OffloadingManager:
             raise MisuseError(f"{call} of a plan that {reason}: request {plan.request_id!r}, key {key}")
         plan.completed = True
         return plan.epoch >= self._void_before
-
-    def _note_damage(self, rows: npt.NDArray[np.int32]) -> None:
-        """Do nothing. A subclass records the damaged rows of a plan, before the plan is unpinned."""
-
-    def _release(self, plan: StorePlan) -> None:
-        """Free the slots of a store whose blocks a `reset` has forgotten."""
-        self.slots.release(plan.slots)
 
     def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
         """Record the uses of these blocks by a request."""
@@ -802,11 +796,7 @@ class OffloadingManager:
         slots = slots[:num_removed]
         if num_removed:
             if self._events is not None:
-                self._emit(self.index.keys_at(slots), removed=True)
+                self._events.add(self.index.keys_at(slots), removed=True)
             self.store_mode.removed(slots)
             self.slots.condemn(slots)
         return num_removed
-
-    def _emit(self, keys: Keys, *, removed: bool) -> None:
-        assert self._events is not None
-        self._events.append(OffloadingEvent(keys, self.block_size, self.medium, removed))

@@ -124,7 +124,7 @@ class OnCompute:
             self.observe(ctx)
         num_admitted = num_missing = new.num_missing
         if num_missing and self.admission is not None and not admitted:
-            num_admitted = self._admit(self.admission, new.keys[:num_missing], new.rows[:num_missing])
+            num_admitted = self.admit(self.admission, new.keys[:num_missing], new.rows[:num_missing])
         new.count = min(num_admitted, new.count)
         self.num_not_admitted = num_missing - num_admitted
         new.num_dropped, new.num_refused = num_admitted - new.count, self.num_not_admitted
@@ -140,7 +140,7 @@ class OnCompute:
             self.keep(kept, ctx)
         return stored
 
-    def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
+    def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
         """Move the rows of the blocks that the rule admits to the front; return their number."""
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 

@@ -35,7 +35,7 @@ class OnDeviceEviction(OnCompute):
         """Remove new duplicates from the order of a policy in Python."""
         self.policy.remove(slots)
 
-    def _admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
+    def admit(self, rule: Admission, fresh: U64Matrix, rows: SlotArray) -> int:
         allowed = rule.admit(Keys(fresh, self.policy.index.key_bytes))
         order = np.argsort(~allowed, kind="stable")
         fresh[:], rows[:] = fresh[order], rows[order]

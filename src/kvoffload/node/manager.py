@@ -24,7 +24,6 @@ from kvoffload.core.plans import (
     ManagerStats,
     OffloadingEvent,
     PrefixLookup,
-    StorePlan,
 )
 from kvoffload.core.policy import CompiledPolicy, EvictionPolicy
 from kvoffload.core.request import RequestContext
@@ -34,6 +33,7 @@ from kvoffload.core.tenants import Quota, Tenants
 from kvoffload.errors import ConfigError, GoneError, MisuseError, UnavailableError
 from kvoffload.node import mutex
 from kvoffload.node.directory import STATE, PoolDirectory, locked
+from kvoffload.node.event_ring import EventRing
 from kvoffload.node.keeper import MAX_MEMBERS
 from kvoffload.node.mutex import ACQUIRED, BUSY, NEWS, OWNER_DIED
 from kvoffload.node.shares import owner_of, shares_of, take_share, update_owners
@@ -146,6 +146,7 @@ class NodeManager(OffloadingManager):
                 raise
         self._mutex, self._numbers = self._file.mutex, self._file.numbers
         self._door, self._news, self._generation = self._mutex.door, -1, self._numbers.generation
+        self._event_ring = EventRing(self._file, self._contents, self.key_bytes, self.block_size, self.medium)
         try:
             self._join(enable_events, share_blocks)
         except BaseException as error:
@@ -155,7 +156,7 @@ class NodeManager(OffloadingManager):
                 raise UnavailableError("ram", "shared", str(error)) from None
             raise
 
-    _not_ready = GoneError
+    not_ready_error = GoneError
 
     def _join(self, enable_events: bool, share_blocks: int) -> None:
         with self._locked(RESET_PATIENCE_S):
@@ -166,8 +167,8 @@ class NodeManager(OffloadingManager):
             self.store_mode.bind()
             self._labels = Labels(self._file.labels)
             self._listens = self._file.listening[self._directory.number] = enable_events
-            is_empty = not len(self.slots.ready())
-            self._event_at = self._numbers.num_events if is_empty else _UNKNOWN
+            if not len(self.slots.ready()):
+                self._event_ring.ignore_earlier()
             self._next_check = 0.0
             self._announce()
 
@@ -315,7 +316,7 @@ class NodeManager(OffloadingManager):
             self._epoch = self._numbers.epoch
             self._state.has_tenants = self._numbers.has_shares
             self.num_members = max(1, self._directory.num_members)
-            self._events = [] if self._file.listening.any() else None
+            self._events = self._event_ring if self._file.listening.any() else None
             if self._generation != self._numbers.generation:
                 self._generation = self._numbers.generation
                 self.queue.renew()
@@ -404,7 +405,7 @@ class NodeManager(OffloadingManager):
         self._state.has_tenants = self._numbers.has_shares
         self._empty()
         self._update_owners()
-        self._numbers.num_events += len(self._file.events) + 1
+        self._event_ring.skip()
         self._forget_expected()
         self._balance_counters()
         self._numbers.news += 1
@@ -446,10 +447,6 @@ class NodeManager(OffloadingManager):
             except TimeoutError:
                 pass
         return super().begin_request(request_id, keys)
-
-    def _release(self, plan: StorePlan) -> None:
-        super()._release(plan)
-        self._holds[plan.slots] = 0
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, order, ghost and count, for all engines. Cost: O(capacity).
@@ -513,7 +510,7 @@ class NodeManager(OffloadingManager):
         If this engine has missed events, or has joined a pool with blocks, the list begins with a reset,
         followed by the current contents. Returns an empty list if the lock is not free in time.
         """
-        return self._read_events() if self._listens else []
+        return self._event_ring.take() if self._listens else []
 
     def close(self) -> None:
         """Leave the pool. Call it when no transfer is in flight: slots in flight stay reserved until all
@@ -531,6 +528,9 @@ class NodeManager(OffloadingManager):
             logger.warning("kvoffload: an engine leaves the pool without a report: %s", error)
         self._file.close()
 
+    def _contents(self) -> Keys:
+        return self.index.keys_at(self.slots.ready())
+
     def _leave(self) -> None:
         self._file.listening[self._directory.number] = False
         self.queue = self.new_queue(self._expected_share)
@@ -541,37 +541,6 @@ class NodeManager(OffloadingManager):
             self._file.counters[self._directory.number] = 0
             self._directory.bury(self._directory.number)
             self._update_owners()
-
-    def _emit(self, keys: Keys, *, removed: bool) -> None:
-        ring, numbers = self._file.events, self._numbers
-        start, count = numbers.num_events, len(keys)
-        kept = keys.words[-len(ring) :]
-        rows = (start + count - len(kept) + np.arange(len(kept))) % len(ring)
-        ring[rows, 0], ring[rows, 1:] = removed, kept
-        numbers.num_events = start + count
-
-    def _read_events(self) -> list[OffloadingEvent]:
-        ring, stop = self._file.events, self._numbers.num_events
-        start, self._event_at = self._event_at, stop
-        if start == _UNKNOWN or stop - start > len(ring):
-            nothing = Keys.pack([], self.key_bytes)
-            content = self.index.keys_at(self.slots.ready())
-            return [
-                OffloadingEvent(nothing, self.block_size, self.medium, removed=True, is_reset=True),
-                OffloadingEvent(content, self.block_size, self.medium, removed=False),
-            ]
-        rows = ring[np.arange(start, stop) % len(ring)]
-        changes = np.flatnonzero(np.diff(rows[:, 0].astype(np.int64))) + 1
-        return [
-            OffloadingEvent(
-                Keys(np.ascontiguousarray(equal[:, 1:]), self.key_bytes),
-                self.block_size,
-                self.medium,
-                removed=bool(equal[0, 0]),
-            )
-            for equal in np.split(rows, changes)
-            if len(equal)
-        ]
 
 
 def _no_lock_gone(self: NodeManager, keys: Sequence[bytes], *_: Any) -> LoadPlan:

@@ -62,7 +62,8 @@ class TimedTier(SimulatedTier):
         self._read += num_blocks
         return self._begin(self._reads, num_blocks, ok, lambda: None)
 
-    def _write(self, plan: StorePlan) -> int:
+    def begin_write(self, plan: StorePlan) -> int:
+        """Begin the write of accepted blocks. The blocks are readable when the link has moved their bytes."""
         ok = np.ones(len(plan), np.bool_)
         return self._begin(self._writes, len(plan), ok, lambda: self._manager.complete_store(plan))
 

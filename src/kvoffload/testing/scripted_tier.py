@@ -90,7 +90,7 @@ class ScriptedTier(SecondaryTier):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         self.on_call("contains")
         self._check(request)
-        return np.array([self._is_present(key) for key in keys], np.bool_)
+        return np.array([self.is_present(key) for key in keys], np.bool_)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         self.on_call("submit_read")
@@ -119,7 +119,7 @@ class ScriptedTier(SecondaryTier):
         self.jobs.remove(job)
         run = self._read if job.is_read else self._write
         ok = np.array([run(job, key, row) for key, row in zip(job.keys, job.rows.tolist(), strict=True)])
-        self._finish(job, ok.astype(np.bool_))
+        self.finish(job, ok.astype(np.bool_))
 
     def report(self, result: JobResult) -> None:
         """Report a result as if a job had ended, for tests of impossible results."""
@@ -156,7 +156,8 @@ class ScriptedTier(SecondaryTier):
         self.on_call("close")
         self.closed = True
 
-    def _is_present(self, key: bytes) -> bool:
+    def is_present(self, key: bytes) -> bool:
+        """Return the tier's answer for this key in `contains`."""
         return key in self.blocks
 
     def _read(self, job: ScriptedJob, key: bytes, row: int) -> bool:
@@ -175,7 +176,8 @@ class ScriptedTier(SecondaryTier):
             self.blocks[key] = job.pool[row].tobytes()
         return key not in job.fail
 
-    def _finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
+    def finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
+        """Count the blocks of a read or write that has run, and report its result."""
         count = int(ok.sum())
         if job.is_read:
             self._stats.read += count
@@ -239,15 +241,17 @@ class ScriptedSharedTier(ScriptedTier, SharedTier):
         else:
             super().end(job)
 
-    def _is_present(self, key: bytes) -> bool:
+    def is_present(self, key: bytes) -> bool:
+        """Return True if this process knows that the server has the block."""
         return self.presence.get(key, False)
 
-    def _finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
+    def finish(self, job: ScriptedJob, ok: Mask, stale: Mask | None = None) -> None:
+        """Finish as `ScriptedTier.finish`, mark blocks that a read did not find as stale, and learn."""
         if job.is_read:
             stale = np.array(
                 [not sound and key not in job.fail for key, sound in zip(job.keys, ok.tolist(), strict=True)]
             )
-        super()._finish(job, ok, stale)
+        super().finish(job, ok, stale)
         self._learn(job, ok)
 
     def _learn(self, job: ScriptedJob, ok: Mask) -> None:

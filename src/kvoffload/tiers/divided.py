@@ -86,40 +86,40 @@ class DividedTier(SecondaryTier, Generic[Member]):
         self._log = RateLimitedLog("kvoffload.divided")
 
     @abstractmethod
-    def _members(self) -> Mapping[int, Member]:
+    def members(self) -> Mapping[int, Member]:
         """Return every member that may have a job in flight, by number. Numbers are never reused."""
 
     @abstractmethod
-    def _shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
+    def shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
         """Divide a batch of keys; returns (number, member, rows of the batch) for each member with keys."""
 
     # ---- requests
 
     def begin_request(self, request_id: str) -> object:
-        records = {number: tier.begin_request(request_id) for number, tier in self._members().items()}
+        records = {number: tier.begin_request(request_id) for number, tier in self.members().items()}
         return _DividedRequest(request_id, records)
 
     def finish_request(self, request: object, path: Keys) -> None:
-        shares = {number: rows for number, _, rows in self._shares(path)}
+        shares = {number: rows for number, _, rows in self.shares(path)}
         no_rows = np.empty(0, np.int64)
-        for number, tier in self._members().items():
+        for number, tier in self.members().items():
             tier.finish_request(self._record(request, number, tier), path.take(shares.get(number, no_rows)))
 
     # ---- blocks
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         present = np.zeros(len(keys), np.bool_)
-        for number, tier, rows in self._shares(keys):
+        for number, tier, rows in self.shares(keys):
             present[rows] = tier.contains(_take(keys, rows), self._record(request, number, tier))
         return present
 
     def missed(self, keys: Keys) -> None:
-        for _, tier, rows in self._shares(keys):
+        for _, tier, rows in self.shares(keys):
             tier.missed(_take(keys, rows))
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
-        for number, tier, at in self._shares(keys):
+        for number, tier, at in self.shares(keys):
             try:
                 parts.append((number, tier.submit_read(_take(keys, at), pool, checked[at]), at))
             except Exception as error:
@@ -132,7 +132,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
     ) -> tuple[int, Mask]:
         checked, parts, refusals = checked_rows(keys, pool, rows, self.block_bytes), [], _Refusals()
         accepted = np.zeros(len(keys), np.bool_)
-        for number, tier, at in self._shares(keys):
+        for number, tier, at in self.shares(keys):
             record = self._record(request, number, tier)
             try:
                 job, accepted[at] = tier.submit_write(_take(keys, at), pool, checked[at], record)
@@ -150,7 +150,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return self._begin(count, [(number, job, row_of[at]) for number, job, at in parts]), accepted
 
     def finished(self) -> list[JobResult]:
-        for number, tier in self._members().items():
+        for number, tier in self.members().items():
             for result in tier.finished():
                 job, rows = self._parts.pop((number, result.job))
                 job.ok[rows] = result.ok
@@ -165,25 +165,25 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return results
 
     def delete(self, keys: Keys) -> int:
-        return sum(tier.delete(keys.take(rows)) for _, tier, rows in self._shares(keys))
+        return sum(tier.delete(keys.take(rows)) for _, tier, rows in self.shares(keys))
 
     def clear(self) -> None:
-        for tier in self._members().values():
+        for tier in self.members().values():
             tier.clear()
 
     def drain(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         # Every member is drained, even after one hung.
-        drained = [tier.drain(max(0.0, deadline - time.monotonic())) for tier in self._members().values()]
+        drained = [tier.drain(max(0.0, deadline - time.monotonic())) for tier in self.members().values()]
         return all(drained)
 
     @property
     def queue_room(self) -> int:
-        return min(tier.queue_room for tier in self._members().values())
+        return min(tier.queue_room for tier in self.members().values())
 
     def stats(self) -> TierStats:
         """Sum the counters of the members. `write_budget_bytes` is None if a member has no budget."""
-        counts = [vars(tier.stats()) for tier in self._members().values()]
+        counts = [vars(tier.stats()) for tier in self.members().values()]
         total: dict[str, int | None] = {}
         for counter in fields(TierStats):
             values = [count[counter.name] for count in counts]
@@ -193,7 +193,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
-            for tier in self._members().values():
+            for tier in self.members().values():
                 stack.callback(tier.close)
 
     # ---- inside
@@ -230,18 +230,18 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
         unknown = np.zeros(len(keys), np.bool_)
-        for number, tier, rows in self._shares(keys):
+        for number, tier, rows in self.shares(keys):
             unknown[rows] = tier.unknown(_take(keys, rows), self._record(request, number, tier))
         return unknown
 
     def submit_probe(self, keys: Keys) -> int:
-        shares = self._shares(keys)
+        shares = self.shares(keys)
         begun = [(number, tier.submit_probe(_take(keys, rows)), rows) for number, tier, rows in shares]
         parts = [(number, job, rows) for number, job, rows in begun if job != NO_JOB]
         return self._begin(len(keys), parts) if parts else NO_JOB
 
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
-        return [change for tier in self._members().values() for change in tier.take_changes()]
+        return [change for tier in self.members().values() for change in tier.take_changes()]
 
 
 def _take(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:

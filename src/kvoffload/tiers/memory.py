@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,21 @@ from kvoffload.transfer.engine import DeviceArray
 
 _SLOT_ALIGNMENT = 64
 CHUNK_BYTES = 4 * 1024 * 1024
+
+
+@dataclass
+class SlotMemory:
+    """Memory of a `MemoryTier`.
+
+    Attributes:
+        mapping: the memory; `MemoryTier.close` unmaps it.
+        slots_at: position of slot 0 in the memory, in bytes.
+        checksums: ``(num_slots,)`` uint64, or None without verification.
+    """
+
+    mapping: mmap.mmap
+    slots_at: int
+    checksums: Checksums | None
 
 
 class MemoryTier:
@@ -48,6 +64,7 @@ class MemoryTier:
         num_slots: at least 1.
         block_bytes: at least 1. Slots start at multiples of 64 bytes.
         verify: keep and check checksums.
+        memory: existing memory of this geometry; None to allocate anonymous memory.
 
     Attributes:
         slot_stride: bytes from one slot to the next.
@@ -64,24 +81,24 @@ class MemoryTier:
         MisuseError: the tier is closed.
     """
 
-    def __init__(self, num_slots: int, block_bytes: int, *, verify: bool = True) -> None:
+    def __init__(
+        self, num_slots: int, block_bytes: int, *, verify: bool = True, memory: SlotMemory | None = None
+    ) -> None:
         if num_slots < 1:
             raise ConfigError("num_slots", num_slots, "allowed: 1 or more")
         if block_bytes < 1:
             raise ConfigError("block_bytes", block_bytes, "allowed: 1 or more")
         self.num_slots, self.block_bytes = num_slots, block_bytes
-        self.slot_stride = -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        self._memory: mmap.mmap | None
-        self.checksums: Checksums | None
-        self._memory, slots_at, self.checksums = self._map(verify)
-        slots = np.frombuffer(self._memory, np.uint8, num_slots * self.slot_stride, slots_at)
+        self.slot_stride = slot_stride(block_bytes)
+        if memory is None:
+            mapping = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)
+            checksums = np.full(num_slots, NO_CHECKSUM, np.uint64) if verify else None
+            memory = SlotMemory(mapping, 0, checksums)
+        self._memory: mmap.mmap | None = memory.mapping
+        self.checksums = memory.checksums
+        slots = np.frombuffer(memory.mapping, np.uint8, num_slots * self.slot_stride, memory.slots_at)
         self._slots = slots.reshape(num_slots, self.slot_stride)
         compile_all()
-
-    def _map(self, verify: bool) -> tuple[mmap.mmap, int, Checksums | None]:
-        """Allocate the memory. Returns the memory, the position of slot 0 in it, and the checksums."""
-        memory = _allocate(self.num_slots, self.block_bytes, self.num_slots * self.slot_stride)
-        return memory, 0, np.full(self.num_slots, NO_CHECKSUM, np.uint64) if verify else None
 
     @property
     def pool(self) -> Blocks:
@@ -133,16 +150,16 @@ class MemoryTier:
 
     def seal(self, keys: Keys, slots: Rows) -> None:
         """Compute the checksums of the slots for these keys, at the end of a write."""
-        slots = self._checked(keys, slots)
-        if self.checksums is not None:
-            self.checksums[slots] = self._compute(keys, slots)
+        checksums, slots = self.checksums, self._checked(keys, slots)
+        if checksums is not None:
+            checksums[slots] = self._compute(keys, slots)
 
     def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
         """Return a mask of slots whose bytes match their keys, ``(n,)`` bool. Copies nothing."""
-        slots = self._checked(keys, slots)
-        if self.checksums is None:
+        checksums, slots = self.checksums, self._checked(keys, slots)
+        if checksums is None:
             return np.ones(len(slots), np.bool_)
-        sound: Mask = self.checksums[slots] == self._compute(keys, slots)
+        sound: Mask = checksums[slots] == self._compute(keys, slots)
         return sound
 
     def erase(self, slots: Rows) -> None:
@@ -158,6 +175,8 @@ class MemoryTier:
             return
         memory, self._memory = self._memory, None
         del self._slots
+        if self.checksums is not None:
+            self.checksums = self.checksums[:0].copy()  # was perhaps a view of the memory
         # BufferError: a view is in use; the memory is unmapped with the last view.
         with contextlib.suppress(BufferError):
             memory.close()
@@ -197,6 +216,11 @@ class MemoryTier:
     def _chunks(self, slots: Rows) -> Iterator[slice]:
         step = max(1, CHUNK_BYTES // self.block_bytes)
         return (slice(start, start + step) for start in range(0, len(slots), step))
+
+
+def slot_stride(block_bytes: int) -> int:
+    """Return the bytes from one slot to the next."""
+    return -(-block_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 
 def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:

@@ -104,7 +104,7 @@ class SimulatedTier(SecondaryTier):
         if plan is None or len(plan.keys) == 0:
             return NO_JOB, accepted
         accepted[at[plan.rows]] = True
-        return self._write(plan), accepted
+        return self.begin_write(plan), accepted
 
     @property
     def queue_room(self) -> int:
@@ -141,7 +141,8 @@ class SimulatedTier(SecondaryTier):
     def close(self) -> None:
         pass
 
-    def _write(self, plan: StorePlan) -> int:
+    def begin_write(self, plan: StorePlan) -> int:
+        """Begin the write of accepted blocks; returns the job's number. Here the job ends at once."""
         self._manager.complete_store(plan)
         return self._end(np.ones(len(plan), np.bool_))
 

@@ -56,10 +56,10 @@ class StripedTier(DividedTier[SecondaryTier]):
         self.identity, self.block_bytes = identities[0], sizes[0]
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
 
-    def _members(self) -> Mapping[int, SecondaryTier]:
+    def members(self) -> Mapping[int, SecondaryTier]:
         return self._numbered
 
-    def _shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
+    def shares(self, keys: Keys) -> list[tuple[int, SecondaryTier, npt.NDArray[np.int64]]]:
         homes = self.homes(keys)
         numbers = np.unique(homes).tolist()
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]

@@ -467,8 +467,8 @@ def test_thread_is_woken_once_for_the_replies_of_a_window(monkeypatch: pytest.Mo
     """A wake-up for each reply cost as much as sending the blocks."""
     monkeypatch.setattr(resp, "SHORT_WAIT_S", 60.0)
     with server_that_sends(b"+OK\r\n" * 200, step=5, then_hangs=True) as connection:
-        calls, receive = [], connection._receive
-        monkeypatch.setattr(connection, "_receive", lambda *args: (calls.append(args), receive(*args))[1])
+        calls, receive = [], connection.receive
+        monkeypatch.setattr(connection, "receive", lambda *args: (calls.append(args), receive(*args))[1])
         assert connection.lines(200, patience(), 5) == [b"+OK"] * 200
         assert len(calls) == 1
 

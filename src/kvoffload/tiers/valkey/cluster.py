@@ -216,10 +216,10 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
 
     # ---- the map
 
-    def _members(self) -> Mapping[int, SharedTier]:
+    def members(self) -> Mapping[int, SharedTier]:
         return self.nodes
 
-    def _shares(self, keys: Keys) -> list[tuple[int, SharedTier, npt.NDArray[np.int64]]]:
+    def shares(self, keys: Keys) -> list[tuple[int, SharedTier, npt.NDArray[np.int64]]]:
         homes = self.homes[division_of(keys)]
         numbers = {*homes.tolist()} - {_NO_NODE}
         if len(keys) == 1:  # engines ask key by key

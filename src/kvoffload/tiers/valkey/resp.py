@@ -304,7 +304,7 @@ class Connection:
         remaining = _without_first(buffers, count)
         while count < total and layout.is_sound(framing, count):
             try:
-                received = self._receive(remaining, deadline, socket.MSG_WAITALL)
+                received = self.receive(remaining, deadline, socket.MSG_WAITALL)
             except OSError:
                 if count < layout.num_bytes:
                     raise
@@ -379,7 +379,7 @@ class Connection:
         into[:filled] = self._buffer[self._begin : self._begin + filled]
         self._begin += filled
         while filled < len(into):
-            filled += self._receive([into[filled:]], deadline, socket.MSG_WAITALL)
+            filled += self.receive([into[filled:]], deadline, socket.MSG_WAITALL)
 
     def _end_of_value(self, deadline: float) -> None:
         while self._end - self._begin < 2:
@@ -408,9 +408,13 @@ class Connection:
         unused = self._held[self._begin : self._end]
         self._buffer[: len(unused)] = unused
         self._begin, self._end = 0, len(unused)
-        self._end += self._receive([self._buffer[self._end : _LINE_BYTES]], deadline)
+        self._end += self.receive([self._buffer[self._end : _LINE_BYTES]], deadline)
 
-    def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
+    def receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
+        """Receive at least one byte into the first of these buffers that has room; returns their number.
+
+        Over TLS only the first buffer is used. `flags`: as for `socket.recvmsg_into`.
+        """
         while True:
             seconds = _seconds_left(deadline)
             try:

@@ -42,10 +42,10 @@ class ImpatientConnection(Connection):
                 except TimeoutError:
                     self._raise_timeout(deadline)
 
-    def _receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
+    def receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
         until = self._until(deadline)
         try:
-            return super()._receive(into, until, flags)
+            return super().receive(into, until, flags)
         except TimeoutError:
             self._raise_timeout(deadline)
             raise
