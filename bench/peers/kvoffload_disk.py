@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -57,22 +57,27 @@ class KvoffloadDisk(KvoffloadTier):
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
         """By the journal."""
         wanted = {key(number): number for number in numbers}
-        slab = Slab.open(self._path, Files(), RateLimitedLog(__name__), read_only=True)
-        assert isinstance(slab, Slab), slab
-        with contextlib.closing(slab):
-            contents = recover(slab).contents
-        slots, found = contents.slots(), {}
-        for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
-            if name in wanted:
-                offset = self._layout.slot_offset(slot)
-                found[wanted[name]] = Place(File(str(self._path)), offset, offset + self._layout.block_bytes)
-        return found
+        return journal_places(self._path, self._layout, wanted)
 
     def records(self) -> list[Place]:
         return journal_pages(self._path, self._layout)
 
     def make_unreadable(self, places: Sequence[Place]) -> None:
         self._files.ranges += [(place.offset, place.end) for place in places]
+
+
+def journal_places(path: Path, layout: Layout, wanted: Mapping[bytes, int]) -> dict[int, Place]:
+    """Return the places of these blocks by the journal. `wanted`: number of each block, by key."""
+    slab = Slab.open(path, Files(), RateLimitedLog(__name__), read_only=True)
+    assert isinstance(slab, Slab), slab
+    with contextlib.closing(slab):
+        contents = recover(slab).contents
+    slots, places = contents.slots(), {}
+    for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
+        if name in wanted:
+            offset = layout.slot_offset(slot)
+            places[wanted[name]] = Place(File(str(path)), offset, offset + layout.block_bytes)
+    return places
 
 
 def journal_pages(path: Path, layout: Layout) -> list[Place]:

@@ -12,13 +12,9 @@ import kvoffload
 from kvoffload.cache.keys import KEY_BYTES, KeyChain
 from kvoffload.cache.owner import Limit
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
-from kvoffload.tiers.disk.recovery import recover
-from kvoffload.tiers.disk.slab import Slab
-from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from peers.contract import Adapter, File, Place, Pool, page_aligned
-from peers.kvoffload_disk import BadSectors, journal_pages
+from peers.contract import Adapter, Place, Pool, page_aligned
+from peers.kvoffload_disk import BadSectors, journal_pages, journal_places
 
 TOKENS = 16
 PATIENCE_S = 60.0
@@ -83,16 +79,7 @@ class KvoffloadOpen:
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
         """By the journal."""
         wanted = {self.key(number): number for number in numbers}
-        slab = Slab.open(self._path, Files(), RateLimitedLog(__name__), read_only=True)
-        assert isinstance(slab, Slab), slab
-        contents = recover(slab).contents
-        slab.close()
-        slots, places = contents.slots(), {}
-        for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
-            if name in wanted:
-                offset = self._slab.slot_offset(slot)
-                places[wanted[name]] = Place(File(str(self._path)), offset, offset + self._slab.block_bytes)
-        return places
+        return journal_places(self._path, self._slab, wanted)
 
     @property
     def _path(self) -> Path:

@@ -16,13 +16,9 @@ from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2Adapter
 from kvoffload import __version__
 from kvoffload.integrations.lmcache import _digest
 from kvoffload.integrations.objects import KEY_BYTES
-from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
-from kvoffload.tiers.disk.recovery import recover
-from kvoffload.tiers.disk.slab import Slab
-from kvoffload.tiers.rate_limited_log import RateLimitedLog
-from peers.contract import Adapter, File, Place
-from peers.kvoffload_disk import BadSectors, journal_pages
+from peers.contract import Adapter, Place
+from peers.kvoffload_disk import BadSectors, journal_pages, journal_places
 from peers.lmcache_fs import LmcacheFs
 
 
@@ -55,16 +51,7 @@ class KvoffloadInLmcache(LmcacheFs):
     def places(self, numbers: Sequence[int]) -> dict[int, Place]:
         """By the journal."""
         wanted = {_digest(self._key(number), self._format) + b"\0\0": number for number in numbers}
-        slab = Slab.open(self._path, Files(), RateLimitedLog(__name__), read_only=True)
-        assert isinstance(slab, Slab), slab
-        contents = recover(slab).contents
-        slab.close()
-        slots, found = contents.slots(), {}
-        for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
-            if name in wanted:
-                offset = self._layout.slot_offset(slot)
-                found[wanted[name]] = Place(File(str(self._path)), offset, offset + self._layout.block_bytes)
-        return found
+        return journal_places(self._path, self._layout, wanted)
 
     @property
     def _path(self) -> Path:

@@ -21,13 +21,9 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from kvoffload import __version__
-from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
-from kvoffload.tiers.disk.recovery import recover
-from kvoffload.tiers.disk.slab import Slab
-from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from peers.contract import Adapter, File, Place, Pool, files_to_unreadable, key
-from peers.kvoffload_disk import BadSectors, journal_pages
+from peers.kvoffload_disk import BadSectors, journal_pages, journal_places
 
 logging.disable(logging.ERROR)
 runtime_context.get_parallel().override_permanently(
@@ -168,18 +164,7 @@ class KvoffloadInSglang(SglangStorage):
         """The first block of each page, by the journal."""
         names = self._storage._keys("kv", [key(number).hex() for number in numbers])
         wanted = dict(zip((name + b"\0\0" for name in names), numbers, strict=True))
-        slab = Slab.open(self._path, Files(), RateLimitedLog(__name__), read_only=True)
-        assert isinstance(slab, Slab), slab
-        contents = recover(slab).contents
-        slab.close()
-        slots, found = contents.slots(), {}
-        for name, slot in zip(contents.keys(slots), slots.tolist(), strict=True):
-            if name in wanted:
-                offset = self._slab.layout.slot_offset(slot)
-                found[wanted[name]] = Place(
-                    File(str(self._path)), offset, offset + self._slab.layout.block_bytes
-                )
-        return found
+        return journal_places(self._path, self._slab.layout, wanted)
 
     @property
     def _path(self) -> Path:

@@ -25,7 +25,7 @@ from kvoffload.cache.owner import Limit
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.scripted_tier import ScriptedTier
 from support.timeouts import HANGS_S
-from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of
+from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of, serve_requests
 
 LAYOUT = layout_of()
 TOKENS, IDS = [*range(17)], [*range(5)]
@@ -421,23 +421,8 @@ def test_threads_share_a_cache(tmp_path: Path, disk: bool) -> None:
     """Eight threads with tensors of their own; every loaded byte is checked. RAM is small."""
     tiers = [f"disk:{tmp_path}:16MiB"] if disk else []
     with kvoffload.open(model="toy", layout=LAYOUT, ram=60 * LAYOUT.block_bytes, tiers=tiers) as cache:
-
-        def work(seed: int) -> int:
-            chance, engine, hits = random.Random(seed), TokenEngine(LAYOUT), 0
-            for _ in range(15):
-                family, length = chance.randrange(6), chance.randrange(1, 60)
-                tokens, ids = [family * 100 + n for n in range(length)], chance.sample(range(24), 16)
-                engine.clear()
-                with cache.request(tokens) as request:
-                    hit = request.load_into(engine.kv, ids)
-                    engine.check(tokens, {"block_ids": ids}, hit)
-                    engine.compute(tokens, {"block_ids": ids}, first=hit)
-                    request.store_from(engine.kv, ids)
-                hits += hit
-            return hits
-
         with ThreadPoolExecutor(8) as threads:
-            assert sum(threads.map(work, range(8))) > 0
+            assert sum(threads.map(lambda seed: serve_requests(cache, LAYOUT, seed, 15), range(8))) > 0
         manager = cache.manager
         assert cache.stats().ram.writing == 0
         until(lambda: not manager.has_jobs)

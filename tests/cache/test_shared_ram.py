@@ -30,7 +30,7 @@ from kvoffload.structures.jit import compile_all
 from kvoffload.testing.audit import audit
 from support.node_process import KILLS
 from support.timeouts import HANGS_S
-from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of
+from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of, serve_requests
 
 LAYOUT = layout_of()
 TOKENS, IDS = [*range(17)], [*range(5)]
@@ -265,20 +265,6 @@ def test_a_block_from_the_disk_of_one_process_serves_all(tmp_path: Path) -> None
 def test_threads_and_tasks_share_a_pool(tmp_path: Path, disk: bool) -> None:
     """Two members, four threads and four tasks; every loaded byte is checked. RAM is small."""
 
-    def work(cache: KVCache, seed: int) -> int:
-        chance, engine, hits = random.Random(seed), TokenEngine(LAYOUT), 0
-        for _ in range(12):
-            family, length = chance.randrange(6), chance.randrange(1, 60)
-            tokens, ids = [family * 100 + n for n in range(length)], chance.sample(range(24), 16)
-            engine.clear()
-            with cache.request(tokens) as request:
-                hit = request.load_into(engine.kv, ids)
-                engine.check(tokens, {"block_ids": ids}, hit)
-                engine.compute(tokens, {"block_ids": ids}, first=hit)
-                request.store_from(engine.kv, ids)
-            hits += hit
-        return hits
-
     async def task(cache: KVCache, seed: int) -> int:
         chance, engine, hits = random.Random(seed), TokenEngine(LAYOUT), 0
         for _ in range(8):
@@ -299,7 +285,7 @@ def test_threads_and_tasks_share_a_pool(tmp_path: Path, disk: bool) -> None:
     with opened(tiers=tiers[0]) as cache, opened(tiers=tiers[1]) as other:
         caches = [cache, other]
         with ThreadPoolExecutor(5) as threads:
-            jobs = [threads.submit(work, caches[seed % 2], seed) for seed in range(4)]
+            jobs = [threads.submit(serve_requests, caches[seed % 2], LAYOUT, seed, 12) for seed in range(4)]
             assert threads.submit(asyncio.run, tasks(caches)).result() > 0
             assert sum(job.result() for job in jobs) > 0
         cache.flush(HANGS_S)  # ends the writes, which pin blocks

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import random
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload import KVLayout
+from kvoffload import KVCache, KVLayout
 
 PAGED, HEADS_FIRST, STACKED, STACKED_IN_BLOCK, MLA, CONTIGUOUS, WHOLE = (
     "block token head dim",
@@ -119,3 +120,19 @@ class TokenEngine:
                     chosen = index | {"layer": layer, "kv": kv}
                     found.append(array[tuple(chosen[axis] for axis in self.layout.names)])
         return found
+
+
+def serve_requests(cache: KVCache, layout: KVLayout, seed: int, count: int) -> int:
+    """Load, check, compute and store random requests of six families in one thread; returns the hits."""
+    chance, engine, hits = random.Random(seed), TokenEngine(layout), 0
+    for _ in range(count):
+        family, length = chance.randrange(6), chance.randrange(1, 60)
+        tokens, ids = [family * 100 + n for n in range(length)], chance.sample(range(24), 16)
+        engine.clear()
+        with cache.request(tokens) as request:
+            hit = request.load_into(engine.kv, ids)
+            engine.check(tokens, {"block_ids": ids}, hit)
+            engine.compute(tokens, {"block_ids": ids}, first=hit)
+            request.store_from(engine.kv, ids)
+        hits += hit
+    return hits
