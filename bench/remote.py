@@ -161,7 +161,7 @@ class Ours:
         self.keys = Keys.pack([number.to_bytes(36, "big") for number in range(count)], 36)
         self.rows = np.arange(count)
         if isinstance(self.tier, GroupedTier):
-            self.tier.follow(self.tier.begin_request("bench"), self.keys)
+            self.tier.extend_path(self.tier.begin_request("bench"), self.keys)
 
     def wait(self, job: int) -> Any:
         while not (found := self.tier.finished()):

@@ -670,7 +670,7 @@ class Machine:
         )
         self.tier = options.open(TierOwner(BLOCK_BYTES, 36, "model", on_unavailable=lambda _: None))
         self.request = self.tier.begin_request("r")
-        self.tier.follow(self.request, some_keys(*range(1, NUM_BLOCKS + 1)))
+        self.tier.extend_path(self.request, some_keys(*range(1, NUM_BLOCKS + 1)))
         self.pool = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
         self.generation = 0
         self.is_warm = False

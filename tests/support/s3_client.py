@@ -46,7 +46,7 @@ class Client(SharingClient):
         tier: Any = described.open(owner)
         tier.dialect.most_at_once = most_at_once  # rclone may answer 500 to one of several PUTs at once
         super().__init__(tier, BLOCK_BYTES, tier.begin_request("r"))
-        tier.follow(self.record, some_keys(*PATH))
+        tier.extend_path(self.record, some_keys(*PATH))
 
     def check(self, result: JobResult, *numbers: int) -> list[int]:
         for row, number in enumerate(numbers):

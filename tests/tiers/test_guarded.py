@@ -18,7 +18,8 @@ from support.tiering_rig import BLOCK_BYTES, RETRY, Clock, Rig
 
 METHODS = [
     "begin_request", "finish_request", "contains", "unknown", "submit_probe", "submit_read", "submit_write",
-    "finished", "delete", "clear", "drain", "stats", "close", "queue_room", "take_changes", "follow", "cut",
+    "finished", "delete", "clear", "drain", "stats", "close", "queue_room", "take_changes",
+    "extend_path", "cut",
 ]  # fmt: skip
 
 
@@ -39,8 +40,8 @@ class ScriptedGroups(ScriptedTier, GroupedTier):
 
     group_blocks = 1
 
-    def follow(self, request: object, path: Any) -> None:
-        self.on_call("follow")
+    def extend_path(self, request: object, path: Any) -> None:
+        self.on_call("extend_path")
 
     def cut(self, keys: Any, room: int) -> int:
         self.on_call("cut")
@@ -95,7 +96,7 @@ def test_no_exception_of_a_tier_escapes(method: str, shared: bool) -> None:
     rig.manager.poll()
     stats = rig.manager.stats()
     assert stats.writing == stats.condemned == 0
-    if method not in ("close", "delete", "cut", "follow"):
+    if method not in ("close", "delete", "cut", "extend_path"):
         assert hook.num_raised > 0 or (not shared and method in ("unknown", "submit_probe", "take_changes"))
     assert rig.manager.tier_stats()[0].errors == hook.num_raised
     rig.ask("q", rig.begin())  # a reset that failed is repeated first

@@ -237,9 +237,9 @@ class Jobs:
 
     async def close(self, limit: Limit) -> None:
         """End the running jobs, flush, and close the tiers and the pool."""
-        others = asyncio.all_tasks() - {asyncio.current_task(), self._polling}
-        if others:
-            await asyncio.wait(others)
+        jobs = asyncio.all_tasks() - {asyncio.current_task(), self._polling}
+        if jobs:
+            await asyncio.wait(jobs)
         try:
             await self.flush(limit)
             self._update()

@@ -185,7 +185,7 @@ class ObjectStore:
         packed, whole = Keys.pack(new, KEY_BYTES), Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
-                tier.follow(record, whole)
+                tier.extend_path(record, whole)
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:

@@ -37,11 +37,11 @@ def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int]
     Raises: `ConfigError` if the shares of the running engines exceed the capacity; then nothing has changed.
     """
     taken = sum(int(tenants.min[owner_of(other)]) for other in running if other != number)
-    left = max(0, capacity - taken) if number < MAX_OWNERS else 0
-    if not isinstance(share, SupportsIndex) or not 0 <= share <= left:
+    available = max(0, capacity - taken) if number < MAX_OWNERS else 0
+    if not isinstance(share, SupportsIndex) or not 0 <= share <= available:
         why = (
             f"the pool has {capacity:,} blocks, and the shares of its other engines are {taken:,}; "
-            f"allowed: 0 to {left:,} blocks"
+            f"allowed: 0 to {available:,} blocks"
         )
         raise ConfigError("share", f"{share:,} blocks" if isinstance(share, int) else share, why)
     owner = owner_of(number)

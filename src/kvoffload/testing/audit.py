@@ -177,16 +177,16 @@ def _audit_misses(record: MissRecord) -> None:
         assert events <= set(range(EVICTED, NEVER_SEEN)), f"the record of misses has the events {events}"
 
 
-def _audit_index(what: str, index: Index, positions: set[int]) -> None:
+def _audit_index(label: str, index: Index, positions: set[int]) -> None:
     entries = index.table[index.table != 0]
     listed = [int(entry & np.uint64(0xFFFFFFFF)) - 1 for entry in entries]
     twice = [position for position, n in Counter(listed).items() if n > 1]
-    assert not twice, f"{what} has positions twice: {twice}"
-    assert set(listed) == positions, f"{what} and its owner disagree about {set(listed) ^ positions}"
+    assert not twice, f"{label} has positions twice: {twice}"
+    assert set(listed) == positions, f"{label} and its owner disagree about {set(listed) ^ positions}"
     for position in listed:
         key = index.key_at(position)
         actual = index.position_of(key)
-        assert actual == position, f"{what} finds {key.hex()} at {actual}, not at {position}"
+        assert actual == position, f"{label} finds {key.hex()} at {actual}, not at {position}"
 
 
 @kernel
@@ -217,25 +217,25 @@ def _first_fault(links: I32Matrix, num_positions: int) -> int:
     return -1 if num_listed == 0 else links.shape[0]
 
 
-def audit_lists(what: str, lists: Lists) -> None:
+def audit_lists(label: str, lists: Lists) -> None:
     """Check that links and sizes agree."""
     row = _first_fault(lists.links, lists.num_positions)
     if row >= 0:
         end = len(lists.links)
         where = "a row records a list, but is in none" if row == end else f"wrong links or sizes at row {row}"
         raise AssertionError(
-            f"{what}: {where} of {lists.num_positions} positions and {lists.num_lists} lists"
+            f"{label}: {where} of {lists.num_positions} positions and {lists.num_lists} lists"
         )
 
 
-def audit_key_lists(what: str, key_lists: KeyLists) -> None:
+def audit_key_lists(label: str, key_lists: KeyLists) -> None:
     lists = key_lists.lists
-    audit_lists(what, lists)
+    audit_lists(label, lists)
     *others, spare = range(lists.num_lists)
     used = (number for number in others if lists.size(number))
     positions = [position for number in used for position in lists.members(number)]
-    assert len(positions) + lists.size(spare) == lists.num_positions, f"{what} has lost positions"
-    _audit_index(f"the index of {what}", key_lists.index, set(positions))
+    assert len(positions) + lists.size(spare) == lists.num_positions, f"{label} has lost positions"
+    _audit_index(f"the index of {label}", key_lists.index, set(positions))
 
 
 def _audit_policy(policy: EvictionPolicy, resident: set[int], manager: OffloadingManager) -> None:
@@ -263,30 +263,30 @@ def _audit_parts(thing: Any, owner: str) -> None:
     """Check the lists, key lists and path runs among the attributes of `thing`, and in nested structs."""
     parts = thing.contents() if isinstance(thing, Struct) else vars(thing)
     for name, value in parts.items():
-        what = f"{name} of {owner}"
+        label = f"{name} of {owner}"
         if isinstance(value, Lists):
-            audit_lists(what, value)
+            audit_lists(label, value)
         elif isinstance(value, KeyLists):
-            audit_key_lists(what, value)
+            audit_key_lists(label, value)
         elif isinstance(value, PathRuns):
-            _audit_runs(what, value)
+            _audit_runs(label, value)
         elif isinstance(value, Struct) and name != "index":
-            _audit_parts(value, what)
+            _audit_parts(value, label)
 
 
-def _audit_runs(what: str, runs: PathRuns) -> None:
-    audit_lists(what, runs.order)
+def _audit_runs(label: str, runs: PathRuns) -> None:
+    audit_lists(label, runs.order)
     members = runs.members()
     numbers = [int(runs.runs[run[0], RUN_OF]) for run in members]
-    assert len(set(numbers)) == len(numbers), f"{what}: one run in two places: {members}"
+    assert len(set(numbers)) == len(numbers), f"{label}: one run in two places: {members}"
     for number, run in zip(numbers, members, strict=True):
         length, tail = int(runs.runs[number, LENGTH]), int(runs.runs[number, TAIL])
-        assert (length, tail) == (len(run), run[-1]), f"{what}: run {run} has length {length}, tail {tail}"
+        assert (length, tail) == (len(run), run[-1]), f"{label}: run {run} has length {length}, tail {tail}"
     height = int(runs.runs[-1, SPARE])
     unused = set(runs.runs[:height, SPARE].tolist())
-    assert len(unused) == height, f"{what}: a run is listed as unused twice"
-    assert unused.isdisjoint(numbers), f"{what}: a run in use is listed as unused"
-    assert height + len(numbers) == len(runs.runs) - 1, f"{what}: runs were lost"
+    assert len(unused) == height, f"{label}: a run is listed as unused twice"
+    assert unused.isdisjoint(numbers), f"{label}: a run in use is listed as unused"
+    assert height + len(numbers) == len(runs.runs) - 1, f"{label}: runs were lost"
 
 
 def _audit_arc(policy: Any, manager: OffloadingManager) -> None:

@@ -170,7 +170,7 @@ class TieredManager:
         self.waits[ctx] = wait = TierWait([lane.tier.begin_request(request_id) for lane in self.lanes])
         if self.promotion.trusts_no_tier:
             wait.left_out.update(range(len(self.lanes)))
-        self._stack.follow(ctx, wait)
+        self._stack.extend_paths(ctx, wait)
         return ctx
 
     def finish_request(
@@ -267,7 +267,7 @@ class TieredManager:
         wait = self.waits[ctx]
         if len(wait.left_out) == len(self.lanes):
             return in_ram
-        self._stack.follow(ctx, wait)
+        self._stack.extend_paths(ctx, wait)
         missing = self.pack(keys[in_ram.num_ready :])
         self.promotion.begin(missing, ctx, wait)
         if missing[0] in self.promotion.promoting:
@@ -345,7 +345,7 @@ class TieredManager:
         wait = self.waits.get(plan.request)
         if success and plan.completed and plan.epoch == self.ram_manager.epoch:
             if wait is not None:
-                self._stack.follow(plan.request, wait)
+                self._stack.extend_paths(plan.request, wait)
             self._cascade.offer_to_all(plan.keys, wait)
         if wait is not None:
             wait.num_storing -= len(plan.keys)
@@ -494,7 +494,7 @@ class TieredManager:
             return
         del self.waits[ctx]
         wait.left_out.clear()
-        self._stack.follow(ctx, wait)
+        self._stack.extend_paths(ctx, wait)
         path = ctx.keys()
         in_tiers, _ = self._stack.below(path, wait)
         for lane in self.lanes:

@@ -46,11 +46,11 @@ class TierStack:
         """Limit of blocks that may be pinned for writes: `in_flight_share` of RAM's present usable slots."""
         return share_of(self.in_flight_share, self.ram.usable_blocks)
 
-    def follow(self, ctx: RequestContext, wait: TierWait) -> None:
+    def extend_paths(self, ctx: RequestContext, wait: TierWait) -> None:
         """Report the known part of a request's path to the tiers that store blocks in groups."""
         for lane in self.lanes:
             if lane.tier.group_blocks > 1:
-                lane.tier.follow(wait.records[lane.row], ctx.keys())
+                lane.tier.extend_path(wait.records[lane.row], ctx.keys())
 
     def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
         """Return (1) for each tier a mask of its blocks, and (2) one mask of the blocks that any tier has.

@@ -179,7 +179,7 @@ class SharedTier(SecondaryTier):
 
 
 class GroupedTier(SecondaryTier):
-    """A tier that stores consecutive blocks of a path as one group. Callers report paths with `follow`.
+    """A tier that stores consecutive blocks of a path as one group. Callers report paths with `extend_path`.
 
     Attributes:
         group_blocks: blocks in a group, counted from the beginning of a path; 1 for no groups. Only whole
@@ -189,7 +189,7 @@ class GroupedTier(SecondaryTier):
     group_blocks: int
 
     @abstractmethod
-    def follow(self, request: object, path: Keys) -> None:
+    def extend_path(self, request: object, path: Keys) -> None:
         """Record the known part of a request's path, from the first block.
 
         Call it before lookups and writes of the path's blocks, and again after the path has grown. The tier

@@ -97,9 +97,9 @@ class GuardedTier(SharedTier, GroupedTier):
     def begin_request(self, request_id: str) -> object:
         return self._call_unless_paused("begin_request", None, self.inner.begin_request, request_id)
 
-    def follow(self, request: object, path: Keys) -> None:
+    def extend_path(self, request: object, path: Keys) -> None:
         if request is not None and self._grouped is not None:
-            self._call_unless_paused("follow", None, self._grouped.follow, request, path)
+            self._call_unless_paused("extend_path", None, self._grouped.extend_path, request, path)
 
     def finish_request(self, request: object, path: Keys) -> None:
         if request is not None and not self._is_closed:

@@ -53,8 +53,8 @@ class TierOwner:
             get an equal fingerprint. Raises `ConfigError` if the weights cannot be identified.
         replica: name of this engine among engines with equal fingerprints; each has its own directory.
         counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
-        reports_paths: True if the owner reports paths (`GroupedTier.follow`) and offers all blocks of a path
-            at its end.
+        reports_paths: True if the owner reports paths (`GroupedTier.extend_path`) and offers all blocks of a
+            path at its end.
         on_unavailable: called with the error if a tier, or a directory of a tier, cannot be opened now. With
             None, the error is raised.
     """

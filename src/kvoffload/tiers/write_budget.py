@@ -67,10 +67,12 @@ class WriteBudget:
             if hour > now:
                 # The clock was set back: these writes may be less than a day old.
                 self._bytes_by_hour[now] += num_bytes
-        left = self._max_bytes - self._bytes_by_hour.total()
+        remaining = self._max_bytes - self._bytes_by_hour.total()
         if self._began_s is not None:
-            left = min(left, self._max_bytes * (self._clock() - self._began_s) / DAY_S - self._spent)
-        return max(0, int(left))
+            remaining = min(
+                remaining, self._max_bytes * (self._clock() - self._began_s) / DAY_S - self._spent
+            )
+        return max(0, int(remaining))
 
     @property
     def left_bytes_each(self) -> int:

@@ -183,11 +183,11 @@ def test_object_has_a_whole_group_of_a_path(make: Callable[..., Client], any_ser
     # The same blocks at other positions of a path are in other groups.
     other = make(any_server.port, namespace="groups")
     other.tier.groups.forget()
-    other.tier.follow(other.tier.begin_request("shifted"), some_keys(*PATH[1:]))
+    other.tier.extend_path(other.tier.begin_request("shifted"), some_keys(*PATH[1:]))
     assert other.probe(*PATH[1:]) == []
     longer = make(any_server.port, namespace="groups")
     longer.tier.groups.forget()
-    longer.tier.follow(longer.tier.begin_request("longer"), some_keys(*PATH[:10], 99, 98))
+    longer.tier.extend_path(longer.tier.begin_request("longer"), some_keys(*PATH[:10], 99, 98))
     assert longer.probe(*PATH[:10], 99, 98) == [*PATH[:8]], "paths share the groups of a common prefix"
     assert longer.read(*PATH[:8]) == [*PATH[:8]]
 
@@ -197,21 +197,21 @@ def test_blocks_of_unknown_paths_are_absent(client: Client) -> None:
     assert client.write(101, 102, 103, 104) == []
     path = some_keys(*range(101, 112))
     for length in (3, 5, 11):
-        client.tier.follow(client.record, path[:length])
+        client.tier.extend_path(client.record, path[:length])
     assert client.believes(101, 108, 109) == [False, False, False], "a request has one path"
     request = client.tier.begin_request("other")
     for length in (3, 5, 11):
-        client.tier.follow(request, path[:length])
+        client.tier.extend_path(request, path[:length])
     assert client.believes(101, 108, 109) == [None, None, False]
 
 
 def test_known_paths_are_bounded(client: Client) -> None:
     client.tier.groups.generation_blocks = 40
     for first in range(1000, 2000, 20):
-        client.tier.follow(client.tier.begin_request("r"), some_keys(*range(first, first + 20)))
+        client.tier.extend_path(client.tier.begin_request("r"), some_keys(*range(first, first + 20)))
     assert len(client.tier.groups) <= 80
     assert client.believes(1) == [False], "forgotten"
-    client.tier.follow(client.record, some_keys(*PATH))
+    client.tier.extend_path(client.record, some_keys(*PATH))
     assert client.believes(1, 20) == [None, None]
 
 

@@ -143,20 +143,20 @@ def test_restored_epoch_is_logged(
 
 def test_replaced_or_reset_epoch_has_ended() -> None:
     history = EpochHistory()
-    history.enter([b"a", b"b"], [1, 2], now=10.0)
+    history.record([b"a", b"b"], [1, 2], now=10.0)
     assert not history.has_ended(1, since=20.0)
-    history.enter([b"a", b"b"], [1, 3], now=30.0)
+    history.record([b"a", b"b"], [1, 3], now=30.0)
     assert [history.has_ended(number, since=40.0) for number in (1, 2, 3)] == [False, True, False]
     history.end([b"a", b"c"], now=50.0)
     assert history.has_ended(1, since=60.0)
-    history.enter([b"a"], [4], now=70.0)
+    history.record([b"a"], [4], now=70.0)
     assert not history.has_ended(4, since=80.0)
 
 
 def test_observation_from_before_the_end_is_outdated() -> None:
     history = EpochHistory()
-    history.enter([b"a"], [1], now=10.0)
-    history.enter([b"a"], [2], now=20.0)
+    history.record([b"a"], [1], now=10.0)
+    history.record([b"a"], [2], now=20.0)
     assert history.is_outdated(1, since=15.0)
     assert not history.has_ended(1, since=15.0)
     assert history.has_ended(1, since=20.0)
@@ -166,7 +166,7 @@ def test_observation_from_before_the_end_is_outdated() -> None:
 def test_epoch_history_is_bounded() -> None:
     history = EpochHistory(most_ended=3)
     for number in range(6):
-        history.enter([b"a"], [number], now=float(number))
+        history.record([b"a"], [number], now=float(number))
     assert [history.has_ended(number, since=10.0) for number in range(6)] == [False] * 2 + [True] * 3 + [
         False
     ]

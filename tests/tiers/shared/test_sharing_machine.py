@@ -201,7 +201,7 @@ class BucketMachine(BehindAProxy):
             assert isinstance(tier.dialect, S3)
             tier.dialect.most_at_once = 1  # rclone answers 500 to one of several PUTs at once
             assert tier.group_blocks == 2
-            tier.follow(tier.begin_request("r"), some_keys(*EVERY))
+            tier.extend_path(tier.begin_request("r"), some_keys(*EVERY))
         return tiers
 
     def values(self) -> list[str]:

@@ -153,8 +153,8 @@ def first_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) 
     mask = attention_mask.to(torch.long)
     # Models compute positions from sums of the mask, so another number would give other KV to equal tokens.
     if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
-        raise ConfigError("attention_mask", others[0].item(), "allowed: 0 for padding, 1 for a token")
+        invalid = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+        raise ConfigError("attention_mask", invalid[0].item(), "allowed: 0 for padding, 1 for a token")
     for row, is_falling in enumerate((mask[:, 1:] < mask[:, :-1]).any(1).tolist()):
         if is_falling or not mask[row, -1]:
             raise ConfigError(f"attention_mask[{row}]", mask[row].tolist(), "allowed: padding on the left")

@@ -58,7 +58,8 @@ def s3_tier(
 
     Args:
         ledger: counts the requests of all connections.
-        group_blocks: number of blocks in an object, equal on all machines. With 1, `follow` is not needed.
+        group_blocks: number of blocks in an object, equal on all machines. With 1, calls of `extend_path` are
+            not needed.
         arguments: other arguments of `RemoteTier`.
     """
     producer = producer_of(fingerprint)

@@ -36,7 +36,7 @@ class EpochHistory:
         self._ended: dict[int, float] = {}
         self.has_warned = False
 
-    def enter(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
+    def record(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
         """Record the present number of each key. If the number has changed, the key's former number ends.
 
         A key with number None stays unchanged.

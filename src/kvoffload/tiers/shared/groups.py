@@ -37,7 +37,7 @@ class ObjectPart(NamedTuple):
 
 
 @dataclass(eq=False)
-class FollowedPath:
+class ReportedPath:
     """Progress along a request's path: number of added blocks, and the generation of the first addition."""
 
     num_added: int = 0
@@ -68,16 +68,16 @@ class BlockGroups:
         """Number of blocks in known groups."""
         return len(self._young) + len(self._old)
 
-    def follow(self, followed: FollowedPath, path: Keys) -> None:
-        """Add the whole groups that a request's path has gained since the last call for `followed`."""
+    def add_path(self, reported: ReportedPath, path: Keys) -> None:
+        """Add the whole groups that a request's path has gained since the last call for `reported`."""
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
             return
-        if followed.generation != self._generation:  # add all again, before the old generation is dropped
-            followed.num_added, followed.generation = 0, self._generation
-        if followed.num_added < length:
-            self.add(path[followed.num_added : length])
-            followed.num_added = length
+        if reported.generation != self._generation:  # add all again, before the old generation is dropped
+            reported.num_added, reported.generation = 0, self._generation
+        if reported.num_added < length:
+            self.add(path[reported.num_added : length])
+            reported.num_added = length
 
     def add(self, keys: Keys) -> None:
         """Add the groups of `keys`, whose number is a multiple of `group_blocks`."""

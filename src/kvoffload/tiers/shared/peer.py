@@ -201,7 +201,7 @@ class Peer:
         is_partial = None in handshake.numbers
         if (is_partial and self.reset_wanted) or not self._may_enter(handshake):
             return
-        self.history.enter(self.keyspace.epoch_keys, handshake.numbers, time.monotonic())
+        self.history.record(self.keyspace.epoch_keys, handshake.numbers, time.monotonic())
         epoch = self.keyspace.epoch(handshake.numbers)
         if not (self.is_partial and epoch == self.epoch):
             self._forget(same_epoch=epoch == self.epoch)

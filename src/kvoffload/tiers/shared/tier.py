@@ -41,7 +41,7 @@ from kvoffload.tiers.shared.exchanges import (
     Transfer,
     Write,
 )
-from kvoffload.tiers.shared.groups import BlockGroups, FollowedPath
+from kvoffload.tiers.shared.groups import BlockGroups, ReportedPath
 from kvoffload.tiers.shared.identity import Keyspace, producer_of
 from kvoffload.tiers.shared.jobs import Jobs
 from kvoffload.tiers.shared.peer import Peer
@@ -84,10 +84,10 @@ class RemoteOptions:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """Record of a request: the keys that the admission rule has counted, and the progress of `follow`."""
+    """Record of a request: keys that the admission rule has counted, and the reported part of its path."""
 
     counted: set[bytes] = field(default_factory=set)
-    followed: FollowedPath = field(default_factory=FollowedPath)
+    reported: ReportedPath = field(default_factory=ReportedPath)
 
 
 class ConnectingTier(SharedTier):
@@ -124,7 +124,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
       new epoch, and the server's earlier blocks are never found again.
     - The server evicts blocks. The tier never lists the server's contents and deletes only damaged blocks.
     - With `groups`, consecutive blocks of a path share an object. Only whole groups are written, and only
-      blocks of reported paths (`follow`) can be found.
+      blocks of reported paths (`extend_path`) can be found.
 
     Args:
         name: name in reports and metrics.
@@ -227,10 +227,10 @@ class RemoteTier(ConnectingTier, GroupedTier):
     def begin_request(self, request_id: str) -> object:
         return RemoteRequest()
 
-    def follow(self, request: object, path: Keys) -> None:
+    def extend_path(self, request: object, path: Keys) -> None:
         assert isinstance(request, RemoteRequest)
         if self.groups is not None:
-            self.groups.follow(request.followed, path)
+            self.groups.add_path(request.reported, path)
 
     def cut(self, keys: Keys, room: int) -> int:
         return min(room, len(keys)) if self.groups is None else self.groups.cut(keys, room)

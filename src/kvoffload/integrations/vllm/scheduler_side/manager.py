@@ -214,7 +214,7 @@ class KVOffloadManager(OffloadingManager):
                 **given,
             )
         self.core: AnyManager = self._tiered or make_ram_manager(pool.num_slots, **given)
-        self._misses.follow(self.core)
+        self._misses.attach(self.core)
         if self._live is not None:
             self._live.apply_to(self.core)
         if self.what_if is not None:

@@ -106,7 +106,7 @@ class Misses:
             self._manager_before = total
         return num_lookups, counts
 
-    def follow(self, manager: AnyManager) -> None:
+    def attach(self, manager: AnyManager) -> None:
         """Report the misses of a new manager from now on; earlier misses of that manager do not count."""
         self._manager_before = Counter(by_reason(manager.miss_counts))
 

@@ -93,18 +93,18 @@ class HostCopies:
         for move in self.layout.moves(engine, slots.block_ids):
             for region in self.layout.regions[move.group]:
                 begin = region.start + move.inner * region.stride
-                part = self._part[:, begin : begin + region.num_bytes]
-                copy(self.tensors[region.tensor][:, : region.num_bytes], move.blocks, part, move.slots)
+                in_pool = self._part[:, begin : begin + region.num_bytes]
+                copy(self.tensors[region.tensor][:, : region.num_bytes], move.blocks, in_pool, move.slots)
             num_bytes += self.layout.num_bytes(move)
         return num_bytes, time.perf_counter() - start
 
 
-def _store(tensor: Blocks, blocks: Any, part: Blocks, slots: Any) -> None:
-    copy_blocks(tensor, blocks, part, slots)
+def _store(tensor: Blocks, blocks: Any, in_pool: Blocks, slots: Any) -> None:
+    copy_blocks(tensor, blocks, in_pool, slots)
 
 
-def _load(tensor: Blocks, blocks: Any, part: Blocks, slots: Any) -> None:
-    copy_blocks(part, slots, tensor, blocks)
+def _load(tensor: Blocks, blocks: Any, in_pool: Blocks, slots: Any) -> None:
+    copy_blocks(in_pool, slots, tensor, blocks)
 
 
 def _result(job: int, future: Future[tuple[int, float]]) -> Copied:
