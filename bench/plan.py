@@ -21,6 +21,7 @@ from kvoffload.plan.fleet import Fleet
 from kvoffload.plan.plan import Plan
 from kvoffload.plan.prices import Prices
 from kvoffload.plan.targets import Target
+from kvoffload.sweep.measuring import Work
 from kvoffload.sweep.task import TraceSource
 from kvoffload.traces.formats.mooncake import write_trace
 from kvoffload.traces.sessions import generate
@@ -52,7 +53,7 @@ def main() -> None:
             write_trace(generate(builtin(given.trace, sessions=given.sessions)), Path(trace))
         source = TraceSource(trace, None, False)
         output = Path(home) / "plan.csv"
-        plan = Plan(source, fleet, target, output=output, jobs=1, one_in=given.sample)
+        plan = Plan(source, fleet, target, work=Work(output=output, jobs=1), one_in=given.sample)
         start = time.process_time()
         found = plan.run()
         cpu_s = time.process_time() - start

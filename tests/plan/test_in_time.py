@@ -31,7 +31,7 @@ from kvoffload.simulate.config import Timing
 from kvoffload.simulate.machine import QUANTITIES, Machine
 from kvoffload.simulate.report import Distribution, TimedOutcome
 from kvoffload.simulate.timed import run_in_time
-from kvoffload.sweep.measuring import Progress
+from kvoffload.sweep.measuring import Progress, Work
 from kvoffload.sweep.task import TraceSource
 from kvoffload.text import duration
 from kvoffload.tiers.spec import parse_tiers
@@ -412,7 +412,7 @@ def test_ssds_that_save_as_much_and_are_slow_are_not_bought(
 def test_a_wait_that_was_searched_on_a_sample_is_one_of_all(turns: str, one_in: int) -> None:
     """Fewer sessions have enough in less RAM (whole caches): on all of them that does not reach it."""
     source, of = TraceSource(turns, None, False), fleet(machine=by_hand())
-    answer = Plan(source, of, Target(ttft_p90_s=2.0), PLAIN, jobs=1, one_in=one_in).run()
+    answer = Plan(source, of, Target(ttft_p90_s=2.0), PLAIN, work=Work(jobs=1), one_in=one_in).run()
     everything = timed(turns, target={"ttft_p90_s": 2.0})
     assert (answer.outcome, answer.chosen) == (everything.outcome, everything.chosen)
     assert answer.smaller == everything.smaller
@@ -497,7 +497,9 @@ def test_what_was_timed_is_kept(turns: str, tmp_path: Path, monkeypatch: pytest.
     def run(ttft_p90_s: float) -> PlanAnswer:
         source = TraceSource(turns, None, False)
         of, target = fleet(machine=by_hand()), Target(ttft_p90_s=ttft_p90_s)
-        return Plan(source, of, target, PLAIN, jobs=1, output=tmp_path / "rows.csv").run(told.append)
+        return Plan(source, of, target, PLAIN, work=Work(jobs=1, output=tmp_path / "rows.csv")).run(
+            told.append
+        )
 
     with pytest.raises(KeyboardInterrupt):
         run(2.0)

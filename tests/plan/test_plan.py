@@ -40,6 +40,7 @@ from kvoffload.replay.routing import route
 from kvoffload.sweep import task as tasks
 from kvoffload.sweep import workers
 from kvoffload.sweep.grid import content_digest
+from kvoffload.sweep.measuring import Work
 from kvoffload.sweep.task import Measurement, Task, TraceSource
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.load import at_load, one_session_in
@@ -435,7 +436,7 @@ def test_a_sample_has_whole_sessions(chat: str) -> None:
 def test_a_search_on_a_sample_is_confirmed_on_everything(loop: str, one_in: int) -> None:
     source = TraceSource(loop, None, False)
     of, target = fleet(kv_bytes=6 * MIB), Target(saved=0.4)
-    answer = Plan(source, of, target, PLAIN, jobs=1, one_in=one_in).run()
+    answer = Plan(source, of, target, PLAIN, work=Work(jobs=1), one_in=one_in).run()
     everything = planned(loop, of, saved=0.4)
     assert (answer.outcome, answer.chosen) == (everything.outcome, everything.chosen)
     assert answer.chosen.ram_modules == 20
@@ -499,7 +500,7 @@ def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> N
     few = gather(sessions, of, one_in=5)
     assert few.busy > 1.3 * row.busy, "a sample of its own would be in the way"
     of = fleet(prices(link_per_s=f"{link:.0f}"), kv_bytes=6 * MIB)
-    answer = Plan(sessions, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
+    answer = Plan(sessions, of, Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=5).run()
     assert (answer.outcome, answer.chosen.purchase) == ("BUY", row.purchase)
     assert {one.busy for one in (*answer.rows, *answer.sampled)} == {row.busy}
 
@@ -507,7 +508,7 @@ def test_the_busiest_minute_of_a_sample_is_that_of_the_recording(loop: str) -> N
 def test_the_gpus_of_a_sample_are_as_much_smaller_as_it_is(loop: str) -> None:
     """What they serve alone, as what stands behind them: otherwise nothing looks worth buying."""
     source, of = TraceSource(loop, None, False), fleet(kv_bytes=50 * MIB)
-    answer = Plan(source, of, Target(saved=0.4), PLAIN, jobs=1, one_in=5).run()
+    answer = Plan(source, of, Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=5).run()
     alone, few = answer.sampled[0], one_session_in(load_trace(loop), 5)
     assert alone.purchase == NOTHING
     assert 5 < alone.device_blocks < 20
@@ -630,7 +631,7 @@ def test_what_was_interrupted_goes_on(loop: str, tmp_path: Path, replays: list[T
 
     def run(**target: Any) -> PlanAnswer:
         source = TraceSource(loop, None, False)
-        return Plan(source, fleet(), Target(**target), PLAIN, jobs=1, output=output).run()
+        return Plan(source, fleet(), Target(**target), PLAIN, work=Work(jobs=1, output=output)).run()
 
     with pytest.raises(SweepError, match="pulled the plug"):
         run(saved=0.4)
@@ -651,7 +652,7 @@ def test_a_cluster_finds_the_same_plan(loop: str, tmp_path: Path, scheduler: str
 
     def run(output: str, **where: Any) -> PlanAnswer:
         source, target = TraceSource(loop, None, False), Target(saved=0.4)
-        return Plan(source, of, target, PLAIN, one_in=2, output=tmp_path / output, **where).run()
+        return Plan(source, of, target, PLAIN, one_in=2, work=Work(tmp_path / output, **where)).run()
 
     there, here = run("there.csv", scheduler=scheduler), run("here.csv", jobs=1)
     assert there == here
@@ -667,9 +668,9 @@ def test_a_cluster_finds_the_same_plan(loop: str, tmp_path: Path, scheduler: str
 def test_progress_never_goes_back(loop: str, one_in: int) -> None:
     told: list[tuple[int, int, int, int]] = []
     source = TraceSource(loop, None, False)
-    answer = Plan(source, fleet(kv_bytes=6 * MIB), Target(saved=0.4), PLAIN, jobs=1, one_in=one_in).run(
-        lambda now: told.append((now.rows_done, now.rows, now.refs_done, now.refs))
-    )
+    answer = Plan(
+        source, fleet(kv_bytes=6 * MIB), Target(saved=0.4), PLAIN, work=Work(jobs=1), one_in=one_in
+    ).run(lambda now: told.append((now.rows_done, now.rows, now.refs_done, now.refs)))
     for before, after in itertools.pairwise(told):
         assert before[0] <= after[0]
         assert before[2] <= after[2]
@@ -682,7 +683,7 @@ def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -
     output = tmp_path / "rows.csv"
     output.write_text("precious")
     with pytest.raises(ConfigError, match="or use --force"):
-        Plan(TraceSource(loop, None, False), fleet(), Target(), output=output)
+        Plan(TraceSource(loop, None, False), fleet(), Target(), work=Work(output=output))
 
 
 # ---- prices
@@ -926,7 +927,7 @@ def test_the_sections_of_an_answer_are_its_words(loop: str) -> None:
 def test_a_plan_on_dask_is_equal(chat: str, scheduler: str) -> None:
     of = fleet(prices(Ram(module="100MiB", price=100, slots=4), drives()), kv_bytes=100 * MIB)
     source, target = TraceSource(chat, None, False), Target(of_ceiling=0.8)
-    here = Plan(source, of, target, jobs=1).run()
+    here = Plan(source, of, target, work=Work(jobs=1)).run()
     assert here.chosen.ram_modules
-    there = Plan(source, of, target, scheduler=scheduler).run()
+    there = Plan(source, of, target, work=Work(scheduler=scheduler)).run()
     assert there == here

@@ -24,6 +24,7 @@ from kvoffload.plan.targets import Target
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.routing import ROUTINGS, route
+from kvoffload.sweep.measuring import Work
 from kvoffload.sweep.task import TraceSource
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sessions import generate
@@ -196,7 +197,9 @@ def test_a_pool_has_the_whole_link_of_its_host(chat: str) -> None:
 
 
 def test_a_sample_is_searched_and_compared_on_all_sessions(twice: str) -> None:
-    plan = Plan(TraceSource(twice, None, False), two(), Target(of_ceiling=0.9), PLAIN, jobs=1, one_in=2)
+    plan = Plan(
+        TraceSource(twice, None, False), two(), Target(of_ceiling=0.9), PLAIN, work=Work(jobs=1), one_in=2
+    )
     answer = plan.run()
     assert answer.chosen.shared_ram
     assert any(row.shared_ram for row in answer.sampled)

@@ -21,7 +21,7 @@ from kvoffload.plan.targets import Target
 from kvoffload.replay.instances import SharedReplay
 from kvoffload.replay.replay import ReplayConfig
 from kvoffload.structures.draws import whole_numbers
-from kvoffload.sweep.measuring import Progress
+from kvoffload.sweep.measuring import Progress, Work
 from kvoffload.sweep.task import TraceSource
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.load import at_load
@@ -222,7 +222,7 @@ def test_rows_with_servers_are_replays_of_all_engines(chat: str, options: dict[s
 
 def test_a_sample_is_searched_and_confirmed_with_servers(twice: str) -> None:
     source, told = TraceSource(twice, None, False), list[tuple[int, int]]()
-    plan = Plan(source, two(), Target(of_ceiling=0.9), PLAIN, jobs=1, one_in=2)
+    plan = Plan(source, two(), Target(of_ceiling=0.9), PLAIN, work=Work(jobs=1), one_in=2)
     answer = plan.run(lambda now: told.append((now.rows_done, now.rows)))
     assert answer.chosen.servers == 1
     assert {row.one_in for row in answer.sampled} == {2}
@@ -237,7 +237,7 @@ def test_a_sample_is_searched_and_confirmed_with_servers(twice: str) -> None:
 def test_what_is_kept_answers_again(twice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run() -> PlanAnswer:
         source, output = TraceSource(twice, None, False), tmp_path / "rows.csv"
-        return Plan(source, two(), Target(of_ceiling=1.0), PLAIN, jobs=1, output=output).run()
+        return Plan(source, two(), Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=output)).run()
 
     first = run()
     monkeypatch.setattr("kvoffload.sweep.workers.attempt", None)
@@ -329,7 +329,7 @@ def test_waits_are_of_rows_without_servers_also_where_the_second_engine_has_most
     source, kept = TraceSource(path, None, False), tmp_path / "plan.csv"
     first, other = gather(source, of).traces
     assert first.block_refs < other.block_refs
-    answer = Plan(source, of, Target(saved=0.3), PLAIN, output=kept, jobs=1).run()
+    answer = Plan(source, of, Target(saved=0.3), PLAIN, work=Work(output=kept, jobs=1)).run()
     assert answer.in_time is not None
     assert answer.chosen.ttft_p90_s is not None
     assert {row.ttft_p90_s for row in answer.rows if row.servers} == {None}
@@ -338,14 +338,18 @@ def test_waits_are_of_rows_without_servers_also_where_the_second_engine_has_most
 def test_timed_servers_are_kept_in_the_journal(twice: str, tmp_path: Path) -> None:
     source, of = TraceSource(twice, None, False), two(machine=by_hand())
     kept = tmp_path / "kept.csv"
-    answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=kept).run()
+    answer = Plan(source, of, Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=kept)).run()
     assert answer.chosen.servers
     seen = list[Progress]()
-    again = Plan(source, of, Target(of_ceiling=1.0), PLAIN, jobs=1, output=kept, force=True).run(seen.append)
+    again = Plan(source, of, Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=kept, force=True)).run(
+        seen.append
+    )
     assert again.in_time == answer.in_time
     assert not [now for now in seen if now.of == "timed replays"]
     slower = two(server(link_per_s="1MiB"), machine=by_hand())
-    other = Plan(source, slower, Target(of_ceiling=1.0), PLAIN, jobs=1, output=kept, force=True).run()
+    other = Plan(
+        source, slower, Target(of_ceiling=1.0), PLAIN, work=Work(jobs=1, output=kept, force=True)
+    ).run()
     assert other.in_time is not None
     assert other.in_time.with_offload.ttft_s.mean > answer.in_time.with_offload.ttft_s.mean  # type: ignore[union-attr]
     alone = planned(twice, two(machine=by_hand()), saved=0.0)

@@ -18,6 +18,7 @@ from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport
 from kvoffload.sweep.grid import Grid
+from kvoffload.sweep.measuring import Work
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.tiers import kinds
 from kvoffload.tiers.kinds.disk import DiskOptions
@@ -299,7 +300,7 @@ def test_a_sweep_over_tiers_says_what_replays_say(small_chat: Trace) -> None:
     grid = Grid(
         ("lru", "arc"), capacities=("60",), tiers=("none", "100", "100,policy=arc,admission=reuse:2+400")
     )
-    rows = Sweep(["chat"], grid, jobs=1, resamples=100).run().rows
+    rows = Sweep(["chat"], grid, work=Work(jobs=1, resamples=100)).run().rows
     chat = load_trace("chat")
     assert [(row.tiers, row.tier_blocks, row.policy) for row in rows] == [
         (tiers, blocks, policy)

@@ -12,6 +12,7 @@ from kvoffload.plan.plan import Plan, PlanAnswer
 from kvoffload.plan.prices import Prices, Ram, Server, Ssd
 from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Target
+from kvoffload.sweep.measuring import Work
 from kvoffload.sweep.task import TraceSource
 
 MIB = 2**20
@@ -59,7 +60,7 @@ def planned(trace: str, of: Fleet | None = None, setups: Setups = PLAIN, **targe
     source, of = TraceSource(trace, None, False), of or fleet()
     # With a machine, the answer shows the waits of all rows in the journal; a test expects only its own.
     output = kept(trace) if of.machine is None else None
-    return Plan(source, of, Target(**target), setups, jobs=1, output=output, force=True).run()
+    return Plan(source, of, Target(**target), setups, work=Work(jobs=1, output=output, force=True)).run()
 
 
 def words(answer: PlanAnswer) -> str:

@@ -37,7 +37,7 @@ from kvoffload.sweep.bootstrap import Resamples, window_sums
 from kvoffload.sweep.cluster import ClusterWorkers
 from kvoffload.sweep.grid import Grid, content_digest
 from kvoffload.sweep.journal import SweepJournal
-from kvoffload.sweep.measuring import Progress
+from kvoffload.sweep.measuring import Progress, Work
 from kvoffload.sweep.outputs import RowsFile
 from kvoffload.sweep.sweep import Sweep
 from kvoffload.sweep.table import Row, baselines_of
@@ -83,7 +83,7 @@ def rows_by_place(rows: list[Row]) -> dict[tuple[str, str, str, str], Row]:
 
 @pytest.mark.slow
 def test_rows_say_what_replays_say(chat: str) -> None:
-    rows = Sweep([chat], SMALL, jobs=1).run().rows
+    rows = Sweep([chat], SMALL, work=Work(jobs=1)).run().rows
     trace = load_trace(chat)
     refs = window_sums(np.diff(trace.offsets))
     draws = Resamples(refs)
@@ -122,8 +122,8 @@ def test_rows_say_what_replays_say(chat: str) -> None:
 
 def test_the_order_and_the_sizes(chat: str) -> None:
     unique = load_trace(chat).unique_blocks
-    rows = Sweep([chat], Grid(("arc", "lru"), capacities=("7", "10%"), devices=("0", "3", "50%", "0.5x")),
-                 jobs=1).run().rows  # fmt: skip
+    grid = Grid(("arc", "lru"), capacities=("7", "10%"), devices=("0", "3", "50%", "0.5x"))
+    rows = Sweep([chat], grid, work=Work(jobs=1)).run().rows
     expected = [
         (device, capacity, policy)
         for device in ("0", "3", "50%", "0.5x")
@@ -151,7 +151,7 @@ def test_hits_of_each_request_sum_up(chat: str) -> None:
 
 def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
     axes = Grid(("lru", "arc"), devices=("0", "4"), stores=("on-compute", "on-device-eviction"))
-    result = Sweep([chat], axes, jobs=1).run()
+    result = Sweep([chat], axes, work=Work(jobs=1)).run()
     assert result.left_out == {"on-device-eviction needs a device cache": 2}
     assert {(row.store, row.device) for row in result.rows} == {
         ("on-compute", "0"), ("on-compute", "4"), ("on-device-eviction", "4"),
@@ -161,7 +161,7 @@ def test_a_mode_that_needs_a_device_is_left_out_without_one(chat: str) -> None:
         found = points[number]
         assert (found.config.policy, found.config.store, found.tiers) == ("lru", *place[-2:])
     with pytest.raises(ConfigError, match="on-device-eviction needs a device cache"):
-        Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), jobs=1).run()
+        Sweep([chat], Grid(("lru",), stores=("on-device-eviction",)), work=Work(jobs=1)).run()
 
 
 def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
@@ -181,14 +181,14 @@ def test_a_rule_and_a_policy_that_do_not_go_together_are_left_out(
 
 
 def test_without_lru_there_is_no_baseline(chat: str) -> None:
-    (row,) = Sweep([chat], Grid(("arc",)), jobs=1).run().rows
+    (row,) = Sweep([chat], Grid(("arc",)), work=Work(jobs=1)).run().rows
     nothing = (row.baseline, row.diff_vs_lru, row.diff_low, row.diff_high, row.gap_closed, row.writes_vs_lru)
     assert nothing == (None,) * 6
     assert row.among_best
 
 
 def test_the_baseline_has_the_first_rule_if_all_is_not_there(chat: str) -> None:
-    rows = Sweep([chat], Grid(("arc", "lru"), ("reuse:3", "reuse:2")), jobs=1).run().rows
+    rows = Sweep([chat], Grid(("arc", "lru"), ("reuse:3", "reuse:2")), work=Work(jobs=1)).run().rows
     assert {row.baseline for row in rows} == {"lru, reuse:3"}
 
 
@@ -196,7 +196,7 @@ def test_a_tiny_trace_has_no_intervals(tmp_path: Path) -> None:
     path = tmp_path / "tiny.jsonl"
     line = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n'
     path.write_text(line * 3)
-    rows = Sweep([str(path)], Grid(("lru", "arc"), capacities=("2", "1")), jobs=1).run().rows
+    rows = Sweep([str(path)], Grid(("lru", "arc"), capacities=("2", "1")), work=Work(jobs=1)).run().rows
     assert [row.prefix_hit_ratio for row in rows] == [4 / 6, 4 / 6, 2 / 6, 2 / 6]
     assert all(row.ci_low is row.diff_low is None for row in rows)
     assert all(row.among_best for row in rows), "equals are equal"
@@ -211,7 +211,7 @@ def test_the_same_bytes_whatever_the_number_of_jobs(chat: str, rag: str, tmp_pat
     pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     for jobs in (1, 2):
         output = tmp_path / f"{jobs}.csv"
-        rows = Sweep([chat, rag], SMALL, jobs=jobs, output=output).run().rows
+        rows = Sweep([chat, rag], SMALL, work=Work(jobs=jobs, output=output)).run().rows
         assert sorted(tmp_path.glob(f"{jobs}*")) == [output], "the journal is removed"
         for suffix in ("json", "parquet"):
             RowsFile(tmp_path / f"{jobs}.{suffix}").write(rows)
@@ -223,7 +223,7 @@ def test_every_format_says_the_same(chat: str, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     axes = Grid(("arc", "lru"), devices=("0", "5"))
     for suffix in ("csv", "json", "parquet"):
-        rows = Sweep([chat], axes, jobs=1, output=tmp_path / f"out.{suffix}").run().rows
+        rows = Sweep([chat], axes, work=Work(jobs=1, output=tmp_path / f"out.{suffix}")).run().rows
     expected = [msgspec.structs.asdict(row) for row in rows]
     assert json.loads((tmp_path / "out.json").read_text()) == expected
     table = parquet.read_table(tmp_path / "out.parquet")
@@ -239,7 +239,8 @@ def test_every_format_says_the_same(chat: str, tmp_path: Path) -> None:
 
 def test_the_seed_is_of_the_intervals_alone(chat: str) -> None:
     first, again, other = (
-        Sweep([chat], Grid(("arc", "lru")), jobs=1, seed=seed, resamples=200).run().rows for seed in (1, 1, 2)
+        Sweep([chat], Grid(("arc", "lru")), work=Work(jobs=1, seed=seed, resamples=200)).run().rows
+        for seed in (1, 1, 2)
     )
     assert first == again
     assert [(row.seed, row.resamples) for row in other] == [(2, 200)] * 2
@@ -249,7 +250,7 @@ def test_the_seed_is_of_the_intervals_alone(chat: str) -> None:
 
 def test_timings_are_extra(chat: str, tmp_path: Path) -> None:
     output = tmp_path / "timed.json"
-    Sweep([chat], Grid(("lru",)), jobs=1, output=output, timings=True).run()
+    Sweep([chat], Grid(("lru",)), work=Work(jobs=1, output=output), timings=True).run()
     (row,) = json.loads(output.read_text())
     assert row.pop("control_plane_s") > 0
     assert set(row) == set(Row.__struct_fields__)
@@ -264,13 +265,13 @@ def test_each_trace_is_read_once(chat: str, rag: str, monkeypatch: pytest.Monkey
 
     tasks.whole_trace.cache_clear()
     monkeypatch.setattr(tasks, "load_trace", counted)
-    Sweep([chat, rag, chat], SMALL, jobs=1).run()
+    Sweep([chat, rag, chat], SMALL, work=Work(jobs=1)).run()
     assert read == [chat, rag]
 
 
 def test_sizes_that_are_the_same_are_replayed_once(chat: str, replays: list[Task]) -> None:
     tenth = str(load_trace(chat).unique_blocks // 10)
-    rows = Sweep([chat], Grid(("lru", "arc"), capacities=("10%", tenth)), jobs=1).run().rows
+    rows = Sweep([chat], Grid(("lru", "arc"), capacities=("10%", tenth)), work=Work(jobs=1)).run().rows
     assert len(replays) == 2
     assert [row.capacity for row in rows] == ["10%", "10%", tenth, tenth]
     assert [row.bytes_written for row in rows] == [None] * 4, "nobody has said what a token takes"
@@ -283,7 +284,7 @@ def test_sizes_that_are_the_same_are_replayed_once(chat: str, replays: list[Task
 @pytest.fixture(scope="module")
 def whole(chat: str) -> list[Row]:
     """The rows of a sweep that was not interrupted."""
-    return Sweep([chat], SMALL, jobs=1).run().rows
+    return Sweep([chat], SMALL, work=Work(jobs=1)).run().rows
 
 
 def interrupted(chat: str, output: Path, rows: int) -> None:
@@ -293,7 +294,7 @@ def interrupted(chat: str, output: Path, rows: int) -> None:
         if run.progress.rows_done == rows:
             raise KeyboardInterrupt
 
-    run = Sweep([chat], SMALL, jobs=1, output=output)
+    run = Sweep([chat], SMALL, work=Work(jobs=1, output=output))
     with pytest.raises(KeyboardInterrupt):
         run.run(stop)
     assert not output.exists()
@@ -305,7 +306,7 @@ def test_an_interrupted_sweep_goes_on(
     output = tmp_path / "out.csv"
     interrupted(chat, output, 6)
     replays.clear()
-    result = Sweep([chat], SMALL, jobs=1, output=output).run()
+    result = Sweep([chat], SMALL, work=Work(jobs=1, output=output)).run()
     assert result.from_journal == 6
     assert len(replays) == 16 - 6
     assert result.rows == whole
@@ -337,7 +338,7 @@ def test_a_damaged_journal_costs_only_what_is_damaged(
     interrupted(chat, output, 9)
     assert len(replays) == 9 - (6 - lost)
     # What was appended behind the damage is sound.
-    result = Sweep([chat], SMALL, jobs=1, output=output).run()
+    result = Sweep([chat], SMALL, work=Work(jobs=1, output=output)).run()
     assert result.from_journal == 9
     assert len(replays) == 16 - (6 - lost)
     assert result.rows == whole
@@ -351,10 +352,11 @@ def test_what_determines_a_row_is_what_it_is_known_by(
     interrupted(chat, output, 6)
     journal = output.with_name("out.csv.journal").read_bytes()
 
-    def finished_rows(path: str, **options: object) -> int:
+    def finished_rows(path: str, seed: int = 0, block_tokens: int | None = None) -> int:
         tasks.whole_trace.cache_clear()
         output.with_name("out.csv.journal").write_bytes(journal)
-        return Sweep([path], SMALL, jobs=1, output=output, force=True, **options).run().from_journal  # type: ignore[arg-type]
+        work = Work(jobs=1, output=output, force=True, seed=seed)
+        return Sweep([path], SMALL, work=work, block_tokens=block_tokens).run().from_journal
 
     renamed = tmp_path / "same-content.jsonl.xz"
     write_trace(load_trace(chat), renamed)
@@ -383,7 +385,7 @@ def test_rows_of_another_speed_do_not_mix(chat: str, tmp_path: Path, replays: li
     interrupted(chat, output, 6)
     late = dataclasses.replace(SMALL, common=ReplayConfig(1, decode_tokens_per_s=50))
     replays.clear()
-    result = Sweep([chat], late, jobs=1, output=output).run()
+    result = Sweep([chat], late, work=Work(jobs=1, output=output)).run()
     assert (result.from_journal, len(replays)) == (0, 16)
     assert {row.decode_tokens_per_s for row in result.rows} == {50.0}
     assert all(task.config.decode_tokens_per_s == 50 for task in replays)
@@ -391,7 +393,7 @@ def test_rows_of_another_speed_do_not_mix(chat: str, tmp_path: Path, replays: li
     trace = load_trace(chat)
     config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, decode_tokens_per_s=50)
     assert row.decisions_sha256 == Replay(trace, config).run().decisions_sha256
-    assert row.decisions_sha256 != Sweep([chat], SMALL, jobs=1).run().rows[0].decisions_sha256
+    assert row.decisions_sha256 != Sweep([chat], SMALL, work=Work(jobs=1)).run().rows[0].decisions_sha256
 
 
 def test_rows_of_another_queue_do_not_mix(chat: str, tmp_path: Path, replays: list[Task]) -> None:
@@ -399,7 +401,7 @@ def test_rows_of_another_queue_do_not_mix(chat: str, tmp_path: Path, replays: li
     interrupted(chat, output, 6)
     queued = dataclasses.replace(SMALL, common=ReplayConfig(1, queue_requests=8))
     replays.clear()
-    result = Sweep([chat], queued, jobs=1, output=output).run()
+    result = Sweep([chat], queued, work=Work(jobs=1, output=output)).run()
     assert (result.from_journal, len(replays)) == (0, 16)
     assert {row.queue_requests for row in result.rows} == {8}
 
@@ -410,7 +412,7 @@ def test_a_row_with_a_queue_is_that_replay(tmp_path: Path) -> None:
     decided = []
     for queue in (0, 8):
         axes = Grid(("lru",), common=ReplayConfig(1, queue_requests=queue))
-        (row,) = Sweep([str(path)], axes, jobs=1).run().rows
+        (row,) = Sweep([str(path)], axes, work=Work(jobs=1)).run().rows
         config = ReplayConfig(row.capacity_blocks, row.policy, row.admission, queue_requests=queue)
         assert row.decisions_sha256 == Replay(load_trace(str(path)), config).run().decisions_sha256
         decided.append(row.decisions_sha256)
@@ -466,7 +468,7 @@ def test_named_sessions_are_part_of_a_trace(chat: str) -> None:
 def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
     journal = SweepJournal(tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="another sweep or plan is writing it now"):
-        Sweep([chat], SMALL, jobs=1, output=tmp_path / "out.csv").run()
+        Sweep([chat], SMALL, work=Work(jobs=1, output=tmp_path / "out.csv")).run()
     journal.close()
 
 
@@ -474,9 +476,9 @@ def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> 
     output = tmp_path / "out.csv"
     output.write_text("precious")
     with pytest.raises(ConfigError, match="or use --force"):
-        Sweep([chat], SMALL, jobs=1, output=output)
+        Sweep([chat], SMALL, work=Work(jobs=1, output=output))
     assert output.read_text() == "precious"
-    Sweep([chat], SMALL, jobs=1, output=output, force=True).run()
+    Sweep([chat], SMALL, work=Work(jobs=1, output=output, force=True)).run()
     assert output.read_text().startswith("trace,")
 
 
@@ -614,7 +616,7 @@ def test_a_worker_that_is_killed_ends_the_sweep(
     monkeypatch.syspath_prepend(tmp_path)
     others = multiprocessing.active_children()  # those of another test's cluster
     with pytest.raises(SweepError, match="a worker process ended unexpectedly; is there enough memory"):
-        Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), jobs=2).run()
+        Sweep([chat], Grid(("lru", "killer:Killer"), capacities=("5",)), work=Work(jobs=2)).run()
     deadline = time.monotonic() + HANGS_S
     # The pool has told the other workers to end.
     while any(child not in others for child in multiprocessing.active_children()):
@@ -709,11 +711,8 @@ def test_the_tables(chat: str) -> None:
     done = kvoffload("sweep", chat, *axes, "--device-blocks", "0,20", "--jobs", "1")
     assert done.returncode == 0
     printed = done.stdout
-    rows = (
-        Sweep([chat], Grid(("lru", "arc"), ("all", "reuse:2"), ("5%", "100%"), ("0", "20")), jobs=1)
-        .run()
-        .rows
-    )
+    grid = Grid(("lru", "arc"), ("all", "reuse:2"), ("5%", "100%"), ("0", "20"))
+    rows = Sweep([chat], grid, work=Work(jobs=1)).run().rows
     columns = "prefix-hit ratio, writes per reference, share of the gap from lru to the optimum\n"
     for device in ("no device cache", "behind a device cache of 20 blocks"):
         assert f"small-chat, {device}\n{columns}" in printed
@@ -731,7 +730,7 @@ def test_the_tables(chat: str) -> None:
 
 def test_what_was_written_is_in_bytes_where_they_are_known(chat: str) -> None:
     done = kvoffload("sweep", chat, "--capacities", "5%", "--bytes-per-token", "128KiB", "--jobs", "1")
-    rows = Sweep([chat], Grid(("lru", "arc"), block_bytes=2**26), jobs=1).run().rows
+    rows = Sweep([chat], Grid(("lru", "arc"), block_bytes=2**26), work=Work(jobs=1)).run().rows
     assert "\nprefix-hit ratio, bytes written, share of the gap" in done.stdout
     for row in rows:
         assert row.bytes_written == row.blocks_written * 2**26
@@ -745,7 +744,7 @@ def test_without_lru_no_gap_is_shown(chat: str) -> None:
 
 
 def test_a_share_that_rounds_to_nothing_has_no_sign(chat: str) -> None:
-    (row,) = Sweep([chat], Grid(("lru",)), jobs=1).run().rows
+    (row,) = Sweep([chat], Grid(("lru",)), work=Work(jobs=1)).run().rows
     console = Console(file=io.StringIO(), width=100)
     console.print(*tables([msgspec.structs.replace(row, gap_closed=-0.002)]))
     assert f"{row.writes_per_ref:.3f} 0%" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -756,7 +755,7 @@ def test_sizes_that_do_not_fit_side_by_side_stand_below(
     chat: str, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     typed = [f"{percent}%" for percent in (5, 10, 15, 20, 25, 30, 35)]
-    rows = Sweep([chat], Grid(("lru", "arc"), capacities=tuple(typed)), jobs=1).run().rows
+    rows = Sweep([chat], Grid(("lru", "arc"), capacities=tuple(typed)), work=Work(jobs=1)).run().rows
     console = Console(file=io.StringIO(), width=width)
     for table in tables(rows, width):
         console.print(table)
@@ -774,7 +773,7 @@ def test_sizes_that_do_not_fit_side_by_side_stand_below(
 
 def test_the_words_are_on_screen_and_in_every_output(chat: str, tmp_path: Path) -> None:
     axes = ("--policies", "lru,arc,slru", "--capacities", "3%,5%", "--jobs", "1")
-    found = Sweep([chat], Grid(("lru", "arc", "slru"), capacities=("3%", "5%")), jobs=1).run()
+    found = Sweep([chat], Grid(("lru", "arc", "slru"), capacities=("3%", "5%")), work=Work(jobs=1)).run()
     lines = [one.line for one in found.verdicts]
     assert [line[:7] for line in lines] == ["at 3%: ", "at 5%: "]
     printed = " ".join(kvoffload("sweep", chat, *axes).stdout.split())
@@ -902,7 +901,7 @@ def test_a_policy_that_fails_is_named_and_the_rest_is_kept(chat: str, tmp_path: 
         f"things; 1 of 2 rows are kept in {output}.journal: run the same command again to go on\n"
     )
     with pytest.raises(SweepError, match="ZeroDivisionError"):
-        Sweep([chat], Grid((f"{__name__}:Failing",)), jobs=1).run()
+        Sweep([chat], Grid((f"{__name__}:Failing",)), work=Work(jobs=1)).run()
 
 
 # ---- on a cluster
@@ -911,8 +910,8 @@ def test_a_policy_that_fails_is_named_and_the_rest_is_kept(chat: str, tmp_path: 
 @pytest.mark.slow
 def test_a_cluster_says_the_same(chat: str, rag: str, tmp_path: Path, scheduler: str) -> None:
     outputs = [tmp_path / "cluster.csv", tmp_path / "here.csv"]
-    Sweep([chat, rag], SMALL, scheduler=scheduler, output=outputs[0]).run()
-    Sweep([chat, rag], SMALL, jobs=1, output=outputs[1]).run()
+    Sweep([chat, rag], SMALL, work=Work(scheduler=scheduler, output=outputs[0])).run()
+    Sweep([chat, rag], SMALL, work=Work(jobs=1, output=outputs[1])).run()
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
 
 
@@ -922,7 +921,7 @@ def test_a_cluster_needs_no_file_of_this_machine(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.jsonl").write_bytes(Path(chat).read_bytes())
-    (row,) = Sweep(["here.jsonl"], Grid(("lru",)), scheduler=scheduler).run().rows
+    (row,) = Sweep(["here.jsonl"], Grid(("lru",)), work=Work(scheduler=scheduler)).run().rows
     assert row.requests == load_trace(chat).requests
 
 
@@ -938,7 +937,7 @@ def test_a_cluster_with_other_code_is_refused(
 def test_a_cluster_on_which_a_policy_fails(chat: str, scheduler: str) -> None:
     """What is found here (`-m pytest` adds the directory) is not found there, or fails there."""
     with pytest.raises(SweepError, match=r"Failing.*(ZeroDivisionError|No module named)"):
-        Sweep([chat], Grid((f"{__name__}:Failing",)), scheduler=scheduler).run()
+        Sweep([chat], Grid((f"{__name__}:Failing",)), work=Work(scheduler=scheduler)).run()
 
 
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense", "http://127.0.0.1:1"])

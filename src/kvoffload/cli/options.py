@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import click
 import msgspec
@@ -44,6 +44,9 @@ from kvoffload.sweep.bootstrap import MOST_RESAMPLES, RESAMPLES
 from kvoffload.tiers.spec import NO_TIERS, TierOptions, parse_tiers
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import MILLISECONDS, SECONDS, Trace
+
+if TYPE_CHECKING:
+    from kvoffload.sweep.measuring import Work
 
 T = TypeVar("T")
 Command = Callable[..., None]
@@ -429,6 +432,12 @@ class WorkOptions:
     force: bool = option(False, "Replace an existing output.")
     seed: int = option(0, "Seed of the confidence intervals.", show_default=True)
     resamples: Resamples = option(RESAMPLES, "Resamples of the confidence intervals.")
+
+    def work(self) -> Work:
+        """Return these options as `Work`. Raises `ConfigError`."""
+        from kvoffload.sweep.measuring import Work  # other commands need no workers
+
+        return Work(self.output, self.force, self.jobs, self.scheduler, self.seed, self.resamples)
 
 
 @dataclass(frozen=True, kw_only=True)

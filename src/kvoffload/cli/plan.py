@@ -201,9 +201,7 @@ def plan(options: PlanOptions) -> None:
             options.trace, options.block_tokens, options.skip_bad_lines, time_unit=options.time_unit
         ),
         fleet, options.target(), options.setups(),
-        output=options.output, force=options.force, jobs=options.jobs, scheduler=options.scheduler,
-        seed=options.seed, resamples=options.resamples, one_in=options.one_in,
-        present=present,
+        work=options.work(), one_in=options.one_in, present=present,
     )  # fmt: skip
     with stopping_cleanly(run), tiers_silenced(), shown(options.quiet) as on_progress:
         answer = run.run(on_progress)

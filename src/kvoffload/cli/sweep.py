@@ -130,10 +130,8 @@ def sweep(options: SweepOptions) -> None:
     optimum, or if a replay failed.
     """
     run = Sweep(
-        options.traces, options.grid(), block_tokens=options.block_tokens,
-        skip_bad_lines=options.skip_bad_lines, time_unit=options.time_unit, output=options.output,
-        force=options.force, jobs=options.jobs, scheduler=options.scheduler, seed=options.seed,
-        resamples=options.resamples, timings=options.timings,
+        options.traces, options.grid(), work=options.work(), block_tokens=options.block_tokens,
+        skip_bad_lines=options.skip_bad_lines, time_unit=options.time_unit, timings=options.timings,
     )  # fmt: skip
     with stopping_cleanly(run), shown(options.quiet) as on_progress:
         result = run.run(on_progress)

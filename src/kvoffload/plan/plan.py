@@ -34,7 +34,6 @@ from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Choice, Target, best_of_each, choose, frontier
 from kvoffload.plan.waits import choose_by_wait
 from kvoffload.plan.words import Section, answer, cannot_tell
-from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.journal import SweepJournal
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work
 from kvoffload.sweep.task import TraceSource
@@ -163,7 +162,7 @@ class Plan:
         fleet: the engines and the prices.
         target: the target.
         setups: setups to try.
-        output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
+        work: workers, output and confidence intervals.
         one_in: the search uses one session in this many; the answer is measured on all sessions. 1: the
             search uses all sessions. None: the length of the recording decides (`plan.sample`).
         present: a running server to compare with the replay of its set-up; None: no comparison.
@@ -180,17 +179,12 @@ class Plan:
         target: Target,
         setups: Setups | None = None,
         *,
-        output: Path | None = None,
-        force: bool = False,
-        jobs: int | None = None,
-        scheduler: str | None = None,
-        seed: int = 0,
-        resamples: int = RESAMPLES,
+        work: Work | None = None,
         one_in: int | None = None,
         present: Present | None = None,
     ) -> None:
         self._source, self.fleet, self.target, self._setups = source, fleet, target, setups or Setups()
-        self._work = Work(output, force, jobs, scheduler, seed, resamples)
+        self._work = work or Work()
         self._one_in, self._present = check_sample(one_in), present
         self.progress = Progress()
 

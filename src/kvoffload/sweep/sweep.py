@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from kvoffload.errors import ConfigError
-from kvoffload.sweep.bootstrap import RESAMPLES
 from kvoffload.sweep.grid import Grid
 from kvoffload.sweep.measuring import Measuring, OnProgress, Progress, Work, swept
 from kvoffload.sweep.table import Row, Runs, rows_of, violations
@@ -54,8 +53,8 @@ class Sweep:
     Args:
         traces: files, or names of built-in workloads.
         grid: the axes.
+        work: workers, output and confidence intervals.
         block_tokens, skip_bad_lines, time_unit: arguments of `load_trace`.
-        output, force, jobs, scheduler, seed, resamples: see `measuring.Work`.
         timings: add a column with the seconds of each replay.
 
     Attributes:
@@ -67,20 +66,15 @@ class Sweep:
         traces: Sequence[str],
         grid: Grid,
         *,
+        work: Work | None = None,
         block_tokens: int | None = None,
         skip_bad_lines: bool = False,
         time_unit: str | None = None,
-        output: Path | None = None,
-        force: bool = False,
-        jobs: int | None = None,
-        scheduler: str | None = None,
-        seed: int = 0,
-        resamples: int = RESAMPLES,
         timings: bool = False,
     ) -> None:
         if not traces:
             raise ConfigError("trace", "", "allowed: one trace or more")
-        self._work = Work(output, force, jobs, scheduler, seed, resamples)
+        self._work = work or Work()
         self._sources = [
             TraceSource(trace, block_tokens, skip_bad_lines, time_unit=time_unit)
             for trace in dict.fromkeys(traces)
