@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from kvoffload.errors import ConfigError, TraceError
 from kvoffload.traces.conversion.convert import Converted, convert
 from kvoffload.traces.conversion.json_elements import elements
-from kvoffload.traces.conversion.keys import Keys
+from kvoffload.traces.conversion.keys import KeptKeys, Keys
 from kvoffload.traces.conversion.source import SOURCES
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.format import read_trace
@@ -89,11 +89,13 @@ def test_a_converted_trace_replays_as_the_original_and_has_none_of_its_ids(tmp_p
 
 def test_equal_salts_give_equal_ids(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([1, 2]), request([1, 3])])
-    ids = [converted(path, **salt)[0].block_ids.tolist() for salt in ({}, {}, {"salt": "a"}, {"salt": "a"})]
+    ids = [
+        converted(path, keys=keys)[0].block_ids.tolist() for keys in (None, Keys(), Keys(b"a"), Keys(b"a"))
+    ]
     assert ids[0] != ids[1] != ids[2]
     assert ids[2] == ids[3]
-    assert converted(path, salt="b")[0].block_ids.tolist() != ids[2]
-    assert converted(path, keep_ids=True)[0].block_ids.tolist() == [1, 2, 3]
+    assert converted(path, keys=Keys(b"b"))[0].block_ids.tolist() != ids[2]
+    assert converted(path, keys=KeptKeys())[0].block_ids.tolist() == [1, 2, 3]
 
 
 def test_ids_of_contents_become_ids_of_prefixes(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_names_of_tenants_are_hashed(tmp_path: Path) -> None:
     assert first.tenant != "ACME"
     assert third.tenant == ""
     assert b"ACME" not in path.with_name("out.jsonl").read_bytes()
-    assert converted(path, keep_ids=True)[0].hints_of(0).tenant == "ACME"
+    assert converted(path, keys=KeptKeys())[0].hints_of(0).tenant == "ACME"
 
 
 def test_names_of_sessions_are_hashed(tmp_path: Path) -> None:
@@ -135,7 +137,7 @@ def test_names_of_sessions_are_hashed(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request([n], **name) for n, name in enumerate(names)])
     assert sessions_of(converted(path)[0]) == [0, 1, -1, 0]
     assert b"ACME" not in path.with_name("out.jsonl").read_bytes()
-    converted(path, keep_ids=True)
+    converted(path, keys=KeptKeys())
     assert b'"session":"ACME 1"' in path.with_name("out.jsonl").read_bytes()
 
 
@@ -203,7 +205,7 @@ def test_bailian(tmp_path: Path) -> None:
     assert chains(trace) == [[0, 1], [0, 1, 2, 3]]
     assert trace.timestamps_ms.tolist() == [0, 8886]
     assert trace.output_tokens.tolist() == [12, 3]
-    assert converted(path, keep_ids=True)[0].block_ids.tolist() == [10, 11, 13, 14]
+    assert converted(path, keys=KeptKeys())[0].block_ids.tolist() == [10, 11, 13, 14]
     assert sessions_of(trace) == [0, 0]
     assert sessions_of(read_trace(path, block_tokens=16)) == [0, 0], "also without a conversion"
 
@@ -251,7 +253,7 @@ def test_requests_out_of_order_keep_their_times_and_are_sorted(
     """The first request's time was given to all that were earlier."""
     times = 1000, 400, 1700, 1600
     path = write(tmp_path / "in.jsonl", [request([t], timestamp=t) for t in times])
-    done = convert(str(path), tmp_path / out, salt="s")
+    done = convert(str(path), tmp_path / out, keys=Keys(b"s"))
     trace = read_trace(tmp_path / out)
     assert trace.timestamps_ms.tolist() == [0, 600, 1200, 1300]
     assert done.unordered_requests == 2
@@ -414,7 +416,7 @@ def test_sharegpt(tmp_path: Path, tokenizer: Path, form: str) -> None:
         write(path, records)
     else:
         path.write_text(json.dumps(records, indent=2 if form == "pretty" else None))
-    options: Any = {"tokenizer": tokenizer, "block_tokens": 4, "salt": "x"}
+    options: Any = {"tokenizer": tokenizer, "block_tokens": 4, "keys": Keys(b"x")}
     out = tmp_path / "o.paced-60-per-minute.jsonl"
     trace, done = converted(path, out.name, source="text,per_minute=60", **options)
     assert done.requests == 10

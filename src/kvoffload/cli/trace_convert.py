@@ -14,6 +14,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Count
 from kvoffload.traces.conversion.convert import IncompleteError
 from kvoffload.traces.conversion.convert import convert as convert_trace
+from kvoffload.traces.conversion.keys import KeptKeys, Keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,10 @@ class ConvertOptions(QuietOptions):
             raise ConfigError("salt", self.salt, "leave out --salt or --keep-ids")
         if self.out is not None:
             check_new("out", self.out, force=self.force)
+
+    def keys(self) -> Keys:
+        """Return the object that computes the ids."""
+        return KeptKeys() if self.keep_ids else Keys(None if self.salt is None else self.salt.encode())
 
     def completed(self, incomplete: IncompleteError) -> str:
         """Return the command with the missing options. A given salt is replaced by ``TEXT``."""
@@ -84,8 +89,8 @@ def convert(options: ConvertOptions) -> None:
         with progress_bar("convert", 1.0, options.quiet) as progress:
             done = convert_trace(
                 options.source, options.out, source=options.kind, block_tokens=options.block_tokens,
-                tokenizer=options.tokenizer, salt=options.salt, keep_ids=options.keep_ids,
-                skip_bad_lines=options.skip_bad_lines, progress=progress,
+                tokenizer=options.tokenizer, keys=options.keys(), skip_bad_lines=options.skip_bad_lines,
+                progress=progress,
             )  # fmt: skip
     except IncompleteError as error:
         error.args = (f"{error}\ncomplete command: {options.completed(error)}",)

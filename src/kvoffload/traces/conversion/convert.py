@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -70,8 +69,6 @@ def convert(
     source: str | None = None,
     block_tokens: int | None = None,
     tokenizer: Path | None = None,
-    salt: str | None = None,
-    keep_ids: bool = False,
     keys: Keys | None = None,
     skip_bad_lines: bool = False,
     progress: Callable[[float], None] | None = None,
@@ -87,9 +84,8 @@ def convert(
         block_tokens: block size of the trace. None: the block size in the file's header, or else the default
             of the source.
         tokenizer: a ``tokenizer.json``, for text.
-        salt: salt of the ids. With equal salts, equal prefixes have equal ids. None: a random salt.
-        keep_ids: keep the ids and names of the source.
-        keys: computes the ids. Replaces `salt` and `keep_ids`.
+        keys: computes the ids, or keeps the ids and names of the source (`KeptKeys`). None: `Keys` with a
+            random salt.
         progress: called repeatedly with the share of the file that has been read, 0 to 1.
 
     Memory: independent of the number of requests. Cost: about 1 s per million block references, plus the
@@ -110,19 +106,16 @@ def convert(
         raise ConfigError("source", place, "there is no such file; allowed: a file, -, or tcp://host:port")
     else:
         kind = SOURCES.find(source) if source is not None else kind_of(path)
-    if keep_ids and not kind.has_ids:
+    if isinstance(keys, KeptKeys) and not kind.has_ids:
         raise ConfigError("keep-ids", True, f"{kind.name} has no block ids to keep")
     stated = stated_header(Path(place)) if kind.has_ids else None
     tokens = _block_tokens(place, kind, block_tokens, stated)
-    if keys is None:
-        salted = Keys(salt.encode() if salt is not None else secrets.token_bytes(32))
-        keys = KeptKeys(b"") if keep_ids else salted
     missing, read = list[Missing](), Tokens()
     try:
         read = Tokens() if tokenizer is None else FileTokens(tokenizer)
     except ConfigError as problem:
         missing.append(_wrong_tokenizer(problem, tokenizer))
-    made = kind(Given(keys, BlockSize(tokens), read, stated or Header(1, tokens)))
+    made = kind(Given(keys or Keys(), BlockSize(tokens), read, stated or Header(1, tokens)))
     if out is None:
         missing.append(Missing(ConfigError("out", None, "give a file for the trace"), "", example_out(place)))
     if missing or out is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
@@ -22,10 +23,14 @@ class Keys:
     Collisions: the probability is 1/3,700 for a trace of 100 million different blocks. A reader rejects a
     line with a collision.
 
+    Args:
+        salt: None for a random salt.
+
     Cost: about 1 us per block. Thread: any.
     """
 
-    def __init__(self, salt: bytes) -> None:
+    def __init__(self, salt: bytes | None = None) -> None:
+        salt = secrets.token_bytes(32) if salt is None else salt
         self._salt = blake2b(salt).digest()[:_MAX_SALT_BYTES]
 
     def after(self, ids: Sequence[BlockId], contents: Iterable[bytes]) -> list[BlockId]:
