@@ -23,7 +23,7 @@ from kvoffload.cache.jobs import Jobs
 from kvoffload.cache.keys import KEY_BYTES, KeyChain
 from kvoffload.cache.owner import Limit
 from kvoffload.structures.keys import Keys
-from kvoffload.testing.scripted_tier import ScriptedTier
+from support.scripted_tier import ScriptedTier
 from support.timeouts import HANGS_S
 from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of, serve_requests
 

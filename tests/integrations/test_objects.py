@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from kvoffload import DiskTier
 from kvoffload.integrations.objects import KEY_BYTES, MOST_PARTS, Extents, ObjectStore, _Batch
-from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from kvoffload.tiers.contract import SecondaryTier
+from support.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 
 BLOCK = 4096
 Memory = npt.NDArray[np.uint8]

@@ -23,8 +23,8 @@ from lmcache.v1.platform import consume_fd
 
 from kvoffload import ConfigError
 from kvoffload.integrations.objects import ObjectStore
-from kvoffload.testing.scripted_tier import ScriptedTier
 from support import servers, valkey_server
+from support.scripted_tier import ScriptedTier
 from support.servers import KINDS, TierServer
 
 MODEL = "meta-llama/Llama-3.1-8B"

@@ -17,8 +17,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.metrics import Collector
 from kvoffload.metrics.collector import ENGINE_COUNTERS
 from kvoffload.metrics.families import COUNTERS, FAMILIES, TENANT_COUNTERS
-from kvoffload.testing.scripted_tier import ScriptedTier
 from support.node_members import Members
+from support.scripted_tier import ScriptedTier
 from support.tiering_rig import Rig
 from support.timeouts import HANGS_S
 from support.token_engine import BLOCK_TOKENS, TokenEngine, layout_of

@@ -18,11 +18,11 @@ from kvoffload.canary.verdict import Verdict
 from kvoffload.metrics import Collector
 from kvoffload.metrics.alarms import alarms, rule_file
 from kvoffload.metrics.families import LIBRARY_PREFIX
-from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiers.contract import TierStats
 from support.dashboard import canary_metrics, queries, without_data
 from support.disk_blocks import slab_in
 from support.prometheus_server import Prometheus, hurried, program, running_prometheus, serving
+from support.scripted_tier import ScriptedTier
 
 prometheus_client = pytest.importorskip(
     "prometheus_client", reason="no prometheus_client: pip install 'kvoffload[metrics]'"

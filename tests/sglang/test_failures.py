@@ -15,8 +15,8 @@ import pytest
 
 from kvoffload import ConfigError
 from kvoffload.integrations.objects import ObjectStore
-from kvoffload.testing.scripted_tier import ScriptedTier
 from support import valkey_server
+from support.scripted_tier import ScriptedTier
 from support.sglang_pools import PAGE, PATIENCE_S, Stand, extra_config, fill, page_of
 
 MakeStand = Callable[..., Stand]

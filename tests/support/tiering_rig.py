@@ -10,10 +10,10 @@ from typing import Any
 from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
-from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import keys, text
+from support.scripted_tier import ScriptedSharedTier, ScriptedTier
 
 RETRY = LookupResult.RETRY
 

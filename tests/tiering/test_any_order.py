@@ -10,8 +10,8 @@ from kvoffload.admission.reuse import ReuseAdmission
 from kvoffload.core.plans import ON_DEVICE_EVICTION, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
-from kvoffload.testing.scripted_tier import ScriptedSharedTier
 from support.letters import HIT, MISS, keys
+from support.scripted_tier import ScriptedSharedTier
 from support.tiering_rig import BLOCK_BYTES, RETRY, Rig
 
 LETTERS = "abcdefghijkl"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.testing.scripted_tier import ScriptedSharedTier
 from kvoffload.tiering import promotion
 from kvoffload.tiering.worth import break_even
 from support.letters import HIT, MISS, keys
+from support.scripted_tier import ScriptedSharedTier
 from support.tiering_rig import RETRY, Rig, expect, fails, jobs, shared_rig
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
-from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import MISS, keys
+from support.scripted_tier import ScriptedTier
 from support.tiering_rig import RETRY, Rig
 
 

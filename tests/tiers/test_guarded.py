@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.testing.scripted_tier import ScriptedSharedTier, ScriptedTier
 from kvoffload.tiering.manager import TieredManager
 from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult
 from kvoffload.tiers.guarded import GuardedTier
 from support.letters import HIT, keys
+from support.scripted_tier import ScriptedSharedTier, ScriptedTier
 from support.tiering_rig import BLOCK_BYTES, RETRY, Clock, Rig
 
 METHODS = [

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvoffload.errors import ConfigError, MisuseError
-from kvoffload.testing.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import Buffers
@@ -21,6 +20,7 @@ from kvoffload.tiers.simulated import SimulatedTier
 from kvoffload.tiers.striped import StripedTier
 from support.disk_blocks import KEY_BYTES, Disk, Driver, capacity_for, keys_of
 from support.recording_files import FailingFiles
+from support.scripted_tier import ScriptedJob, ScriptedSharedTier, ScriptedTier
 from support.timeouts import HANGS_S
 
 BLOCK_BYTES, NUM_KEYS = 4, 24

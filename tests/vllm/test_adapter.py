@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.policy import POLICIES
-from kvoffload.testing.scripted_tier import ScriptedTier
+from support.scripted_tier import ScriptedTier
 from support.vllm_needs import POSITIONS, needs
 from support.vllm_world import HIT, MISS, PENDING, World, base, key
 

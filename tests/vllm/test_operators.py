@@ -18,8 +18,8 @@ from kvoffload.integrations.vllm.scheduler_side import audits
 from kvoffload.integrations.vllm.scheduler_side.metrics import definitions
 from kvoffload.integrations.vllm.shared.logs import join_vllm
 from kvoffload.metrics.families import AUDIT_RESULTS, COUNTERS, REASONS
-from kvoffload.testing.scripted_tier import ScriptedTier
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
+from support.scripted_tier import ScriptedTier
 from support.vllm_needs import FILTERS, NAMED_TIERS, SOURCES, needs
 from support.vllm_world import World, key
 
