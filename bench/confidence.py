@@ -6,6 +6,8 @@ LRU, and the correlation of neighbouring windows; docs/sweep.md quotes it. Takes
 
     python bench/confidence.py                     built-in workloads, far longer than usual
     python bench/confidence.py TRACE CAPACITY      a recording, whose stretches are few
+    python bench/confidence.py --later TRACE...    what a purchase assumes: the interval of the first 60 % of a
+                                                   recording against the ratio of the last 40 %, by policy
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ WINDOWS = (10, 16, 32, 64, 128)
 PER_STRETCH = {"chat": (52_000, 1_543, 40), "rag": (80_000, 1_511, 40), "agent": (1_200, 360, 30)}
 """Sessions of the whole, capacity in blocks (5 % of the default trace's), stretches about as long as that."""
 STRETCHES_OF_A_RECORDING = 10
+LATER_POLICIES, LATER_SHARES = ("lru", "arc", "hazard"), (0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3)
+FIRST_PART = 0.6
 
 Counts = npt.NDArray[np.int64]
 
@@ -62,8 +66,35 @@ def report(name: str, refs: Counts, lru: Counts, arc: Counts, stretches: int) ->
         print(f"{windows:7}   " + "   ".join(parts), flush=True)
 
 
+def later(trace: Trace) -> None:
+    """Print, by policy, how often the interval of the first part contains the ratio of the rest.
+
+    Both parts are replayed with an empty cache, as by a plan. A capacity is a share of the unique blocks.
+    """
+    cut = round(trace.requests * FIRST_PART)
+    parts = [trace.of_requests(np.arange(cut)), trace.of_requests(np.arange(cut, trace.requests))]
+    print(f"\n{trace.name}: {cut:,} requests against the next {trace.requests - cut:,}")
+    for policy in LATER_POLICIES:
+        right, gaps = 0, []
+        for share in LATER_SHARES:
+            capacity_blocks = round(share * trace.unique_blocks)
+            first, rest = (hits(part, policy, capacity_blocks) for part in parts)
+            refs, rest_refs = (np.diff(part.offsets).astype(np.int64) for part in parts)
+            draws = Resamples(window_sums(refs, 32))
+            interval = draws.ratio(window_sums(first, 32))
+            ratio = rest.sum() / rest_refs.sum()
+            if interval is not None:
+                right += interval.low <= ratio <= interval.high
+                gaps.append(f"{first.sum() / refs.sum():.3f} ({interval.low:.3f}-{interval.high:.3f}) {ratio:.3f}")
+        print(f"{policy:7} {right} of {len(gaps)}:  " + "  ".join(gaps), flush=True)
+
+
 def main() -> None:
     """Run."""
+    if sys.argv[1:2] == ["--later"]:
+        for name in sys.argv[2:]:
+            later(load_trace(name))
+        return
     if len(sys.argv) == 3:
         trace, capacity_blocks = load_trace(sys.argv[1]), int(sys.argv[2])
         lru, arc = (hits(trace, policy, capacity_blocks) for policy in ("lru", "arc"))
