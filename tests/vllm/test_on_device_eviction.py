@@ -246,11 +246,11 @@ def test_the_window_follows_the_largest_step_and_fades() -> None:
     setting.finish(setting.run("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMN"))
     setting.pool.get_new_blocks(8)
     setting.step()
-    assert setting.side.window.size == 8
+    assert setting.side.window.size == 12
     for letter in "opqrstuv":
         setting.finish(setting.run(letter))
         setting.step()
-    assert setting.side.window.size == 7
+    assert setting.side.window.size == 11
     setting.pool.get_new_blocks(26)
     setting.step()
     assert setting.side.window.size == 20, "half of the pool"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-_DECAY = 0.99
-"""Decay of the window for each step that drops blocks; 69 such steps halve the window."""
+_MARGIN = 1.5
+"""Size of the window relative to the largest number of blocks that the device has recently dropped in a step."""
+_DECAY = 0.999
+"""Decay of the window for each step that drops blocks; 693 such steps halve the window.
+
+A step that loads a long prefix drops many blocks at once, and such steps are rare. Blocks that are dropped
+without an offer cut the prefixes to which they belong: measured in vLLM's scheduler, see docs/performance.md.
+"""
 
 
 class Window:
-    """The window's size: the largest number of blocks that the device dropped in one step.
+    """The window's size: 1.5 times the largest number of blocks that the device dropped in one step.
 
     The size decays with each step that drops blocks.
 
@@ -26,5 +32,5 @@ class Window:
 
     def adapt(self, num_dropped: int) -> None:
         """Adapt `size` to a step that made the device drop `num_dropped` blocks, 1 or more."""
-        self._recent = max(self.smallest, _DECAY * self._recent, num_dropped)
+        self._recent = max(self.smallest, _DECAY * self._recent, _MARGIN * num_dropped)
         self.size = min(int(self._recent), self.largest)
