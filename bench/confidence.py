@@ -85,7 +85,9 @@ def later(trace: Trace) -> None:
             ratio = rest.sum() / rest_refs.sum()
             if interval is not None:
                 right += interval.low <= ratio <= interval.high
-                gaps.append(f"{first.sum() / refs.sum():.3f} ({interval.low:.3f}-{interval.high:.3f}) {ratio:.3f}")
+                gaps.append(
+                    f"{first.sum() / refs.sum():.3f} ({interval.low:.3f}-{interval.high:.3f}) {ratio:.3f}"
+                )
         print(f"{policy:7} {right} of {len(gaps)}:  " + "  ".join(gaps), flush=True)
 
 
