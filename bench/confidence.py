@@ -6,7 +6,7 @@ LRU, and the correlation of neighbouring windows; docs/sweep.md quotes it. Takes
 
     python bench/confidence.py                     built-in workloads, far longer than usual
     python bench/confidence.py TRACE CAPACITY      a recording, whose stretches are few
-    python bench/confidence.py --later TRACE...    what a purchase assumes: the interval of the first 60 % of a
+    python bench/confidence.py --later TRACE...    as for a purchase: the interval of the first 60 % of a
                                                    recording against the ratio of the last 40 %, by policy
 """
 

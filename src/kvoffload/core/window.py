@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _MARGIN = 1.5
-"""Size of the window relative to the largest number of blocks that the device has recently dropped in a step."""
+"""Size of the window, relative to the largest number of blocks that the device recently dropped in a step."""
 _DECAY = 0.999
 """Decay of the window for each step that drops blocks; 693 such steps halve the window.
 
