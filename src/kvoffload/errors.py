@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import isfinite, nan
+from numbers import Real
 from operator import index
 from typing import SupportsIndex
 
@@ -44,6 +46,15 @@ def check_integer(field: str, value: object, largest: int, smallest: int = 1, me
             if smallest <= (number := index(value)) <= largest:
                 return number
     raise ConfigError(field, value, f"allowed: {smallest} to {largest}{meaning and f', {meaning}'}")
+
+
+def finite(value: object) -> float:
+    """Return a finite number, of Python or numpy, as a float; NaN for any other value. NaN is in no range."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        with suppress(OverflowError):
+            if isfinite(number := float(value)):
+                return number
+    return nan
 
 
 class CombinedConfigError(ConfigError):

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvoffload.tiers.contract import TierStats
 from kvoffload.tiers.shared.exchanges import Handshake, PersistenceQuestion, Probe, Read, Write
+from kvoffload.tiers.shared.groups import BlockGroups
 from kvoffload.tiers.shared.identity import SingleKeyspace, producer_of
 from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
 
@@ -38,7 +39,14 @@ class GatedServer:
     def connect(self, deadline: float) -> GatedConnection:
         return GatedConnection(self)
 
-    def tier(self, clock: Any, chance: Any = random.random, lines: int = 1, **options: Any) -> RemoteTier:
+    def tier(
+        self,
+        clock: Any,
+        chance: Any = random.random,
+        lines: int = 1,
+        groups: BlockGroups | None = None,
+        **options: Any,
+    ) -> RemoteTier:
         """Return an open tier before the server."""
         tier = RemoteTier(
             "gated",
@@ -52,6 +60,7 @@ class GatedServer:
             clock=clock,
             chance=chance,
             num_threads=lines,
+            groups=groups,
         )
         tier.wait_until_open(60.0)
         return tier

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -91,12 +92,38 @@ def test_damage_in_ram_does_not_cascade_with_a_good_checksum() -> None:
     assert rig.manager.lookup_key(b"b") is MISS
 
 
+NO_SECONDS = (0, -1.0, math.nan, math.inf, "7", True)
+
+
+@pytest.mark.parametrize("value", NO_SECONDS)
+def test_the_time_to_compute_a_block_stays_if_a_later_one_is_impossible(value: Any) -> None:
+    rig = Rig(recompute_s_per_block=0.5)
+    with pytest.raises(ConfigError, match="recompute_s_per_block"):
+        rig.manager.recompute_s_per_block = value
+    assert rig.manager.recompute_s_per_block == 0.5
+
+
+def test_a_flush_ends_at_its_time_limit_although_a_tier_has_no_room() -> None:
+    rig = Rig()
+    rig.store("ab")
+    rig.tier.blocks.clear()
+    rig.tier.room = 0
+    assert not rig.manager.flush(0.0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"ram": MemoryTier(3, 8)}, "ram: '3 slots'.* allowed: 4 or more"),
-        ({"deadline_s": 0}, "deadline_s: 0 .* more than 0"),
+        ({"ram": None}, "ram: missing; allowed: a MemoryTier"),
+        *[({"deadline_s": value}, f"deadline_s: {value!r} .* more than 0") for value in (0, math.inf, "7")],
+        *[
+            ({"recompute_s_per_block": value}, "recompute_s_per_block: .* more than 0")
+            for value in NO_SECONDS
+        ],
         ({"max_in_flight": 1.5}, "max_in_flight: 1.5"),
+        ({"max_in_flight": "all"}, "max_in_flight: 'all'"),
+        ({"tiers": "disk:/kv:1TiB"}, "tiers: .*a SecondaryTier"),
         ({"tiers": [ScriptedTier(16)]}, "tier scripted: .*16 bytes.*8"),
     ],
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -225,6 +227,82 @@ def test_impossible_results_are_failures(wrong: str, caplog: pytest.LogCaptureFi
     assert [(result.job, result.ok.tolist()) for result in results] == expected
     assert guard.stats().errors == 1
     assert "finished failed" in caplog.text
+
+
+WRONG_RESULTS: list[tuple[str, Callable[[Any], Any]]] = [
+    *[(method, lambda result: None) for method in METHODS],
+    *[(method, lambda result: "text") for method in METHODS if method != "begin_request"],
+    *[("contains", change) for change in (list, lambda mask: mask.astype(np.int8), lambda mask: mask[None])],
+    *[("unknown", change) for change in (list, lambda mask: mask.astype(float), lambda mask: mask[:-1])],
+    *[("submit_read", lambda job: 0), ("submit_read", lambda job: [job]), ("submit_probe", lambda job: 1.5)],
+    *[
+        ("submit_write", lambda begun, mask=mask: (begun[0], mask(begun[1])))
+        for mask in (list, np.zeros_like)
+    ],
+    ("submit_write", lambda begun: (NO_JOB, begun[1])),
+    ("finished", lambda results: [None] * len(results)),
+    *[
+        ("finished", lambda results, change=change: [result._replace(**change) for result in results])
+        for change in (
+            {"ok": [True]},
+            {"seconds": None},
+            {"seconds": math.nan},
+            {"stale": [True]},
+            {"job": []},
+        )
+    ],
+    ("queue_room", lambda room: -1),
+    ("cut", lambda count: count + 1),
+    ("take_changes", lambda changes: [(["text"], True)]),
+]
+
+
+@pytest.mark.parametrize(("method", "change"), WRONG_RESULTS)
+@pytest.mark.parametrize("immediate", [True, False])
+def test_a_result_that_breaks_the_contract_does_no_harm(
+    method: str, change: Callable[[Any], Any], immediate: bool
+) -> None:
+    inner: Any = getattr(ScriptedSharedGroups, method)
+    changed: Any = lambda tier, *args: change(inner(tier, *args))  # noqa: E731
+    if isinstance(inner, property):
+        changed = property(lambda tier: change(inner.fget(tier)))
+    tier = type("Wrong", (ScriptedSharedGroups,), {method: changed})(BLOCK_BYTES, immediate=immediate)
+    rig = rig_with(tier, immediate=immediate)
+    rig.below("abc", 0)
+    rig.below("ab", 1)
+    for _ in range(3):
+        ctx = rig.begin("abcd")
+        for _ in range(4):
+            num_ready, _ = rig.ask("abcd", ctx)
+            rig.end_all()
+            rig.manager.poll()
+            rig.clock.now += 0.5
+        rig.load("abcd"[:num_ready], ctx)
+        rig.manager.lookup_key(b"c", ctx)
+        rig.manager.discard(keys("xyz"))
+        rig.store("xyz")
+        rig.manager.distrust(keys("q"))
+        rig.manager.finish_request(ctx)
+        rig.manager.take_events()
+        rig.manager.tier_stats()
+        rig.clock.now += 100.0
+    rig.manager.offer_all()
+    rig.manager.reset()
+    rig.manager.close(0.0)
+
+
+@pytest.mark.parametrize("method", ["submit_read", "submit_write", "submit_probe"])
+def test_a_tier_that_names_no_new_job_is_closed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have begun a job, and would read or write rows that RAM has given to other blocks."""
+    tier = ScriptedSharedGroups(BLOCK_BYTES, immediate=True)
+    guard = GuardedTier(tier, Clock())
+    monkeypatch.setattr(tier, method, lambda *arguments: None)
+    arguments = (
+        () if method == "submit_probe" else (np.zeros((1, BLOCK_BYTES), np.uint8), np.zeros(1, np.int64))
+    )
+    getattr(guard, method)(keys("a"), *arguments)
+    assert tier.closed
+    assert guard.stats().errors == 1
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("KVOFFLOAD_RAISES", "6"))))

@@ -272,3 +272,10 @@ def test_digests_differ_and_depend_only_on_keys(keys):
 
 def test_keys_that_differ_only_in_their_padding_have_different_digests():
     assert Keys.pack([b"a"], 1).digests != Keys.pack([b"a\0"], 2).digests
+
+
+@pytest.mark.parametrize("option", ["num_slots", "block_bytes"])
+@pytest.mark.parametrize("value", [0, True, 2.5, "7", None])
+def test_sizes_must_be_whole_numbers(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        MemoryTier(**{"num_slots": 4, "block_bytes": 8, option: value})

@@ -83,3 +83,13 @@ def test_inspect_shows_how_the_producers_of_a_directory_differ(tmp_path: Path) -
     assert "model org/llama, vllm 0.32.0" in found
     reports = json.loads(kvoffload("disk", "inspect", tmp_path, "--format", "json").stdout)
     assert [len(fields(report["fingerprint"])) for report in reports] == [153, 153]
+
+
+@pytest.mark.parametrize("depth", [63, 64, 65, *range(960, 1000), 100_000])
+@pytest.mark.parametrize(("opening", "end"), [('{"a":', "}"), ("[", "]")])
+def test_deeply_nested_texts_raise_nothing(depth: int, opening: str, end: str) -> None:
+    """Everyone who can write to a server can store such a text."""
+    nested = f'{{"model":{opening * depth}1{end * depth}}}'
+    assert unpack(pack(nested))
+    assert summary(nested)
+    assert str(differences(nested, "{}")[0])

@@ -411,3 +411,9 @@ def test_a_disk_beside_another_kind(tmp_path: Path) -> None:
     assert len(other.blocks) + disk.stats().ready == 30
     driver.tier.close()
     assert other.closed
+
+
+@pytest.mark.parametrize("tiers", [None, 5, [5], "ab"])
+def test_members_must_be_tiers(tiers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^tiers: .*SecondaryTier"):
+        StripedTier(tiers)

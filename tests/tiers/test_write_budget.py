@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -244,3 +245,9 @@ def test_a_failed_write_counts(tmp_path: Path) -> None:
     driver.tier.submit_write(keys_of([1, 2]), driver.pool, np.arange(2))
     assert budget.left_bytes == PAGE_BYTES, "counted when the write begins, whatever its result"
     driver.tier.close()
+
+
+@pytest.mark.parametrize("limit", [-1, float("nan"), float("inf"), "7", None, True])
+def test_a_limit_must_be_a_number_of_bytes(limit: Any) -> None:
+    with pytest.raises(ConfigError, match="max_write_bytes_per_day"):
+        WriteBudget(limit)

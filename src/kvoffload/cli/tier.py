@@ -130,7 +130,8 @@ def inspect(options: ServerOptions) -> None:
 def bench(options: BenchOptions) -> None:
     """Measure probes, verified reads and writes through URL, and compute the break-even for a model.
 
-    Writes up to 64 MiB, which live for one minute; a full server evicts other blocks for them.
+    Writes up to 64 MiB in each round. They live for one minute, in a bucket until its rule expires them. A
+    full server evicts other blocks for them.
     """
     tier = _shared(options.url)
     speeds = [_speeds(tier, num_bytes, options.rounds) for num_bytes in options.sizes()]

@@ -25,7 +25,7 @@ from kvoffload.tiering.cascade import Cascade
 from kvoffload.tiering.lane import TieringCounts, TierLane
 from kvoffload.tiering.misses import change_of
 from kvoffload.tiering.promotion import MOST_DISTRUSTED, Promotion
-from kvoffload.tiering.stack import TierStack, check_stack
+from kvoffload.tiering.stack import TierStack, check_compute_s, check_stack
 from kvoffload.tiering.wait import TierWait
 from kvoffload.tiering.worth import break_even
 from kvoffload.tiers.contract import Mask, Memory, SecondaryTier, TierStats
@@ -107,7 +107,7 @@ class TieredManager:
             lanes=[TierLane(tier, row, clock) for row, tier in enumerate(tiers)],
             in_flight_share=max_in_flight,
             deadline_s=deadline_s,
-            compute_s=recompute_s_per_block,
+            compute_s=check_compute_s(recompute_s_per_block),
             clock=clock,
             counts=TieringCounts(),
         )
@@ -158,7 +158,7 @@ class TieredManager:
 
     @recompute_s_per_block.setter
     def recompute_s_per_block(self, seconds: float | None) -> None:
-        self._stack.compute_s = seconds
+        self._stack.compute_s = check_compute_s(seconds)
 
     # ---- requests
 
@@ -385,6 +385,9 @@ class TieredManager:
         while self.poll():
             if not self._stack.drain(until):
                 return False
+            # A tier without room, or one that has lost results, may be drained although work is left.
+            if time.monotonic() >= until:
+                return not self.poll()
         return True
 
     def offer_all(self) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, finite
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.lane import TieringCounts, TierLane
 from kvoffload.tiering.wait import TierWait
-from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier
+from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier, check_tiers
 
 LONGEST_WAIT_S = 1e9
 """Limit of a wait for tiers, 30 years, because the system refuses longer times."""
@@ -86,6 +86,13 @@ def share_of(max_in_flight: float, capacity_blocks: int) -> int:
     return max(1, int(max_in_flight * capacity_blocks))
 
 
+def check_compute_s(seconds: float | None) -> float | None:
+    """Return the seconds to compute a block. Raises `ConfigError` unless they are above 0, or None."""
+    if seconds is not None and not finite(seconds) > 0:
+        raise ConfigError("recompute_s_per_block", seconds, "allowed: more than 0 seconds, or None")
+    return seconds
+
+
 def check_stack(
     capacity_blocks: int,
     memory: Memory,
@@ -94,12 +101,15 @@ def check_stack(
     max_in_flight: float,
 ) -> None:
     """Check the arguments of a `TieredManager`. Raises `ConfigError`."""
+    if not hasattr(memory, "pool"):
+        raise ConfigError("ram", memory, "allowed: a MemoryTier")
+    check_tiers(tiers)
     num_slots, block_bytes = memory.pool.shape
     if num_slots < capacity_blocks:
         raise ConfigError("ram", f"{num_slots} slots", f"allowed: {capacity_blocks} or more")
-    if not deadline_s > 0:
+    if not finite(deadline_s) > 0:
         raise ConfigError("deadline_s", deadline_s, "allowed: more than 0 seconds")
-    if not 0 < max_in_flight <= 1:
+    if not 0 < finite(max_in_flight) <= 1:
         raise ConfigError("max_in_flight", max_in_flight, "allowed: a share, more than 0 and up to 1")
     most = share_of(max_in_flight, capacity_blocks)
     for tier in tiers:

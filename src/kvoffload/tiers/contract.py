@@ -6,12 +6,14 @@ Does not know media or devices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.checksum import checksums
 from kvoffload.transfer import Blocks, Rows, check_rows
@@ -279,6 +281,12 @@ class TierStats:
     """Calls of the tier that raised an exception."""
     cost: float = 0.0
     """Cost of a bucket's requests and received bytes, at the configured prices."""
+
+
+def check_tiers(tiers: Sequence[SecondaryTier]) -> None:
+    """Check that each of `tiers` is a tier. Raises `ConfigError`."""
+    if not isinstance(tiers, Sequence) or not all(isinstance(tier, SecondaryTier) for tier in tiers):
+        raise ConfigError("tiers", tiers, "allowed: a list of tiers, each a SecondaryTier")
 
 
 def checked_rows(keys: Keys, pool: Blocks, rows: Rows, block_bytes: int) -> npt.NDArray[np.int64]:

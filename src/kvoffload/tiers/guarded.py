@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvoffload.errors import check_integer, finite
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import (
@@ -51,13 +52,15 @@ class GuardedTier(SharedTier, GroupedTier):
     The guard has the methods of every kind of tier. Around a tier that is not shared, no block is `unknown`.
     Around a tier without groups, each group is one block.
 
-    - If a call raises, its blocks are misses, and no job begins (`NO_JOB`).
+    - If a call raises, its blocks are misses, and no job begins (`NO_JOB`). A result that breaks the contract
+      of tiers, such as a mask of another length, counts as an exception.
     - After three consecutive failures of one method the guard does not call the tier for 1 s. Each further
       failure of the method doubles the pause, up to 60 s; a success resets it. Jobs in flight are still
       collected during a pause.
     - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. Then it closes
       the tier, so that nothing writes to the rows of these jobs, reports the jobs as failed, and never uses
-      the tier again. If `close` raises too, the jobs never end and keep their rows.
+      the tier again. If `close` raises too, the jobs never end and keep their rows. The same, without the
+      wait, follows a result of `submit_read`, `submit_write` or `submit_probe` that names no new job.
     - If `clear` raises, the tier may still have blocks from before the reset. The guard makes no other call
       to find, read or write blocks until a repeated `clear` succeeds.
 
@@ -119,10 +122,12 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._mask("unknown", self._shared.unknown, keys, request)
 
     def cut(self, keys: Keys, room: int) -> int:
-        count = min(room, len(keys))
-        if self._grouped is None:
+        count, grouped = min(room, len(keys)), self._grouped
+        if grouped is None:
             return count
-        return self._call_unless_paused("cut", count, self._grouped.cut, keys, room)
+        return self._call_unless_paused(
+            "cut", count, lambda: check_integer("cut", grouped.cut(keys, room), count, 0)
+        )
 
     def submit_probe(self, keys: Keys) -> int:
         if self._shared is None:
@@ -140,23 +145,36 @@ class GuardedTier(SharedTier, GroupedTier):
         if self._is_paused():
             self._num_dropped += len(keys)
             return nothing
-        job, accepted = self._call(
+        begun = self._call(
             "submit_write", nothing, self.inner.submit_write, keys, pool, rows, request, num_blocks=len(keys)
         )
-        if job != NO_JOB:
-            self._num_rows[job] = int(np.count_nonzero(accepted))
-        return job, accepted
+        if begun is nothing:
+            return nothing
+        try:
+            job, accepted = begun
+            num_accepted = int(np.count_nonzero(_checked_mask(accepted, len(keys))))
+            if num_accepted == 0 and job != NO_JOB:
+                raise ValueError("a job that writes no block")
+            return self._registered(job, num_accepted), accepted
+        except (TypeError, ValueError) as error:
+            self._note_failure("submit_write", len(keys), error)
+            self._give_up("`submit_write` named no new job")
+            return nothing
 
     @property
     def queue_room(self) -> int:
         """Room in the tier's write queue, in blocks; ``sys.maxsize`` during a pause, when the guard drops all
         offers."""
-        return self._call_unless_paused("queue_room", sys.maxsize, lambda: self.inner.queue_room)
+        return self._call_unless_paused(
+            "queue_room",
+            sys.maxsize,
+            lambda: check_integer("queue_room", self.inner.queue_room, sys.maxsize, 0),
+        )
 
     def finished(self) -> list[JobResult]:
         if not self._is_closed:
             nothing: list[JobResult] = []
-            for result in self._call("finished", nothing, self.inner.finished):
+            for result in self._call("finished", nothing, self._results):
                 self._end(result)
             self._end_doubtful()
         ended, self._ended = self._ended, []
@@ -171,9 +189,10 @@ class GuardedTier(SharedTier, GroupedTier):
 
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         nothing: list[tuple[list[bytes], bool]] = []
-        if self._shared is None or self._is_closed:
+        shared = self._shared
+        if shared is None or self._is_closed:
             return nothing
-        return self._call("take_changes", nothing, self._shared.take_changes)
+        return self._call("take_changes", nothing, lambda: _checked_changes(shared.take_changes()))
 
     def drain(self, timeout_s: float) -> bool:
         """Wait for all jobs; returns False on time-out, after a `clear` that still fails, or if closed."""
@@ -187,7 +206,7 @@ class GuardedTier(SharedTier, GroupedTier):
         """Return the tier's counters plus the guard's counts of failures. If the tier's `stats` raises, its
         last result is used."""
         if not self._is_closed:
-            self._last_stats = self._call("stats", self._last_stats, self.inner.stats)
+            self._last_stats = self._call("stats", self._last_stats, self._inner_stats)
         stats = self._last_stats
         return replace(
             stats,
@@ -225,17 +244,42 @@ class GuardedTier(SharedTier, GroupedTier):
 
     def _mask(self, method: str, call: Callable[..., Mask], keys: Keys, request: object | None) -> Mask:
         nothing = np.zeros(len(keys), np.bool_)
-        answer = self._call_unless_paused(method, nothing, call, keys, request)
-        if answer.shape != nothing.shape:
-            self._note_failure(method, 0, ValueError(f"{answer.shape} answers for {len(keys)} blocks"))
-            return nothing
-        return answer
+        return self._call_unless_paused(
+            method, nothing, lambda: _checked_mask(call(keys, request), len(keys))
+        )
 
     def _submit(self, method: str, call: Callable[..., int], keys: Keys, *arguments: object) -> int:
         job = self._call_unless_paused(method, NO_JOB, call, keys, *arguments, num_blocks=len(keys))
+        try:
+            return self._registered(job, len(keys))
+        except TypeError as error:
+            self._note_failure(method, len(keys), error)
+            self._give_up(f"`{method}` named no new job")
+            return NO_JOB
+
+    def _registered(self, job: object, num_rows: int) -> int:
+        """Record a job in flight, unless it is `NO_JOB`; returns its number.
+
+        Raises: `TypeError` if `job` is no number, or the number of a job in flight.
+        """
+        if not isinstance(job, (int, np.integer)) or job in self._num_rows:
+            raise TypeError(f"{job!r} is no new job")
         if job != NO_JOB:
-            self._num_rows[job] = len(keys)
-        return job
+            self._num_rows[int(job)] = num_rows
+        return int(job)
+
+    def _results(self) -> list[JobResult]:
+        results = self.inner.finished()
+        for result in results:
+            if not isinstance(result, JobResult) or not isinstance(result.job, (int, np.integer)):
+                raise TypeError(f"{result!r} is no result of a job")
+        return results
+
+    def _inner_stats(self) -> TierStats:
+        stats = self.inner.stats()
+        if not isinstance(stats, TierStats):
+            raise TypeError(f"{stats!r} where TierStats should be")
+        return stats
 
     # ---- failures
 
@@ -271,12 +315,13 @@ class GuardedTier(SharedTier, GroupedTier):
         self._doubtful.discard(result.job)
         if num_rows is None:
             self._note_failure("finished", 0, KeyError(f"job {result.job} is not in flight"))
-        elif result.ok.shape != (num_rows,):
-            error = ValueError(f"{result.ok.shape} results for {num_rows} blocks")
+            return
+        try:
+            _check_result(result, num_rows)
+        except (TypeError, ValueError) as error:
             self._note_failure("finished", num_rows, error)
-            self._ended.append(JobResult(result.job, np.zeros(num_rows, np.bool_), result.seconds))
-        else:
-            self._ended.append(result)
+            result = JobResult(result.job, np.zeros(num_rows, np.bool_), 0.0)
+        self._ended.append(result)
 
     def _end_doubtful(self) -> None:
         """Close the tier 10 s after `finished` has raised, if jobs of that moment are still in flight."""
@@ -286,10 +331,13 @@ class GuardedTier(SharedTier, GroupedTier):
         if not self._doubtful or now - self._doubtful_since < _JOBS_END_WITHIN_S:
             return
         self._doubtful.clear()
+        self._give_up(f"{len(self._num_rows)} jobs did not end after `finished` failed")
+
+    def _give_up(self, why: str) -> None:
+        """Close the tier for good, and end its jobs as failed."""
         num_errors = self._num_errors
         self.close()
-        text = "tier %s: closed for good, because %d jobs did not end after `finished` failed"
-        self._log.error(f"closed {id(self)}", text, self.name, len(self._num_rows))
+        self._log.error(f"closed {id(self)}", "tier %s: closed for good, because %s", self.name, why)
         if self._num_errors == num_errors:  # closed: nothing writes to the rows any more
             self._num_failed += sum(self._num_rows.values())
             self._ended += [
@@ -304,3 +352,29 @@ class GuardedTier(SharedTier, GroupedTier):
     def _clear_inner(self) -> bool:
         self.inner.clear()
         return True
+
+
+def _checked_mask(mask: Mask, count: int) -> Mask:
+    """Return a mask of `count` blocks. Raises `TypeError`, `ValueError`."""
+    if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+        raise TypeError(f"{type(mask).__name__} where a mask of {count} blocks should be")
+    if mask.shape != (count,):
+        raise ValueError(f"{mask.shape} answers for {count} blocks")
+    return mask
+
+
+def _check_result(result: JobResult, num_rows: int) -> None:
+    """Check the result of a job with `num_rows` rows. Raises `TypeError`, `ValueError`."""
+    _checked_mask(result.ok, num_rows)
+    if result.stale is not None:
+        _checked_mask(result.stale, num_rows)
+    if not finite(result.seconds) >= 0.0:
+        raise ValueError(f"a job of {result.seconds!r} seconds")
+
+
+def _checked_changes(changes: list[tuple[list[bytes], bool]]) -> list[tuple[list[bytes], bool]]:
+    """Return changes of a shared tier. Raises `TypeError`, `ValueError`."""
+    for keys, _ in changes:
+        if not all(isinstance(key, bytes) for key in keys):
+            raise TypeError("changed blocks are no keys")
+    return changes

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import ConfigError, MisuseError, check_integer
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
 from kvoffload.text import size
@@ -84,11 +85,8 @@ class MemoryTier:
     def __init__(
         self, num_slots: int, block_bytes: int, *, verify: bool = True, memory: SlotMemory | None = None
     ) -> None:
-        if num_slots < 1:
-            raise ConfigError("num_slots", num_slots, "allowed: 1 or more")
-        if block_bytes < 1:
-            raise ConfigError("block_bytes", block_bytes, "allowed: 1 or more")
-        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self.num_slots = num_slots = check_integer("num_slots", num_slots, sys.maxsize)
+        self.block_bytes = block_bytes = check_integer("block_bytes", block_bytes, sys.maxsize)
         self.slot_stride = slot_stride(block_bytes)
         if memory is None:
             mapping = _allocate(num_slots, block_bytes, num_slots * self.slot_stride)

@@ -7,17 +7,22 @@ which blocks are served.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from kvoffload.errors import ConfigError
+
 MAX_BYTES = 3072
 """Limit of a packed text."""
 _COMPRESSED = b"\0"
 """First byte of a compressed text. No plain text begins with this byte."""
 _MAX_UNPACKED_BYTES = 1 << 18
+_MOST_NESTED = 64
+"""Limit of nested objects and lists in a text with fields. Functions that recurse would fail on more."""
 _LONG_VALUE = 160
 _MORE = "(not stored)"
 _IN_SUMMARY = ("model", "weights", "vllm", "model.dtype", "dtype", "salt")
@@ -35,6 +40,14 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         """Format the difference as ``rope_theta: 10000 / 1000000``."""
         return f"{_shown(self.name)}: {_shown(self.first)} / {_shown(self.second)}"
+
+
+def check_producer_text(field: str, text: object) -> str:
+    """Return `text` if it can identify a producer: not empty, and valid Unicode. Raises `ConfigError`."""
+    with contextlib.suppress(UnicodeEncodeError):
+        if isinstance(text, str) and text.encode():
+            return text
+    raise ConfigError(field, text, "allowed: a text that names the producer")
 
 
 def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
@@ -105,7 +118,22 @@ def _parsed(text: str) -> tuple[dict[str, Any], str]:
         parsed, end = json.JSONDecoder().raw_decode(text)
     except (ValueError, RecursionError):
         return {}, ""
-    return (parsed, text[end:]) if isinstance(parsed, dict) else ({}, "")
+    return (parsed, text[end:]) if isinstance(parsed, dict) and _is_shallow(parsed) else ({}, "")
+
+
+def _is_shallow(value: Any) -> bool:
+    """Return True if a JSON value has at most `_MOST_NESTED` levels."""
+    level = [value]
+    for _ in range(_MOST_NESTED):
+        if not level:
+            return True
+        inner = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, (dict, list))
+        ]
+        level = [each for several in inner for each in several]
+    return not level
 
 
 def _flat(before: str, value: Any) -> Iterable[tuple[str, Any]]:

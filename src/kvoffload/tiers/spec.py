@@ -10,6 +10,7 @@ Descriptions must not contain passwords. Error messages mask passwords in descri
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, quote
 
 from kvoffload.core.admission import DEFAULT_ADMISSION, AdmissionName
 from kvoffload.core.policy import DEFAULT_POLICY, PolicyName
@@ -27,6 +28,7 @@ from kvoffload.errors import CombinedConfigError, ConfigError, UnavailableError,
 from kvoffload.settings.read import MOST_BLOCKS, option_names, parse_capacity, read_options
 from kvoffload.settings.registry import Registry
 from kvoffload.tiers.contract import SecondaryTier
+from kvoffload.tiers.producer_text import check_producer_text
 
 _Sized = TypeVar("_Sized", bound="SizedTierOptions")
 NO_TIERS = "none"
@@ -143,12 +145,13 @@ class TierOptions(ABC):
 
     def __str__(self) -> str:
         """Format the options as text that `parse_tier` reads."""
-        return f"{getattr(self, 'url', self.name)}{self._settings('?', '&')}"
+        encode = functools.partial(quote, safe="/:,")
+        return f"{getattr(self, 'url', self.name)}{self._settings('?', '&', encode)}"
 
-    def _settings(self, before: str, between: str) -> str:
-        """Format the options that differ from their defaults."""
+    def _settings(self, before: str, between: str, encode: Callable[[str], str] = str) -> str:
+        """Format the options that differ from their defaults, with their values encoded."""
         settings = [
-            f"{option.name}={getattr(self, option.name)}"
+            f"{option.name}={encode(str(getattr(self, option.name)))}"
             for option in fields(self)
             if option.name not in _PLACE and getattr(self, option.name) != option.default
         ]
@@ -315,8 +318,7 @@ def open_tier(
 
     Cost: waits up to 5 s for a server, up to 1 s with ``must_answer=False`` (3 s for a bucket).
     """
-    if not isinstance(fingerprint, str) or not fingerprint:
-        raise ConfigError("fingerprint", fingerprint, "allowed: a text that names the producer")
+    check_producer_text("fingerprint", fingerprint)
     options = parse_tier("tier", description)
     owner = TierOwner(
         check_integer("block_bytes", block_bytes, sys.maxsize),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import GroupedTier, SecondaryTier, SharedTier
+from kvoffload.tiers.contract import GroupedTier, SecondaryTier, SharedTier, check_tiers
 from kvoffload.tiers.divided import DividedTier
 
 
@@ -23,7 +23,8 @@ class StripedTier(DividedTier[SecondaryTier]):
     mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
     the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
     each old tier, and no key moves between old tiers. Each tier gets its keys of a prefix in order. If a tier
-    fails or hangs, only its own blocks are misses.
+    fails, only its own blocks are misses. While a tier hangs, jobs with its blocks do not end, so a
+    `TieredManager` reads nothing from the whole stripe.
 
     Args:
         tiers: tiers of one block size. The stripe owns the tiers and closes them in `close`.
@@ -39,6 +40,7 @@ class StripedTier(DividedTier[SecondaryTier]):
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
         super().__init__()
+        check_tiers(tiers)
         identities = [tier.identity for tier in tiers]
         sizes = [tier.block_bytes for tier in tiers]
         if not tiers:

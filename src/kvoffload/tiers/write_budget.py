@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, finite
 
 HOUR_S = 3600
 DAY_S = 24 * HOUR_S
@@ -29,13 +29,13 @@ class WriteBudget:
         is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). Writes then
             never exceed the bytes that the rate has earned so far.
 
-    Thread: the scheduler's. Raises: `ConfigError` for a negative budget.
+    Thread: the scheduler's. Raises: `ConfigError` for a budget below 0 or without end.
     """
 
     def __init__(
         self, max_bytes_per_day: float, clock: Callable[[], float] | None = None, *, is_even: bool = False
     ) -> None:
-        if max_bytes_per_day < 0:
+        if not finite(max_bytes_per_day) >= 0:
             raise ConfigError("max_write_bytes_per_day", max_bytes_per_day, "allowed: 0 or more")
         self._max_bytes, self._clock = max_bytes_per_day, clock or _steady_clock()
         self._bytes_by_hour = Counter[int]()

@@ -685,6 +685,8 @@ def test_one_slab_under_two_names_has_one_owner(
     disk = life(filled)
     with pytest.raises(UnavailableError, match="open under another name"):
         life(elsewhere)
+    with pytest.raises(UnavailableError, match="open under another name"), opened(elsewhere):
+        pass
     disk.tier.close()
     assert life(elsewhere).here(NUMBERS) == NUMBERS
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -296,6 +298,57 @@ def test_bad_input_is_one_clear_error(tmp_path: Path, options: dict[str, object]
     with pytest.raises(ConfigError, match=field):
         Disk(**arguments)  # type: ignore[arg-type]
     Disk(tmp_path / "x", 4).tier.close()
+
+
+@pytest.mark.parametrize(
+    "option", ["capacity_bytes", "block_bytes", "key_bytes", "num_threads", "queue_bytes"]
+)
+@pytest.mark.parametrize("value", [True, 2.5, math.nan, "7", None, 1 << 70])
+def test_numbers_must_be_whole_and_possible(tmp_path: Path, option: str, value: object) -> None:
+    options: dict[str, Any] = {"capacity_bytes": 1 << 20, "block_bytes": 4096, option: value}
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        DiskTier(tmp_path, fingerprint="model", **options)
+    assert not [*tmp_path.iterdir()], "refused before the directory is used"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("fingerprint", "\ud800"), ("fingerprint", b"model"), ("path", ""), ("path", "a\0b"), ("path", None)],
+)
+def test_texts_must_be_usable(tmp_path: Path, option: str, value: object) -> None:
+    options: dict[str, Any] = {"path": tmp_path, "fingerprint": "model", option: value}
+    with pytest.raises(ConfigError, match=f"^{option}: "):
+        DiskTier(capacity_bytes=1 << 20, block_bytes=4096, **options)
+
+
+def test_a_capacity_whose_metadata_exceed_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tiers.disk.tier.available_bytes", lambda: 1 << 20)
+    with pytest.raises(
+        ConfigError, match=r"capacity_bytes: .* blocks need .* MiB .*, and 1 MiB are available"
+    ):
+        DiskTier(tmp_path, 4 << 30, 4096, fingerprint="model")
+
+
+class LateFiles(Files):
+    """A clock in the year 2286."""
+
+    def time_s(self) -> float:
+        return 1e10
+
+
+def test_blocks_that_were_written_under_a_clock_centuries_ahead_are_kept(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, 4, files=LateFiles())
+    disk.write([1])
+    disk.tier.clear()
+    assert disk.write([2, 3]) == [2, 3]
+    disk.tier.close()
+    disk = Disk(tmp_path, 4)
+    assert disk.here([1, 2, 3]) == [2, 3]
+    assert disk.write([4]) == [4]
+    disk.tier.close()
+    assert Disk(tmp_path, 4).here([1, 2, 3, 4]) == [2, 3, 4]
 
 
 def test_a_path_that_is_no_directory(tmp_path: Path) -> None:

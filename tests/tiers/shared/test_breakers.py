@@ -14,6 +14,8 @@ import pytest
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, CircuitBreaker
 from kvoffload.tiers.shared.errors import SilentError
+from kvoffload.tiers.shared.groups import BlockGroups
+from kvoffload.tiers.shared.speeds import measure_speeds
 from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.silence import ImpatientConnection
 from support.gated_server import ANSWERS, BLOCK_BYTES, FAILS, HANGS, GatedServer
@@ -196,6 +198,23 @@ def test_attempt_has_no_result_for_a_caller(
     assert tier.contains(some_keys(1)).all()
 
 
+def test_attempt_to_probe_is_not_counted_as_a_probe(
+    server: GatedServer, make: Callable[..., Any], clock: Clock
+) -> None:
+    tier = make()
+    wait(tier, write(tier, 1))
+    server.modes = {"probe": FAILS}
+    for _ in range(3):
+        wait(tier, tier.submit_probe(some_keys(1)))
+    server.modes = {}
+    clock.now += 2.0
+    for _ in range(2):  # a handshake, then the attempt
+        tier.contains(some_keys(1))
+        settle(tier)
+    assert server.asked["probe"] == 4
+    assert (tier.stats().probes, tier.stats().probe_hits) == (3, 0)
+
+
 def test_reads_and_writes_fail_independently(
     server: GatedServer, make: Callable[..., Any], clock: Clock
 ) -> None:
@@ -338,3 +357,46 @@ def test_deadline_before_the_longest_silence_counts(mute: int) -> None:
         connection.reply(time.monotonic() + 0.01)
     assert not isinstance(raised.value, SilentError)
     connection.close()
+
+
+# ---- writes
+
+
+def written(tier: Any, *numbers: int) -> list[int]:
+    """Offer blocks of a path; return the accepted blocks once they are written."""
+    request, keys = tier.begin_request("r"), some_keys(*numbers)
+    tier.follow(request, keys)
+    job, taken = tier.submit_write(keys, POOL, np.arange(len(keys)), request)
+    assert tier.drain(PATIENCE_S)
+    assert [result.ok.tolist() for result in tier.finished()] == [[True] * int(taken.sum())] * (job != NO_JOB)
+    return [number for number, was_taken in zip(numbers, taken.tolist(), strict=True) if was_taken]
+
+
+@pytest.mark.parametrize("group_blocks", [1, 4])
+def test_the_limit_of_bytes_in_flight_admits_a_block_or_group_of_any_size(
+    make: Callable[..., Any], group_blocks: int
+) -> None:
+    tier = make(groups=BlockGroups(group_blocks))
+    tier.jobs.in_flight_bytes = group_blocks * BLOCK_BYTES - 1
+    assert tier.queue_room == group_blocks
+    numbers = [*range(1, 9)]
+    assert written(tier, *numbers) == numbers[:group_blocks]
+
+
+def test_a_key_that_is_offered_twice_is_written_once(make: Callable[..., Any]) -> None:
+    assert written(make(), 1, 2, 1) == [1, 2]
+
+
+def test_a_key_that_is_offered_twice_completes_no_group(make: Callable[..., Any]) -> None:
+    tier = make(groups=BlockGroups(2))
+    tier.follow(tier.begin_request("r"), some_keys(1, 2))
+    job, taken = tier.submit_write(some_keys(1, 1), POOL, np.arange(2))
+    assert (job, taken.tolist()) == (NO_JOB, [False, False])
+
+
+@pytest.mark.parametrize(("group_blocks", "num_blocks"), [(1, 64), (5, 60), (100, 100)])
+def test_speeds_are_measured_with_whole_groups(
+    make: Callable[..., Any], group_blocks: int, num_blocks: int
+) -> None:
+    speeds = measure_speeds(make(groups=BlockGroups(group_blocks)), 2, PATIENCE_S)
+    assert (speeds.num_blocks, speeds.num_wrong) == (num_blocks, 0)

@@ -21,6 +21,10 @@ CLUSTER = "valkey+cluster://a:7201,b,[::1]:7203/team.a"
         ),
         (f"{CLUSTER}?ttl=1d", ValkeyOptions(url=CLUSTER, ttl=86400.0)),
         (
+            "valkey://cache/ns?identity=a%26b%3D100%25&password_file=/run/a%2Bb",
+            ValkeyOptions(url="valkey://cache/ns", identity="a&b=100%", password_file="/run/a+b"),
+        ),
+        (
             "s3://bucket/team/a?endpoint=https://minio:9000&region=eu-1&pack=8MiB&admission=reuse:2",
             S3Options(
                 url="s3://bucket/team/a",
@@ -55,6 +59,7 @@ def test_addresses_of_a_cluster_behind_a_disk() -> None:
         ("valkey://host:6379/a/b", "tier.url: "),
         ("valkey://host:6379/a:b", "tier.url: "),
         ("valkey://host:port/ns", "tier.url: "),
+        ("valkey://host:0/ns", "tier.url: "),
         ("valkey:///ns", "tier.url: "),
         ("valkey:host:6379", "tier.url: missing; give"),
         ("valkey://host/ns?ttl=soon", "tier.ttl: 'soon' is invalid; allowed: seconds"),

@@ -146,6 +146,7 @@ def opened(
     files = files or Files()
     lock = DirectoryLock(slabs[0].parent, log, wait_s=wait_s, sleep=files.sleep)
     try:
+        lock.include(slabs[0])
         slab = Slab.open(slabs[0], files, log)
         if isinstance(slab, str):
             raise ConfigError("path", str(slabs[0]), slab)

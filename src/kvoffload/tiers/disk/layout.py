@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, check_integer
 from kvoffload.structures.keys import MAX_KEY_BYTES, words_per_key
 from kvoffload.tiers.disk.files import PAGE_BYTES
 
 MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
+MAX_CAPACITY_BYTES = 1 << 62
 RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
 """Size of the reserve: 256 MiB of slots, at most a sixteenth of all slots. The tier writes new blocks into
 the reserve while the removal of evicted blocks is not durable yet."""
@@ -95,13 +96,10 @@ class Layout:
     @classmethod
     def within(cls, capacity_bytes: int, block_bytes: int, key_bytes: int) -> Layout:
         """Return the largest layout that fits in `capacity_bytes`. Raises `ConfigError`."""
-        for field, value, largest in (
-            ("block_bytes", block_bytes, MAX_BLOCK_BYTES),
-            ("key_bytes", key_bytes, MAX_KEY_BYTES),
-        ):
-            if not 1 <= value <= largest:
-                raise ConfigError(field, value, f"allowed: 1 to {largest}")
-        low, high = 0, min(MAX_SLOTS, max(0, capacity_bytes) // PAGE_BYTES)
+        block_bytes = check_integer("block_bytes", block_bytes, MAX_BLOCK_BYTES)
+        key_bytes = check_integer("key_bytes", key_bytes, MAX_KEY_BYTES)
+        capacity_bytes = check_integer("capacity_bytes", capacity_bytes, MAX_CAPACITY_BYTES, 0)
+        low, high = 0, min(MAX_SLOTS, capacity_bytes // PAGE_BYTES)
         while low < high:
             middle = (low + high + 1) // 2
             if cls(block_bytes, key_bytes, middle).file_bytes + LOCK_FILE_BYTES <= capacity_bytes:

@@ -22,8 +22,9 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
-from kvoffload.errors import ConfigError, MisuseError, UnavailableError
+from kvoffload.errors import ConfigError, MisuseError, UnavailableError, check_integer
 from kvoffload.structures.keys import Keys
+from kvoffload.text import size
 from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.contract import (
     NO_JOB,
@@ -38,7 +39,7 @@ from kvoffload.tiers.disk.chunk import Chunk, Stamps
 from kvoffload.tiers.disk.committer import Committer
 from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.format import REUSE
+from kvoffload.tiers.disk.format import MAX_NUMBER, REUSE
 from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.pipeline import Pipeline
 from kvoffload.tiers.disk.placement import Placement
@@ -53,7 +54,9 @@ from kvoffload.tiers.disk.slab import (
     Outcomes,
     Positions,
 )
+from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.offer import Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.producer_text import check_producer_text
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
@@ -68,6 +71,11 @@ Such errors often pass."""
 _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
+_LATEST_NS = MAX_NUMBER - (1 << 60)
+"""Limit of the time that generations begin at, in nanoseconds since 1970: the year 2079. So a clock that is
+centuries ahead leaves 2^60 generations."""
+_MOST_THREADS = 1024
+_MEMORY_PER_BLOCK = 210
 
 
 @dataclass(eq=False)
@@ -160,11 +168,9 @@ class DiskTier(SecondaryTier):
         progress: Progress | None = None,
         files: Files | None = None,
     ) -> None:
-        if not isinstance(fingerprint, str) or not fingerprint:
-            raise ConfigError("fingerprint", fingerprint, "allowed: a text that names the producer")
-        for option, value in (("num_threads", num_threads), ("queue_bytes", queue_bytes)):
-            if value < 1:
-                raise ConfigError(option, value, "allowed: 1 or more")
+        check_producer_text("fingerprint", fingerprint)
+        num_threads = check_integer("num_threads", num_threads, _MOST_THREADS)
+        queue_bytes = check_integer("queue_bytes", queue_bytes, sys.maxsize)
 
         def manager_of(layout: Layout) -> OffloadingManager:
             return OffloadingManager(
@@ -172,9 +178,10 @@ class DiskTier(SecondaryTier):
             )
 
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
+        _check_memory(capacity_bytes, layout)
         # First, because its options may be invalid, and nothing is open yet.
         self._manager = manager_of(layout)
-        self._directory, self._log = Path(path), RateLimitedLog("kvoffload.disk")
+        self._directory, self._log = _directory_of(path), RateLimitedLog("kvoffload.disk")
         self._files = files or Files()
         self._lock, self._slab, self._journal, contents = open_directory(
             self._directory,
@@ -191,9 +198,8 @@ class DiskTier(SecondaryTier):
                 # After changes of the capacity the journal may be longer than a new slab's.
                 self._manager = manager_of(self._slab.layout)
             # Also above generations that a crashed process may have written without an entry.
-            next_generation = max(
-                contents.last_generation + 1, self._slab.void_before, int(self._files.time_s() * 1e9)
-            )
+            now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
+            next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
             self._placement = Placement(self._slab.layout, next_generation)
             unrestored = self._placement.restore(contents, self._manager)
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
@@ -560,3 +566,18 @@ class DiskTier(SecondaryTier):
             return True
         del self._refused[generation]
         return False
+
+
+def _check_memory(capacity_bytes: int, layout: Layout) -> None:
+    """Raise `ConfigError` if the metadata of the blocks needs more memory than this process can get."""
+    num_blocks, available = layout.num_blocks, available_bytes()
+    if (needed := num_blocks * _MEMORY_PER_BLOCK) > available:
+        why = f"its {num_blocks:,} blocks need {size(needed)} of memory, and {size(available)} are available"
+        raise ConfigError("capacity_bytes", capacity_bytes, why)
+
+
+def _directory_of(path: object) -> Path:
+    """Return a path from a user. Raises `ConfigError`."""
+    if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
+        raise ConfigError("path", path, "allowed: a directory")
+    return Path(path)

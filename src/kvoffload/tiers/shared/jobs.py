@@ -26,6 +26,7 @@ class Jobs:
     Args:
         name: tier's name, part of the threads' names.
         num_threads: number of threads for reads, for writes and for probes.
+        group_blocks: blocks that are written together. This number is always in the limit.
 
     Attributes:
         in_flight: exchanges by job number.
@@ -42,8 +43,9 @@ class Jobs:
         perform: Callable[[Any, Exchange], None],
         block_bytes: int,
         num_threads: int,
+        group_blocks: int = 1,
     ) -> None:
-        self._block_bytes = block_bytes
+        self._block_bytes, self._group_blocks = block_bytes, group_blocks
         self.in_flight: dict[int, BlockExchange] = {}
         self.in_flight_bytes = IN_FLIGHT_BYTES
         self.ended: deque[Exchange] = deque()  # `append` and `popleft` are atomic
@@ -65,7 +67,8 @@ class Jobs:
 
     def room(self, kind: str) -> int:
         """Return the number of blocks that may be submitted now. `kind`: `READ` or `WRITE`."""
-        return max(0, self.in_flight_bytes // self._block_bytes - self._num_blocks[kind])
+        most = max(self._group_blocks, self.in_flight_bytes // self._block_bytes)
+        return max(0, most - self._num_blocks[kind])
 
     def submit(self, exchange: BlockExchange) -> int:
         """Register and send an exchange about blocks; returns the number of its job."""

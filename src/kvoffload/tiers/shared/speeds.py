@@ -1,4 +1,4 @@
-"""Measurement of the speed of a shared tier, for `kvoffload tier bench` and `kvoffload calibrate`."""
+"""Measurement of the speed of a shared tier, for `kvoffload tier bench`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from kvoffload.errors import UnavailableError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, SharedTier
+from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult, SharedTier
 from kvoffload.tiers.memory import MemoryTier
 
 _PROBED, _KEY_BYTES = 64, 36
@@ -61,10 +61,14 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
     Raises: `UnavailableError` if the tier loses or accepts no blocks, or exceeds `timeout_s`.
     """
     size = tier.block_bytes
-    count = max(1, min(_MOST_BLOCKS, _MOST_BYTES // size))
+    group = tier.group_blocks if isinstance(tier, GroupedTier) else 1
+    # Only whole groups are written.
+    count = max(1, min(_MOST_BLOCKS, _MOST_BYTES // size) // group) * group
     keys = Keys.pack(
         [number.to_bytes(_KEY_BYTES, "big") for number in range(max(count, _PROBED))], _KEY_BYTES
     )
+    if isinstance(tier, GroupedTier):
+        tier.follow(tier.begin_request("speeds"), keys)
     pool, rows = MemoryTier(count, size).pool, np.arange(count)
     content = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
     probes, firsts, puts, gets, num_wrong = [], [], [], [], 0

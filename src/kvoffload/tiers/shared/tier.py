@@ -181,7 +181,12 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self._log = RateLimitedLog("kvoffload.remote")
         self._pid = os.getpid()
         self.jobs = Jobs(
-            name, connect, lambda c, exchange: perform(dialect, c, exchange), block_bytes, num_threads
+            name,
+            connect,
+            lambda c, exchange: perform(dialect, c, exchange),
+            block_bytes,
+            num_threads,
+            self.group_blocks,
         )
         self.peer = Peer(
             name,
@@ -280,8 +285,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self._stats.dropped += len(keys)
             return NO_JOB, accepted
         self._forget_partial_groups(keys)
-        new = np.array([key not in self._writing for key in keys], np.bool_)
-        wanted = np.flatnonzero(new & ~self.presence.present(keys.digests))
+        wanted = np.flatnonzero(self._not_being_written(keys) & ~self.presence.present(keys.digests))
         if self._admission is not None:
             admitted = wanted[self._admission.admit(keys.take(wanted))]
             self._stats.refused += len(wanted) - len(admitted)
@@ -475,7 +479,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
             self._process_read(exchange)
         elif isinstance(exchange, Write):
             self._process_write(exchange, is_current)
-        else:
+        elif is_awaited:
             self._stats.probe_hits += int(np.count_nonzero(exchange.ok))
         if is_current and not was_reset:
             self._learn(exchange)
@@ -544,6 +548,11 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self.peer.end_pauses()
 
     # ---- groups and admission
+
+    def _not_being_written(self, keys: Keys) -> Mask:
+        """Return a mask of the blocks that no write in flight has. Of equal keys only the first is True."""
+        new = dict.fromkeys(key for key in keys if key not in self._writing)
+        return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
         """Return `wanted` without the blocks in no known group. The names of their objects are unknown."""

@@ -37,13 +37,15 @@ def parse_url(text: str) -> ServerURL:
     namespace = parts.path.removeprefix("/")
     nodes = [urlsplit(f"//{node}") for node in parts.netloc.split(",")]
     url = ServerURL(
-        parts.scheme, tuple((node.hostname or "", node.port or _PORT) for node in nodes), namespace
+        parts.scheme,
+        tuple((node.hostname or "", _PORT if node.port is None else node.port) for node in nodes),
+        namespace,
     )
     if (
         "@" in parts.netloc
         or parts.query
         or parts.fragment
-        or not all(host for host, _ in url.nodes)
+        or not all(host and port for host, port in url.nodes)
         or url.scheme not in SCHEMES
         or (len(nodes) > 1 and not url.is_cluster)
         or not re.fullmatch(r"[\w.-]{1,64}", namespace, re.ASCII)
