@@ -365,7 +365,7 @@ def test_deadline_before_the_longest_silence_counts(mute: int) -> None:
 def written(tier: Any, *numbers: int) -> list[int]:
     """Offer blocks of a path; return the accepted blocks once they are written."""
     request, keys = tier.begin_request("r"), some_keys(*numbers)
-    tier.follow(request, keys)
+    tier.extend_path(request, keys)
     job, taken = tier.submit_write(keys, POOL, np.arange(len(keys)), request)
     assert tier.drain(PATIENCE_S)
     assert [result.ok.tolist() for result in tier.finished()] == [[True] * int(taken.sum())] * (job != NO_JOB)
@@ -389,7 +389,7 @@ def test_a_key_that_is_offered_twice_is_written_once(make: Callable[..., Any]) -
 
 def test_a_key_that_is_offered_twice_completes_no_group(make: Callable[..., Any]) -> None:
     tier = make(groups=BlockGroups(2))
-    tier.follow(tier.begin_request("r"), some_keys(1, 2))
+    tier.extend_path(tier.begin_request("r"), some_keys(1, 2))
     job, taken = tier.submit_write(some_keys(1, 1), POOL, np.arange(2))
     assert (job, taken.tolist()) == (NO_JOB, [False, False])
 

@@ -68,7 +68,7 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
         [number.to_bytes(_KEY_BYTES, "big") for number in range(max(count, _PROBED))], _KEY_BYTES
     )
     if isinstance(tier, GroupedTier):
-        tier.follow(tier.begin_request("speeds"), keys)
+        tier.extend_path(tier.begin_request("speeds"), keys)
     pool, rows = MemoryTier(count, size).pool, np.arange(count)
     content = np.random.default_rng(1).integers(0, 256, (count, size), np.uint8)
     probes, firsts, puts, gets, num_wrong = [], [], [], [], 0
