@@ -85,7 +85,7 @@ class ExplainOptions(CacheOptions, LoadOptions):
         return [simulated_like("tiers", tier) for tier in super().parsed_tiers()]
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the caches and the assumptions."""
+        """Create the configuration of the replay: the caches and the assumed engine."""
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,

@@ -224,7 +224,7 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             raise ConfigError("tiers", str(tiers[-1]), "with several instances allowed: simulated:CAPACITY")
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the caches and the assumptions."""
+        """Create the configuration of the replay: the caches, the assumed engine, and tenants' quotas."""
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,

@@ -92,7 +92,7 @@ class OnCompute:
             self.admission.count(ctx.keys()[start:])
 
     def used(self, slots: SlotArray, reused: BoolArray) -> None:
-        """Call `access` of a policy in Python for the blocks that a request used."""
+        """Call the `access` method of a policy written in Python with the blocks that a request used."""
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
@@ -145,10 +145,12 @@ class OnCompute:
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Call `replace` of a policy in Python, which writes victims to ``new.slots`` from ``num_given`` on.
+        """Call the `replace` method of a policy written in Python.
 
-        The kernel checks the victims later. Raises: `PolicyError` if the policy has refused blocks that it
-        must accept, or has changed free slots.
+        The method writes victims to ``new.slots``, from index ``num_given`` on. The kernel checks the victims
+        later.
+
+        Raises: `PolicyError` if the policy has refused blocks that it must accept, or has changed free slots.
         """
         policy, slots = self.policy, new.slots[: new.count]
         given = slots[: new.num_given].copy()
@@ -165,7 +167,8 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Report to a policy in Python that the device dropped resident blocks. Only for a victim tier."""
+        """Do nothing. In a victim tier: tell a policy written in Python which resident blocks the device has
+        dropped."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in this row of a plan."""

@@ -48,8 +48,8 @@ class Cache(Struct):
         spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
             blocks, because other slots suffice. `SPARES_TENANTS`: quotas limit the store's victims.
         policy: address of the policy's state.
-        expect, observe, finished, access, replace, remove: addresses of the policy's functions; 0 if the
-            manager calls the policy in Python.
+        expect, observe, finished, access, replace, remove: addresses of the policy's compiled functions.
+            0 if the manager calls a method in Python instead.
         follows_device: 1 in a victim tier.
         holds: int32: for each slot the number of pins of this process, or `WRITING` while it writes the slot.
             Empty unless processes share the slots.

@@ -214,8 +214,8 @@ def explain(
 
     Args:
         misses: the misses, with `Misses.larger_hits` if larger capacities were tried.
-        top: number of runs and of differing places.
-        request: explain all runs of this request instead of the longest runs.
+        top: largest number of runs (`Run`) to list, and largest number of differing places (`Differing`).
+        request: list all runs of this request instead of the longest runs.
     """
     trace, counts = misses.trace, misses.counts()
     facts = _Facts(misses, [tier.name for tier in report.tiers[1:]])

@@ -125,11 +125,13 @@ TIER_GAUGES = {
 
 @dataclass(frozen=True)
 class Family:
-    """A metric: name without prefix, type, meaning, and labels of its own.
+    """A metric: its name without prefix, type, meaning and labels.
 
     Attributes:
         is_counter: False for a gauge. Prometheus appends ``_total`` to the names of counters.
-        values: the values of the only label, with their meanings; empty if any value may occur.
+        labels: names of the labels, without the labels that name the engine or manager.
+        values: for a metric with one label: the meaning of each value of the label. Empty if the label may
+            have any value.
         is_of_vllm: True if only vLLM's plug-in reports the metric.
     """
 

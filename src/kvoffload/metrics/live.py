@@ -182,7 +182,10 @@ class EngineRates:
 
 
 def rates(before: Reading, after: Reading) -> list[EngineRates]:
-    """Return the rates of each engine of the later scrape, sorted by the engine's name."""
+    """Compute the rates between two scrapes: one `EngineRates` for each engine of the later scrape.
+
+    The result is sorted by the engine's name.
+    """
     return [
         _Engine(engine, before.engines.get(engine, {}), values, after.time_s - before.time_s).rates()
         for engine, values in sorted(after.engines.items())

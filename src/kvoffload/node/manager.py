@@ -449,7 +449,7 @@ class NodeManager(OffloadingManager):
         return super().begin_request(request_id, keys)
 
     def reset(self, *, drop_in_flight: bool = False) -> None:
-        """Forget every block, order, ghost and count, for all engines. Cost: O(capacity).
+        """Forget all blocks, their order, the ghosts and the counts, for all engines. Cost: O(capacity).
 
         Slots that a transfer of any engine uses stay reserved until that transfer is completed.
 

@@ -33,7 +33,7 @@ class Evidence:
     Attributes:
         name: name of the trace.
         assumed: assumptions of the conversion that made the trace; empty if there are none.
-        traces: the traces of all replicas that get block references.
+        traces: a trace for each replica. Replicas without block references are left out.
         whole: the trace of all replicas together; None unless replicas may share servers or RAM.
         requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if unknown.
@@ -41,13 +41,14 @@ class Evidence:
         time_unit: as in `Trace`; empty if ms are assumed.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
         busy: references per second in the busiest minute, divided by the mean over the recording.
-        footprint_blocks: unique blocks of the replica with the largest number.
+        footprint_blocks: the largest number of unique blocks that one replica has.
         ceiling_hits: block references that unlimited caches would serve.
         apart_hits: block references that unlimited caches would serve if replicas shared nothing.
         refs: block references in each window.
-        window_ends_s: last arrival of each window, in seconds after the first arrival; empty without times.
+        window_ends_s: last arrival in each window, in seconds after the first arrival of the recording; empty
+            if the recording has no times.
         device_hits: block references that the GPUs alone would serve, in each window.
-        draws: resamples of the windows, for intervals.
+        draws: resamples of the windows, from which the confidence intervals are computed.
     """
 
     name: str

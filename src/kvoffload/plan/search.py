@@ -37,9 +37,9 @@ class TierAxis:
     Attributes:
         axis: field of a purchase.
         counts: numbers to try, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
-        setups: setups of this kind of tier with RAM.
-        within_rating: function of a setup that wears SSDs out. Returns the setups with a write budget to try
-            instead.
+        setups: setups of RAM with this kind of tier behind it.
+        within_rating: called with a setup that exceeds the rated writes of the SSDs. Returns setups with a
+            write budget to replace this setup.
     """
 
     axis: Literal["drives", "servers"]

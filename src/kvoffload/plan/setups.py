@@ -46,7 +46,7 @@ class Setups:
                 if incompatible(policy, rule) is None]  # fmt: skip
 
     def within_rating(self, setup: Setup, rated: float) -> list[Setup]:
-        """List the setups with a write budget that replace `setup`, a setup that wears SSDs out.
+        """List setups with a write budget, to replace `setup`, which exceeds the rated writes of the SSDs.
 
         Args:
             rated: drive writes per day for which the SSDs are rated.

@@ -5,7 +5,7 @@ Requests are replayed one at a time, in file order. Hits are counted as in the g
 1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
 2. The missing blocks are stored, in prefix order.
 3. The request ends when it is served or, with a decode speed, when its answer is generated (`replay.ends`).
-   Then all its blocks become the most recent blocks, the head of the prefix the most recent of all.
+   Then all its blocks become the most recently used. The first block of the prefix is the most recent.
 
 The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """

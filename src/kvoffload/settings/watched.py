@@ -40,7 +40,8 @@ class WatchedFile(Generic[T]):
         """Return the settings if the file is new or has changed, otherwise None.
 
         Raises:
-            ConfigError: names the file or the option, once for each version of the file.
+            ConfigError: for a mistake in the file. The error names the file or the option. It is raised only
+                once for each version of the file.
         """
         now = self._clock()
         if now < self._next_look:

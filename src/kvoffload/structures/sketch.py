@@ -64,14 +64,14 @@ class FrequencySketch(Struct):
 
 @inline
 def line_of(table: U64Array, h: np.uint64) -> int:
-    """Return the first word of the line with the counters of a key with hash `h`."""
+    """Return the first word of a key's line. The line holds all counters of the key; `h` is its hash."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
 
 
 @inline
 def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
-    """Prefetch the line with the counters of a key with hash `h`."""
+    """Prefetch a key's line (`line_of`). `h`: hash of the key."""
     prefetch(sketch.table, line_of(sketch.table, h))
 
 

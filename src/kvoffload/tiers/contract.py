@@ -47,8 +47,10 @@ class SecondaryTier(ABC):
     work, and `finished` returns the results. A job owns its rows of the pool from submission to end.
 
     Failures of the medium raise nothing. A block that cannot be written or read, or that does not match its
-    checksum, is False in the job's result. `contains` is then False for the block, unless the error may pass
-    and the tier allows another read. If `submit_read` or `submit_write` raises, no job has begun.
+    checksum, is False in the job's result. `contains` is then False for the block. Exception: after a
+    transient error of a read (such as ENOMEM) the tier may keep the block, so that it can be read again.
+
+    If `submit_read` or `submit_write` raises, no job has begun.
 
     Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
     not see the effects of jobs that were in flight at its submission.

@@ -67,8 +67,10 @@ class StripedTier(DividedTier[SecondaryTier]):
         return [(number, self._tiers[number], np.flatnonzero(homes == number)) for number in numbers]
 
     def homes(self, keys: Keys) -> npt.NDArray[np.intp]:
-        """Return the number of each key's tier. Weights never change, because blocks on disks would be
-        lost."""
+        """Return the number of each key's tier.
+
+        The formula of the weights must not change: blocks that are already on disks would not be found.
+        """
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)
         weights ^= weights >> np.uint64(32)

@@ -1,4 +1,4 @@
-"""The policy Hazard, which evicts the block with the lowest chance of a hit per slot and time.
+"""The policy Hazard, which evicts the block with the fewest expected hits for the time in its slot.
 
 `Hazard` explains the idea; `history` and `lifetimes` hold the statistics that the policy learns.
 """
@@ -127,7 +127,7 @@ class State(Struct):
 
 
 class Hazard(CompiledPolicy):
-    """Evicts the block least likely to be hit, per slot and time.
+    """Evicts the block with the fewest expected hits for the time that it would occupy its slot.
 
     Refuses a new block whose chance is lower than the victim's.
 

@@ -40,7 +40,7 @@ class ShadowLRU(Struct):
         super().__init__(blocks=Lists(num_keys, 1), capacity_blocks=capacity_blocks)
 
     def clear(self) -> None:
-        """Forget every block and count. Cost: O(keys of the history)."""
+        """Forget all blocks, and set the counts to 0. Cost: O(keys of the history)."""
         self.blocks.clear()
         self.lead = 0.0
         self.own_run = self.lru_run = 0

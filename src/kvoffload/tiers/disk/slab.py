@@ -52,8 +52,8 @@ each write evicts a block."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
 """Outcomes of reading or writing a block. `SOUND`: written, or read and verified. `UNREADABLE`: the medium
-failed (EIO). `MISMATCH`: read with a wrong checksum. `REFUSED`: another error of the system, which may pass
-(ENOMEM, ESTALE)."""
+failed (EIO). `MISMATCH`: read with a wrong checksum. `REFUSED`: another error of the system, often
+transient (ENOMEM, ESTALE)."""
 
 Outcomes = npt.NDArray[np.uint8]
 Positions = npt.NDArray[np.int64]

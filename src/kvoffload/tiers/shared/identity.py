@@ -135,12 +135,13 @@ class Epoch(ABC):
 
 @dataclass(frozen=True)
 class SingleEpoch(Epoch):
-    """The single epoch of a producer's blocks in a namespace.
+    """Epoch of a store with one epoch number for all blocks of a producer: a server or a bucket.
 
     Attributes:
         namespace: letters, digits, and ``._-``; an access rule can restrict a user to a namespace.
         producer: 16 bytes that identify the producer of the blocks.
-        number: 64 random bits, never reused. If a server loses the number, its blocks are never found again.
+        number: 64 random bits, never reused. If the store loses the number, the blocks of this epoch are
+            never found again.
     """
 
     namespace: str

@@ -102,7 +102,10 @@ class Jobs:
         self._drop(queued, NotSentError("not sent: the circuit breaker has opened"))
 
     def start(self) -> None:
-        """Start all threads. Raises `RuntimeError` if a thread cannot be started; `start` may be repeated."""
+        """Start all threads that have not started.
+
+        Raises: `RuntimeError` if a thread cannot be started; `start` may then be called again.
+        """
         for thread in self._all_threads():
             thread.start()
 

@@ -50,13 +50,13 @@ class PresenceCache:
         self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks with an unexpired entry for present."""
+        """Return a mask of the blocks whose unexpired entry says that they are present."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
         return mask
 
     def known(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks with an unexpired entry, for present or absent."""
+        """Return a mask of the blocks that have an unexpired entry. It may say present or absent."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (np.abs(self._until[at]) > self._clock())
         return mask

@@ -656,9 +656,9 @@ class KVOffloadManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Running requests store nothing more, because vLLM would offer blocks that they computed before the
-        reset. Some of these blocks have left the sliding window, and their memory on the GPU now holds other
-        data.
+        Requests that run now store nothing more. Otherwise vLLM would also offer the blocks that they
+        computed before the reset. Some of these blocks have left the sliding window, so their memory on the
+        GPU now holds other data.
         """
         self.broken = False
         log_unreached_tiers(self._missing_tiers)
