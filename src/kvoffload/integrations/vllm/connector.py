@@ -17,7 +17,11 @@ from kvoffload.integrations.vllm.scheduler_side.recording import Recording, reco
 from kvoffload.integrations.vllm.scheduler_side.scheduler import KVOffloadScheduler, OnDeviceEvictionScheduler
 from kvoffload.integrations.vllm.shared.options import ONE_BY_ONE
 from kvoffload.integrations.vllm.shared.producer import GIVEN
-from kvoffload.integrations.vllm.shared.versions import SINCE_CONNECTOR, check_version
+from kvoffload.integrations.vllm.shared.versions import (
+    SINCE_CONNECTOR,
+    caches_uncomputed,
+    check_version,
+)
 from kvoffload.integrations.vllm.spec import OFFERS_DROPPED, SEES_REQUESTS, checked_options
 
 
@@ -53,6 +57,7 @@ class KVOffloadConnector(OffloadingConnector):
                 "store", options.store, "allowed: only with vLLM's prefix caching: enable_prefix_caching"
             )
         self._recording: Recording | None = None
+        self._caches_uncomputed = False
         offering, seeing = OFFERS_DROPPED.set(victim_mode), SEES_REQUESTS.set(True)
         given = GIVEN.set(vllm_config)
         try:
@@ -69,6 +74,7 @@ class KVOffloadConnector(OffloadingConnector):
         scheduler_side = OnDeviceEvictionScheduler if victim_mode else KVOffloadScheduler
         self.connector_scheduler = scheduler_side.of(self.connector_scheduler)
         self._step_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
+        self._caches_uncomputed = caches_uncomputed(vllm_config)
         self._recording = recording(options, self._tokens_per_hash(), self._count_unrecorded)
 
     @classmethod
@@ -120,6 +126,8 @@ class KVOffloadConnector(OffloadingConnector):
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Watch vLLM's newly created pool of blocks, in the mode ``on-device-eviction``."""
         super().bind_gpu_block_pool(gpu_block_pool)
+        if self._caches_uncomputed and self.connector_scheduler is not None:
+            self.connector_scheduler.remove_uncomputed(gpu_block_pool, self._step_tokens)
         if isinstance(self.connector_scheduler, OnDeviceEvictionScheduler):
             self.connector_scheduler.bind(gpu_block_pool, self._step_tokens)
 

@@ -26,6 +26,7 @@ from kvoffload.integrations.vllm.shared.producer import find_configuration
 from kvoffload.integrations.vllm.shared.tiers import Producer, tier_owner, usable_tiers
 from kvoffload.integrations.vllm.shared.versions import (
     SINCE_DEVICES,
+    caches_uncomputed,
     check_version,
     engine_facts,
     facts_with_chunks,
@@ -97,6 +98,11 @@ class KVOffloadSpec(OffloadingSpec):
             raise ConfigError("store", self.options.store, allowed)
         if self.options.record is not None and not self._sees_requests:
             raise ConfigError("record", str(self.options.record), allowed)
+        if not self._sees_requests and caches_uncomputed(self._vllm_config):
+            logger.warning(
+                "kvoffload: with --scheduling-policy priority vLLM may cache blocks that it does not "
+                "compute, and its own connector stores these blocks; use KVOffloadConnector (docs/vllm.md)"
+            )
         self.offload_prompt_only = self.options.prompt_only
         # If all workers hold the same bytes, one worker stores a block, and all workers load it.
         self.replicated_layout = self.facts.replicated

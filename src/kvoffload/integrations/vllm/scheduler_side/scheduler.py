@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvoffload.core.window import Window
 from kvoffload.integrations.vllm.scheduler_side.hints import arrival_hints, finish_hints
 from kvoffload.integrations.vllm.scheduler_side.manager import KVOffloadManager
+from kvoffload.integrations.vllm.scheduler_side.uncomputed import Uncomputed
 from kvoffload.integrations.vllm.shared.patches import take_over, watch_evictions
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
@@ -41,11 +42,21 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     """vLLM's scheduler side with lookups of whole prefixes and hints for our manager."""
 
     manager: KVOffloadManager
+    _uncomputed: Uncomputed | None = None
 
     @classmethod
     def of(cls, plain: OffloadingConnectorScheduler) -> Any:
         """Return a scheduler side of this class with the state of `plain`, which vLLM has just created."""
         return take_over(cls, plain)
+
+    def remove_uncomputed(self, block_pool: Any, step_tokens: int) -> None:
+        """From now on, remove blocks from this pool's cache that a step has cached and does not compute.
+
+        `step_tokens`: limit of tokens that one step computes.
+        """
+        group_tokens = {group.group_idx: group.tokens_per_block for group in self.config.kv_group_configs}
+        tokens_per_hash = self.config.tokens_per_hash
+        self._uncomputed = Uncomputed(block_pool, group_tokens, tokens_per_hash, step_tokens)
 
     def on_new_request(self, request: Any) -> None:
         """Pass the hints of a new request to the manager, and protect its blocks while it is queued."""
@@ -69,6 +80,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         assertion, because it expects preempted requests to have only stores. A request that loads has no
         store in flight, so it is removed from the preempted requests.
         """
+        if self._uncomputed is not None:
+            self._uncomputed.end_step(scheduler_output, self._req_status)
         preempted = scheduler_output.preempted_req_ids
         if preempted:
             loading = {job.req_id for job in self._current_batch_load_jobs.values()}

@@ -133,6 +133,11 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
 
 
+def caches_uncomputed(vllm_config: Any) -> bool:
+    """Return True if this engine may cache blocks of a step that it does not compute (docs/upstream.md)."""
+    return str(getattr(getattr(vllm_config, "scheduler_config", None), "policy", "")) == "priority"
+
+
 def warn_of_seeds(version: str) -> None:
     """Warn if each process seeds its keys differently: other processes then miss this process's blocks."""
     number = minor(version)

@@ -1,0 +1,62 @@
+"""Removes blocks from the GPU's cache that vLLM has cached and has not computed.
+
+vLLM caches the blocks of a step when it schedules the step. With ``--scheduling-policy priority`` vLLM may
+then preempt a request that the same step has scheduled. The request's new blocks are not computed, and stay
+in the GPU's cache (docs/upstream.md). Later requests would use these blocks, and kvoffload would store them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class Uncomputed:
+    """The computed tokens of running requests, as of the last step.
+
+    Args:
+        block_pool: vLLM's pool of the GPU's blocks.
+        group_tokens: tokens in a block, by number of the KV group.
+        tokens_per_hash: tokens for each hash of a request.
+        step_tokens: limit of tokens that one step computes.
+
+    Thread: the scheduler's. Cost: a dictionary entry for each request of a step.
+    """
+
+    def __init__(
+        self, block_pool: Any, group_tokens: Mapping[int, int], tokens_per_hash: int, step_tokens: int
+    ) -> None:
+        self._pool, self._group_tokens = block_pool, group_tokens
+        self._tokens_per_hash, self._step_tokens = tokens_per_hash, step_tokens
+        self._num_computed: dict[str, int] = {}
+
+    def end_step(self, scheduler_output: Any, statuses: Mapping[str, Any]) -> None:
+        """Process a step after its scheduling. Call this before any block of the step is stored.
+
+        `statuses`: vLLM's state of each request.
+        """
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in (scheduler_output.preempted_req_ids or set()) - scheduled.keys():
+            num_computed = self._num_computed.pop(request_id, None)
+            if num_computed is not None and request_id in statuses:
+                self._evict(statuses[request_id].req.block_hashes, num_computed)
+        for request_id, num_tokens in scheduled.items():
+            if (status := statuses.get(request_id)) is not None:
+                # Draft tokens may be rejected, so only known tokens count.
+                end = status.req.num_computed_tokens + num_tokens
+                self._num_computed[request_id] = min(end, status.req.num_tokens)
+        for request_id in scheduler_output.finished_req_ids or ():
+            self._num_computed.pop(request_id, None)
+
+    def _evict(self, hashes: Any, num_computed: int) -> None:
+        """Remove the blocks that end in the next `step_tokens` tokens, and blocks with equal keys."""
+        end = min(len(hashes) * self._tokens_per_hash, num_computed + self._step_tokens)
+        for group, num_tokens in self._group_tokens.items():
+            for number in range(num_computed // num_tokens, end // num_tokens):
+                block_hash = hashes[(number + 1) * num_tokens // self._tokens_per_hash - 1]
+                evicted = set[int]()
+                while cached := self._pool.get_cached_block(block_hash, [group]):
+                    if cached[0].block_id in evicted:  # not by vLLM 0.32 and 0.33; no step may hang
+                        break
+                    evicted.add(cached[0].block_id)
+                    self._pool.evict_blocks({cached[0].block_id})
