@@ -265,6 +265,34 @@ def test_a_store_that_a_reset_overtakes_writes_nothing() -> None:
     assert write(store, [1], BLOCK) == [True]
 
 
+class SlowTier(ScriptedTier):
+    """A tier that confirms a reset when the test sets `confirmed`."""
+
+    def __init__(self) -> None:
+        super().__init__(BLOCK, immediate=True)
+        self.asked, self.confirmed = threading.Event(), threading.Event()
+
+    def drain(self, timeout_s: float) -> bool:
+        self.asked.set()
+        return self.confirmed.wait(timeout_s)
+
+
+def test_other_calls_go_on_while_a_reset_waits_for_a_tier() -> None:
+    tier, answers = SlowTier(), list[bool]()
+    store = store_of(tier)
+    assert write(store, [1], BLOCK) == [True]
+    clearing = threading.Thread(target=lambda: answers.append(store.clear(60.0)))
+    clearing.start()
+    tier.asked.wait()
+    assert not store.find([key(1)], BLOCK).any()
+    assert write(store, [2], BLOCK) == [True]
+    assert read(store, [1, 2], BLOCK) == [None, content(2, BLOCK)]
+    assert answers == [], "the tier has not confirmed"
+    tier.confirmed.set()
+    clearing.join()
+    assert answers == [True]
+
+
 def test_the_next_tier_is_tried_for_failed_blocks() -> None:
     tiers = [ScriptedTier(BLOCK, immediate=True), ScriptedTier(BLOCK, identity=1, immediate=True)]
     store = store_of(*tiers)

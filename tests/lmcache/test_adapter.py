@@ -265,6 +265,18 @@ def test_deleted_objects_and_usage(make: Make) -> None:
     assert status["tiers"]["disk"]["written"] > 0
 
 
+def test_refused_objects_count_for_no_quota(make: Make, tmp_path: Path) -> None:
+    """The admission rule refuses the first store of an object."""
+    adapter = make(tiers=[f"disk:{tmp_path / 'kv'}:64MiB,admission=reuse:2"])
+    salted, objects = [key(n, cache_salt="tenant") for n in range(3)], [memory(n) for n in range(3)]
+    for used, count in (({}, 0), ({"tenant": 3 * len(bytes_of(objects[0]))}, 3)):
+        result = write(adapter, salted, objects)
+        assert result.is_successful(), "LMCache need not repeat the store"
+        assert result.bytes_transferred() == count * len(bytes_of(objects[0]))
+        assert adapter.get_usage().bytes_by_cache_salt == used
+        assert len(look_up(adapter, salted)) == count
+
+
 def test_listeners_learn_of_objects(make: Make) -> None:
     events: list[tuple[str, int]] = []
 

@@ -251,17 +251,18 @@ class KVOffloadAdapter(L2AdapterInterface):
 
     def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         buffers, forms, names = self._named(keys, objects)
-        ok = np.zeros(len(keys), np.bool_)
+        ok, stored = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
         for form, rows in _rows_by(forms):
             digests = [names[row] for row in rows]
             path = self._store.open_path()
             self._store.extend_path(path, digests, form[0])
             ok[rows] = self._store.store(digests, _extents([buffers[row] for row in rows], form[0]), path)
             self._store.finish_path(path)
-        stored = np.flatnonzero(ok).tolist()
-        sizes = [forms[row][0] for row in stored]
-        if stored:
-            self._notify_keys_stored([keys[row] for row in stored], sizes)
+            stored[rows] = self._store.stored(digests, form[0])
+        present = np.flatnonzero(stored).tolist()
+        sizes = [forms[row][0] for row in present]
+        if present:
+            self._notify_keys_stored([keys[row] for row in present], sizes)
         return L2StoreResult(bool(ok.all()), sum(sizes))
 
     def _find(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Any:

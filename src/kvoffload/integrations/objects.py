@@ -36,6 +36,8 @@ _BUFFERS = 4
 """Buffers in the staging memory. A call uses two, so that copies and jobs overlap."""
 _BATCHES_IN_FLIGHT = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
+_DRAIN_S = 0.005
+"""Time in seconds for which `clear` holds the lock at once while it waits for a tier."""
 
 Addresses = npt.NDArray[np.int64]
 
@@ -217,10 +219,17 @@ class ObjectStore:
                     probes.append(self._begin(lane, number, np.flatnonzero(unknown)))
                     until = max(until, self._clock() + tier.probe_timeout_s)
         self._wait(lambda: all(job.result is not None for job in probes), until)
-        with self._lock:
-            for tier in self.tiers:
-                is_present |= tier.contains(blocks)
-        return _whole(is_present, parts)
+        return self._present(blocks, parts)
+
+    def stored(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
+        """Return a mask of the objects that are present as far as this process knows, without probes.
+
+        After `store`, objects without a bit were refused or failed.
+        """
+        if self.parts_of(object_bytes) > MOST_PARTS:
+            return np.zeros(len(keys), np.bool_)
+        blocks = Keys.pack(self._block_keys(keys, object_bytes), KEY_BYTES)
+        return self._present(blocks, self.parts_of(object_bytes))
 
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
         """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
@@ -289,14 +298,21 @@ class ObjectStore:
         """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm.
 
         A store that is under way writes nothing more, because its objects may come from the old weights.
+
+        Args:
+            timeout_s: longest wait for the tiers, in seconds. Calls of other threads go on meanwhile.
         """
         with self._lock:
             self._num_clears += 1
             for tier in self.tiers:
                 tier.clear()
-            confirmed = [tier.drain(timeout_s) for tier in self.tiers]
-            self._poll()
-        return all(confirmed)
+        left = [*self.tiers]
+
+        def is_confirmed() -> bool:
+            left[:] = [tier for tier in left if not tier.drain(_DRAIN_S)]
+            return not left
+
+        return self._wait(is_confirmed, self._clock() + timeout_s)
 
     def stats(self) -> list[TierStats]:
         """Return a copy of the counters of each tier."""
@@ -320,6 +336,13 @@ class ObjectStore:
     def _block_keys(self, keys: Sequence[bytes], object_bytes: int) -> list[bytes]:
         ends = [part.to_bytes(2, "little") for part in range(self.parts_of(object_bytes))]
         return [key + end for key in keys for end in ends]
+
+    def _present(self, blocks: Keys, parts: int) -> Mask:
+        is_present = np.zeros(len(blocks), np.bool_)
+        with self._lock:
+            for tier in self.tiers:
+                is_present |= tier.contains(blocks)
+        return _whole(is_present, parts)
 
     def _is_direct(self, memory: Extents) -> bool:
         return self._zero_copy and set(memory.sizes) == {self.block_bytes}
