@@ -13,8 +13,12 @@ os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    for module in ("check.check_mode_test_l2_adapter", "distributed.storage_manager"):
-        importlib.import_module(f"lmcache.v1.{module}")
+    for module in (
+        "v1.check.check_mode_test_l2_adapter",
+        "v1.distributed.storage_manager",
+        "integration.vllm.vllm_multi_process_adapter",
+    ):
+        importlib.import_module(f"lmcache.{module}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -23,13 +23,16 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierServe
 
 
 def stored(engine: Stand, seed: int = 1) -> list[bytes]:
-    """Write `TOKENS` until all pages are stored: rclone answers 500 to one of a hundred concurrent PUTs."""
-    for _ in range(5):
-        pages = engine.write(TOKENS, seed)
-        if engine.stored_tokens == len(TOKENS):
-            return pages
-        assert engine.storage.clear(), "the next pages have other bytes"
-    raise AssertionError(f"{engine.stored_tokens} tokens are stored")
+    """Write `TOKENS` until all pages are stored."""
+    pages: list[bytes] = []
+
+    def attempt() -> bool:
+        assert not pages or engine.storage.clear(), "the next pages have other bytes"
+        pages[:] = engine.write(TOKENS, seed)
+        return engine.stored_tokens == len(TOKENS)
+
+    servers.until_stored(attempt)
+    return pages
 
 
 @pytest.mark.parametrize("kind", ["mha", "mamba"])

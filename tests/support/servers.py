@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,14 @@ from unittest.mock import patch
 from support import s3_server, valkey_server
 
 KINDS = ("valkey", "s3")
+
+
+ATTEMPTS = 5
+
+
+def until_stored(attempt: Callable[[], bool]) -> None:
+    """Repeat `attempt` until it returns True: rclone answers 500 to one of a hundred concurrent PUTs."""
+    assert any(attempt() for _ in range(ATTEMPTS)), f"{ATTEMPTS} attempts have not stored everything"
 
 
 class TierServer(NamedTuple):
@@ -27,14 +35,17 @@ class TierServer(NamedTuple):
 
 
 @contextmanager
-def running(kind: str, directory: Path) -> Iterator[TierServer]:
-    """Run a server; `kind` is one of `KINDS`. Meanwhile the environment has a bucket's credentials."""
+def running(kind: str, directory: Path, timeout: str = "") -> Iterator[TierServer]:
+    """Run a server; `kind` is one of `KINDS`. Meanwhile the environment has a bucket's credentials.
+
+    `timeout`: limit of a request; by default short, for tests in which the server goes away.
+    """
     directory.mkdir()
     if kind == "valkey":
         with valkey_server.running(directory) as valkey:
-            yield TierServer(f"valkey://127.0.0.1:{valkey.port}/team?timeout=200ms", valkey)
+            yield TierServer(f"valkey://127.0.0.1:{valkey.port}/team?timeout={timeout or '200ms'}", valkey)
         return
     credentials = {"AWS_ACCESS_KEY_ID": s3_server.KEY_ID, "AWS_SECRET_ACCESS_KEY": s3_server.SECRET}
     with s3_server.running(s3_server.Rclone, directory) as rclone, patch.dict(os.environ, credentials):
-        url = f"s3://{s3_server.BUCKET}/team?endpoint={rclone.endpoint}&region=us-east-1&timeout=2s"
-        yield TierServer(url, rclone)
+        settings = f"endpoint={rclone.endpoint}&region=us-east-1&timeout={timeout or '2s'}"
+        yield TierServer(f"s3://{s3_server.BUCKET}/team?{settings}", rclone)

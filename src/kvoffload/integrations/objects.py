@@ -306,11 +306,11 @@ class ObjectStore:
             self._num_clears += 1
             for tier in self.tiers:
                 tier.clear()
-        left = [*self.tiers]
+        unconfirmed = [*self.tiers]
 
         def is_confirmed() -> bool:
-            left[:] = [tier for tier in left if not tier.drain(_DRAIN_S)]
-            return not left
+            unconfirmed[:] = [tier for tier in unconfirmed if not tier.drain(_DRAIN_S)]
+            return not unconfirmed
 
         return self._wait(is_confirmed, self._clock() + timeout_s)
 
