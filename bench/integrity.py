@@ -1,13 +1,13 @@
 """What tiers serve after damage, and what durability costs disks: ``python bench/integrity.py``.
 
 Damages what a tier has written, asks for every block, and compares what comes back, byte by byte. On disks:
-our `DiskTier`, vLLM's `fs` secondary tier, its simple connector's disk, LMCache's `fs` and `fs_native`
-adapters, spoolcache's store, SGLang's `file` backend; ours in SGLang, LMCache and transformers, and
-`kvoffload.open`. In servers, through the server's own door: our tier and LMCache's `resp` adapter in Valkey;
-our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a bucket; Mooncake's store in files. The
-real objects of each. Then times writes and reads of most disk tiers in turns. Every product runs under a
-Python of its own (``--vllm-python`` and so on); one that is not there is named with the reason. Exits 1 if
-kvoffload served one wrong byte.
+our `DiskTier`, vLLM's `fs` secondary tier, its simple connector's disk, LMCache's `fs` (also with AES-GCM)
+and `fs_native` adapters, spoolcache's store, SGLang's `file` backend; ours in SGLang, LMCache and
+transformers, and `kvoffload.open`. In servers, through the server's own door: our tier and LMCache's `resp`
+adapter in Valkey; our tier and vLLM's `obj` tier, which takes NIXL's OBJ plug-in, in a bucket; Mooncake's
+store in files. The real objects of each. Then times writes and reads of most disk tiers in turns. Every
+product runs under a Python of its own (``--vllm-python`` and so on); one that is not there is named with the
+reason. Exits 1 if kvoffload served one wrong byte.
 
 Absolute times of a busy machine mean nothing: it prints ratios of neighbours in time, median and quartiles.
 """
@@ -48,6 +48,7 @@ MODULES = {
     "vllm": "vllm_fs",
     "vllm-simple": "vllm_simple_disk",
     "lmcache": "lmcache_fs",
+    "lmcache-aesgcm": "lmcache_fs",
     "lmcache-direct": "lmcache_fs",
     "lmcache-native": "lmcache_fs",
     "spoolcache": "spoolcache_files",
@@ -68,6 +69,7 @@ TITLES = {
     "vllm": "vLLM `fs` tier",
     "vllm-simple": "vLLM `SimpleCPUOffloadConnector`, disk",
     "lmcache": "LMCache `fs`",
+    "lmcache-aesgcm": "LMCache `fs`, AES-GCM",
     "lmcache-direct": "LMCache `fs`, O_DIRECT",
     "lmcache-native": "LMCache `fs_native`, O_DIRECT",
     "spoolcache": "spoolcache",
@@ -134,7 +136,7 @@ IN_SERVERS: dict[str, Callable[[str], AbstractContextManager[object]]] = {
 }
 """With what each is given a server of its own, by its Python. They are damaged, and not timed."""
 NOT_TIMED = (
-    *("vllm-simple", "sglang", "kvoffload-sglang", "kvoffload-lmcache"),
+    *("vllm-simple", "lmcache-aesgcm", "sglang", "kvoffload-sglang", "kvoffload-lmcache"),
     *("kvoffload-open", "kvoffload-transformers"),
 )
 NOT_DAMAGED = ("lmcache-direct",)

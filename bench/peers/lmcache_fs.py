@@ -1,6 +1,7 @@
 """LMCache's `fs` and `fs_native` adapters of its second level behind the calls of `contract`.
 
-Made by its own factory and driven as its storage manager does it: look up and lock, load, unlock.
+Made by its own factory and driven as its storage manager does it: look up and lock, load, unlock. `fs` also
+below LMCache's AES-GCM serde, wrapped as its storage manager does it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 import torch
 from lmcache.v1.distributed.api import ObjectKey
+from lmcache.v1.distributed.config import L1ManagerConfig, L1MemoryManagerConfig
+from lmcache.v1.distributed.l1_manager import L1Manager
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import (
     FSL2AdapterConfig,
     _object_key_to_filename,
 )
 from lmcache.v1.distributed.l2_adapters.fs_native_l2_adapter import FSNativeL2AdapterConfig
+from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
+from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 
 logging.disable(logging.ERROR)
@@ -114,12 +119,25 @@ class LmcacheFs:
         self._adapter.close()
 
 
+class LmcacheEncrypted(LmcacheFs):
+    """A `Product`: `fs` below the serde. Both models have the operator's one master key."""
+
+    def __init__(self, directory: Path, model: str, block_bytes: int, num_blocks: int) -> None:
+        master = directory.parent / "master-key"
+        if not master.exists():
+            master.write_bytes(bytes(range(32)))
+        super().__init__(FSL2AdapterConfig, {}, directory, model, block_bytes, num_blocks)
+        serde = create_serde_processor(SerdeConfig("aesgcm", {"master_key_path": str(master)}))
+        memory = L1MemoryManagerConfig(2 * num_blocks * block_bytes + (1 << 20), use_lazy=False, shm_name="")
+        self._adapter = SerdeL2AdapterWrapper(self._adapter, serde, L1Manager(L1ManagerConfig(memory)))
+
+
 def _object(memory: Any, address: int) -> Any:
     """A memory object over one row of the pool, which their allocator does not know."""
     size = memory.numel()
     metadata = MemoryObjMetadata(
         shape=torch.Size([size]), dtype=torch.uint8, address=address, phy_size=size, ref_count=1,
-        fmt=MemoryFormat.BINARY,
+        fmt=MemoryFormat.BINARY, shapes=[torch.Size([size])], dtypes=[torch.uint8],
     )  # fmt: skip
     return TensorMemoryObj(memory, metadata, parent_allocator=None)
 
@@ -144,6 +162,9 @@ _FS, _NATIVE = (partial(LmcacheFs, config) for config in (FSL2AdapterConfig, FSN
 OFF = "its AES-GCM serde, which is opt-in, is off"
 ADAPTERS = {
     "lmcache": Adapter(version("lmcache"), f'`{{"type": "fs"}}`, defaults; {OFF}', partial(_FS, {})),
+    "lmcache-aesgcm": Adapter(
+        version("lmcache"), "`fs` with `serde` `aesgcm`, a master key of 32 bytes", LmcacheEncrypted
+    ),
     "lmcache-direct": Adapter(
         version("lmcache"), f"`fs` with `use_odirect`; {OFF}", partial(_FS, {"use_odirect": True})
     ),
