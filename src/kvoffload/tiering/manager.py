@@ -217,9 +217,9 @@ class TieredManager:
     def distrust(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For wrong blocks with a valid checksum. A shared server still has the blocks, for other processes.
-        This process therefore remembers the keys until a reset. After more than `MOST_DISTRUSTED` keys,
-        nothing is loaded from tiers until the reset.
+        For wrong blocks with a valid checksum. A shared server still has the blocks for other processes, and
+        these may store them again. This process therefore remembers the keys until a reset. After more than
+        `MOST_DISTRUSTED` keys, nothing is loaded from tiers until the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:

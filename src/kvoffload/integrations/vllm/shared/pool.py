@@ -63,7 +63,8 @@ class SharedPool:
         checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
-            workers have reported the job, because workers may share a part.
+            workers have reported the job. With MLA workers share a part: the success of one worker must not
+            clear the mark of another.
         findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
             it reports the job; the scheduler clears findings (`take_findings`).
 
