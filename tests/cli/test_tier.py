@@ -150,6 +150,8 @@ def test_what_cannot_be_asked_is_one_line(
         assert asked("ping", f"{url}?ttl=1h&ca={pem}")[0]["refused"] == []
     line = one_line(kvoffload("tier", "bench", f"{server.url}/ns", "--prefill-tokens-per-s", "5000"))
     assert "prefill-tokens-per-s" in line
+    line = one_line(kvoffload("tier", "bench", f"{server.url}/ns", "--block-bytes", "64KiB,0"))
+    assert "block-bytes: '0' is invalid; allowed: bytes, or a size" in line
 
 
 def test_what_is_in_a_namespace(server: Server) -> None:

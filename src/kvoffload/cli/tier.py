@@ -18,7 +18,7 @@ from kvoffload.cli.output import properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
 from kvoffload.pages.page import Table
-from kvoffload.settings.read import Count, Positive, parse_size
+from kvoffload.settings.read import Count, Positive, Size, convert
 from kvoffload.text import duration, percent, size
 from kvoffload.tiers.contract import SharedTier
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
@@ -69,7 +69,7 @@ class BenchOptions(ServerOptions, ModelOptions):
         size = self.known_block_bytes(self.block_tokens)
         if self.block_bytes == _SIZES and size is not None:
             return [size]
-        return [parse_size("block-bytes", text) for text in self.block_bytes.split(",")]
+        return [convert("block-bytes", text, Size) for text in self.block_bytes.split(",")]
 
 
 @click.group()

@@ -60,6 +60,8 @@ def test_addresses_of_a_cluster_behind_a_disk() -> None:
         ("valkey://host:6379/a:b", "tier.url: "),
         ("valkey://host:port/ns", "tier.url: "),
         ("valkey://host:0/ns", "tier.url: "),
+        ("s3://bucket/..", "tier.url: "),
+        ("s3://bucket/a/./b", "tier.url: "),
         ("valkey:///ns", "tier.url: "),
         ("valkey:host:6379", "tier.url: missing; give"),
         ("valkey://host/ns?ttl=soon", "tier.ttl: 'soon' is invalid; allowed: seconds"),

@@ -33,7 +33,9 @@ class _URLParser:
     )
 
     def parse(self, field: str, value: object) -> str:
-        if not re.fullmatch(r"s3://[a-z0-9][a-z0-9.-]{1,62}(/[\w.-]{1,64}){1,8}", str(value), re.ASCII):
+        # A client would resolve the parts . and .. of a path.
+        pattern = r"s3://[a-z0-9][a-z0-9.-]{1,62}(/(?!\.{1,2}(/|$))[\w.-]{1,64}){1,8}"
+        if not re.fullmatch(pattern, str(value), re.ASCII):
             raise ConfigError(field, redacted(value), f"allowed: {self.allowed}")
         return str(value)
 
