@@ -32,7 +32,7 @@ from kvoffload.settings.read import parse_size
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import aligned
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 
 PIECE_BYTES = 4 * 1024 * 1024
 KEY_BYTES = 36

@@ -15,10 +15,10 @@ import numpy as np
 
 from kvoffload.settings.read import parse_size
 from kvoffload.tiers.disk import DiskTier
-from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents
+from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
+from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.recording_files import SparseFiles
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.integrations.vllm.shared.pool import SCHEDULER, SharedPool
-from kvoffload.node.directory import SHARED_MEMORY
+from kvoffload.node.pool_directory import SHARED_MEMORY
 from kvoffload.settings.read import parse_size
 
 GIB = 2**30

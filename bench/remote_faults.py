@@ -37,7 +37,7 @@ import numpy as np
 
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.memory import MemoryTier

@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvoffload.calibration.copies import memory_copies
+from kvoffload.calibration.copy_speed import memory_copies
 from kvoffload.simulate.machine import Quantity, read_machine
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace

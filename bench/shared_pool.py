@@ -35,8 +35,8 @@ import numpy as np
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import GoneError
 from kvoffload.node import mutex
-from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import block_checksums
 

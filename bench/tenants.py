@@ -28,8 +28,8 @@ import numpy as np
 from kvoffload.core.hints import Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.tenants import OTHER, Quota
-from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.structures.keys import Keys
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace

@@ -29,13 +29,13 @@ import msgspec
 import numpy as np
 
 import vllm_engine as bench
-from kvoffload.calibration.copies import memory_copies
+from kvoffload.calibration.copy_speed import memory_copies
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.simulate.arrivals import AtOnce
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import Engine
-from kvoffload.simulate.events import Events
+from kvoffload.simulate.event_queue import Events
 from kvoffload.simulate.machine import Machine, Quantity
 from kvoffload.simulate.offload import VictimOffload
 from kvoffload.simulate.pool import DevicePool

@@ -21,7 +21,7 @@ from control_plane import KEY_BYTES, copy_of, fill_blocks, workload
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.whatif import Shadows
 from kvoffload.whatif.background import Background, Task
-from kvoffload.whatif.live import LiveShadows
+from kvoffload.whatif.live_shadows import LiveShadows
 from kvoffload.whatif.setting import WhatIfParser
 
 SETTINGS = "policy=hazard;policy=arc;capacity=0.5;capacity=2"

@@ -65,8 +65,8 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def fast_burials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The next call on a shared pool buries dead processes, without a line in the log."""
-    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
-    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.node_manager.GRACE_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.node_manager.CHECK_S", 0.0)
     logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)

@@ -10,11 +10,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvoffload.tiers.disk import DiskTier
-from kvoffload.tiers.disk.directory import Geometry
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.recovery import recover
 from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab_directory import Geometry
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from peers.contract import KEY_BYTES, Adapter, File, Place, key, page_aligned
 from peers.kvoffload_tier import KvoffloadTier, keys_of

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 import kvoffload
-from kvoffload.cache.keys import KEY_BYTES, KeyChain
+from kvoffload.cache.key_chain import KEY_BYTES, KeyChain
 from kvoffload.cache.owner import Limit
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from peers.contract import Adapter, Place, Pool, page_aligned
 from peers.kvoffload_disk import BadSectors, journal_pages, journal_places
 

@@ -16,7 +16,7 @@ from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2Adapter
 from kvoffload import __version__
 from kvoffload.integrations.lmcache import _digest
 from kvoffload.integrations.objects import KEY_BYTES
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from peers.contract import Adapter, Place
 from peers.kvoffload_disk import BadSectors, journal_pages, journal_places
 from peers.lmcache_fs import LmcacheFs

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from kvoffload import __version__
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from peers.contract import Adapter, File, Place, Pool, files_to_unreadable, key
 from peers.kvoffload_disk import BadSectors, journal_pages, journal_places
 

@@ -14,7 +14,7 @@ from kvoffload._version import __version__ as __version__
 if TYPE_CHECKING:
     from kvoffload.admission.reuse import ReuseAdmission
     from kvoffload.cache.cache import KVCache
-    from kvoffload.cache.layout import KVLayout
+    from kvoffload.cache.kv_layout import KVLayout
     from kvoffload.cache.open import open
     from kvoffload.cache.request import KVRequest
     from kvoffload.core.admission import Admission
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
         PolicyError,
         TraceError,
     )
-    from kvoffload.node.directory import PoolDirectory
-    from kvoffload.node.manager import NodeManager
+    from kvoffload.node.node_manager import NodeManager
+    from kvoffload.node.pool_directory import PoolDirectory
     from kvoffload.replay.optimum import optimum
     from kvoffload.replay.replay import Replay, ReplayConfig
     from kvoffload.replay.report import ReplayReport
     from kvoffload.structures.keys import Keys, OffloadKey
-    from kvoffload.tiering.manager import TieredManager
+    from kvoffload.tiering.tiered_manager import TieredManager
     from kvoffload.tiers.contract import SecondaryTier
     from kvoffload.tiers.disk import DiskTier
     from kvoffload.tiers.memory import MemoryTier
@@ -67,7 +67,7 @@ _HOME = {
     "GoneError": "errors",
     "Hints": "core.hints",
     "KVCache": "cache.cache",
-    "KVLayout": "cache.layout",
+    "KVLayout": "cache.kv_layout",
     "KVOffloadError": "errors",
     "KVRequest": "cache.request",
     "Keys": "structures.keys",
@@ -76,12 +76,12 @@ _HOME = {
     "ManagerStats": "core.plans",
     "MemoryTier": "tiers.memory",
     "MisuseError": "errors",
-    "NodeManager": "node.manager",
+    "NodeManager": "node.node_manager",
     "OffloadKey": "structures.keys",
     "OffloadingEvent": "core.plans",
     "OffloadingManager": "core.manager",
     "PolicyError": "errors",
-    "PoolDirectory": "node.directory",
+    "PoolDirectory": "node.pool_directory",
     "PrefixLookup": "core.plans",
     "Quota": "core.tenants",
     "Replay": "replay.replay",
@@ -93,7 +93,7 @@ _HOME = {
     "StorePlan": "core.plans",
     "StripedTier": "tiers.striped",
     "TenantStats": "core.tenants",
-    "TieredManager": "tiering.manager",
+    "TieredManager": "tiering.tiered_manager",
     "Trace": "traces.trace",
     "TraceError": "errors",
     "WriteBudget": "tiers.write_budget",

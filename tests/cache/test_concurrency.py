@@ -20,7 +20,7 @@ import pytest
 import kvoffload
 from kvoffload import KVCache, MemoryTier, TieredManager
 from kvoffload.cache.jobs import Jobs
-from kvoffload.cache.keys import KEY_BYTES, KeyChain
+from kvoffload.cache.key_chain import KEY_BYTES, KeyChain
 from kvoffload.cache.owner import Limit
 from kvoffload.structures.keys import Keys
 from support.scripted_tier import ScriptedTier

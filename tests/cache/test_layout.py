@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload import ConfigError, KVLayout
-from kvoffload.cache.keys import fingerprint
+from kvoffload.cache.key_chain import fingerprint
 from kvoffload.transfer.parts import DeviceParts, HostParts
 from support.token_engine import CONTIGUOUS, LAYOUTS, MLA, PAGED, STACKED, WHOLE, TokenEngine, layout_of
 

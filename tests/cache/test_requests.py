@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import kvoffload
 from kvoffload import ConfigError, KVCache, KVLayout, MisuseError
-from kvoffload.cache.keys import KeyChain, fingerprint
+from kvoffload.cache.key_chain import KeyChain, fingerprint
 from support.disk_blocks import slab_in
 from support.timeouts import HANGS_S
 from support.token_engine import (

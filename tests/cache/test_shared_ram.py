@@ -24,8 +24,8 @@ import kvoffload
 from kvoffload import ConfigError, EvictionPolicy, GoneError, KVCache, NodeManager
 from kvoffload.cache.jobs import Jobs
 from kvoffload.errors import CombinedConfigError, UnavailableError
-from kvoffload.node.directory import FACTS, SHARED_MEMORY, SLOTS, pools
 from kvoffload.node.mutex import ACQUIRED
+from kvoffload.node.pool_directory import FACTS, SHARED_MEMORY, SLOTS, pools
 from kvoffload.structures.jit import compile_all
 from kvoffload.testing.audit import audit
 from support.node_process import KILLS
@@ -218,7 +218,7 @@ def test_a_busy_lock_is_a_miss() -> None:
 
 
 def test_a_reset_with_a_busy_lock_returns_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     with opened() as cache, opened() as other:
         store(cache)
         mutex = manager_of(cache)._mutex

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
-from kvoffload.calibration.copies import device_copies, memory_copies
-from kvoffload.calibration.disk import disk_speed
+from kvoffload.calibration.copy_speed import device_copies, memory_copies
+from kvoffload.calibration.disk_speed import disk_speed
 from kvoffload.calibration.fit import fit_prefill
 from kvoffload.calibration.samples import quantity_of, rate_and_latency
-from kvoffload.calibration.server import Server, ServerTimes, time_server
+from kvoffload.calibration.server_speed import Server, ServerTimes, time_server
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.machine import read_machine
 from kvoffload.tiers.disk.files import Files

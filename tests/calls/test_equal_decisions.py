@@ -24,8 +24,8 @@ from kvoffload.core.slots import SlotArray
 from kvoffload.errors import ConfigError
 from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
-from kvoffload.testing import machine as machine_module
-from kvoffload.testing.machine import ManagerMachine
+from kvoffload.testing import state_machine as machine_module
+from kvoffload.testing.state_machine import ManagerMachine
 from support.naive.lru import NaiveLRU
 from support.policy_changes import with_policy_changes
 from support.recorded_calls import recorded, replayed

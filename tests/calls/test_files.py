@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvoffload.calls import recorder as recorder_module
-from kvoffload.calls.format import MAGIC, FrameReader
+from kvoffload.calls.file_format import MAGIC, FrameReader
 from kvoffload.calls.recorded import RecordedManager
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.calls.replay import manager_of
@@ -319,7 +319,7 @@ def test_the_command_shows_a_difference(sound: Path, tmp_path: Path) -> None:
 
 def _resealed(content: bytes) -> bytes:
     """Correct the checksum of the header's frame."""
-    from kvoffload.calls.format import frame_checksum
+    from kvoffload.calls.file_format import frame_checksum
 
     at = len(MAGIC) + 4
     length = int.from_bytes(content[at + 8 : at + 12], "little")

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from kvoffload.cli.disk import disk as command
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk.directory import slabs_in
-from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.slab_directory import slabs_in
+from kvoffload.tiers.disk.slab_layout import Layout
 from support.disk_blocks import KEY_BYTES, Disk, slab_in
 from support.recording_files import FailingFiles
 

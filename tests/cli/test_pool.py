@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from kvoffload.cli.pool import pool as command
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.node.directory import STATE, PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import STATE, PoolDirectory
 from support.node_process import KEYS
 
 

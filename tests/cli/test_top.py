@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from kvoffload.cli import top
-from kvoffload.metrics.live import EngineRates, Reading, rates, read
+from kvoffload.metrics.live_counters import EngineRates, Reading, rates, read
 from kvoffload.metrics.scrape import samples
 from support.run_cli import kvoffload
 from support.valkey_server import free_port

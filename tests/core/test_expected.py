@@ -1,4 +1,4 @@
-"""Requests in the engine's queue: their expected blocks are evicted last. See also `testing.machine`."""
+"""Requests in the engine's queue: their expected blocks are evicted last. See `testing.state_machine`."""
 
 from __future__ import annotations
 

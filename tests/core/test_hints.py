@@ -20,8 +20,8 @@ from kvoffload.core.state import Cache, Entering
 from kvoffload.errors import ConfigError
 from kvoffload.policies.lru import LRU
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.keys import Keys
 from kvoffload.structures.lists import Lists, push_all, unlink_all

@@ -1,4 +1,4 @@
-"""The state machine of `testing.machine` on every built-in policy and admission rule, and on the twins."""
+"""The state machine of `testing.state_machine` on every built-in policy and rule, and on the twins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
 from kvoffload.structures.index import Index
 from kvoffload.structures.keys import Keys
-from kvoffload.testing.machine import ManagerMachine, manager_machine
+from kvoffload.testing.state_machine import ManagerMachine, manager_machine
 from support.naive.arc import NaiveARC
 from support.naive.fifo import NaiveFIFO
 from support.naive.gdsf import NaiveGDSF

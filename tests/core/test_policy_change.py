@@ -21,8 +21,8 @@ from kvoffload.errors import ConfigError, MisuseError
 from kvoffload.policies.lru import LRU, State
 from kvoffload.structures.lists import Lists
 from kvoffload.testing.audit import audit
-from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Player, Step, play, random_script, scripts
+from kvoffload.testing.state_machine import manager_machine
 from support.naive.fifo import NaiveFIFO
 from support.naive.lru import NaiveLRU
 from support.policy_changes import with_policy_changes

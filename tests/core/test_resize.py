@@ -21,8 +21,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.policies.hazard.lifetimes import ENTERING
 from kvoffload.structures.index import words_with_hash
 from kvoffload.testing.audit import audit
-from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Step, key_of, play, random_script, scripts
+from kvoffload.testing.state_machine import manager_machine
 from support.naive.arc import NaiveARC
 from support.naive.fifo import NaiveFIFO
 from support.naive.lru import NaiveLRU

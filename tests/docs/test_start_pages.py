@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import kvoffload as package
-from kvoffload.node.directory import SHARED_MEMORY
+from kvoffload.node.pool_directory import SHARED_MEMORY
 from support.run_cli import kvoffload
 
 ROOT = Path(__file__).resolve().parents[2]

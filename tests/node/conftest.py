@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.node.directory import SHARED_MEMORY
+from kvoffload.node.pool_directory import SHARED_MEMORY
 
 
 @pytest.fixture

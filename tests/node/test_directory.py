@@ -19,9 +19,9 @@ import pytest
 
 from kvoffload.core.plans import LookupResult
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.node import directory as directories
-from kvoffload.node.directory import FACTS, MEMBERS, STATE, PoolDirectory, pools, remove_expired
-from kvoffload.node.manager import NodeManager
+from kvoffload.node import pool_directory as directories
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import FACTS, MEMBERS, STATE, PoolDirectory, pools, remove_expired
 from kvoffload.testing.audit import audit
 from support.node_process import KEYS, KILLS
 

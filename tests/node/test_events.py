@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvoffload.core.plans import OffloadingEvent
-from kvoffload.node.directory import PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import audit
 

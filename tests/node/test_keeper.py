@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload.node import keeper
-from kvoffload.node.directory import STATE, PoolDirectory, pools
+from kvoffload.node.pool_directory import STATE, PoolDirectory, pools
 
 KEEP_S = 0.4
 

@@ -20,11 +20,11 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvoffload.errors import ConfigError, GoneError, UnavailableError
 from kvoffload.node import mutex
-from kvoffload.node.directory import PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.node.state import StateFile
 from kvoffload.testing.audit import audit
-from kvoffload.testing.machine import NUM_KEYS, Job, Request
+from kvoffload.testing.state_machine import NUM_KEYS, Job, Request
 from support.node_machine import MembersMachine
 from support.node_members import Members
 from support.share_machine import ShareMachine
@@ -39,7 +39,7 @@ EXAMPLES = settings().max_examples // 3
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.node_manager.GRACE_S", 0.0)
     logging.getLogger("kvoffload.node").setLevel(logging.CRITICAL)
     yield
     logging.getLogger("kvoffload.node").setLevel(logging.NOTSET)

@@ -15,8 +15,8 @@ import pytest
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, CompiledPolicy, EvictionPolicy
-from kvoffload.node.directory import PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.testing.audit import audit
 from kvoffload.testing.scripts import ACTIONS, Player, Step
 from support.small_hazard import HazardOfFewKeys, SmallHazard

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.node.directory import PoolDirectory
 from kvoffload.node.keeper import MAX_MEMBERS
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.node.shares import MAX_OWNERS
 from kvoffload.node.state import StateFile
 from kvoffload.testing.audit import audit

@@ -147,8 +147,8 @@ def test_a_long_stop_collects_a_bounded_number_of_reports(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All reports are made in one go: without a bound the other engines would wait for seconds."""
-    monkeypatch.setattr("kvoffload.node.manager.MOST_DEFERRED", 50)
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvoffload.node.node_manager.MOST_DEFERRED", 50)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     manager = process.manager
     waiting, served = manager.begin_request("a", KEYS[:8]), manager.begin_request("b", KEYS[8:16])
     manager.expect(waiting)
@@ -182,7 +182,7 @@ def test_reports_are_made_before_the_very_next_call(
     """Also if nothing else has happened in the pool: a report that comes late, after new calls, would free
     slots that those calls use.
     """
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     other = Process(root, "other", 2)
     manager = process.manager
     plan = manager.prepare_store(KEYS[:4])
@@ -214,7 +214,7 @@ def test_reports_are_made_before_the_very_next_call(
 def test_a_reset_without_the_lock_is_made_later(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     manager = process.manager
     store(process, KEYS[:4])
     load, in_flight = manager.prepare_load(KEYS[:4]), manager.prepare_store(KEYS[4:8])
@@ -247,9 +247,9 @@ def test_a_wrong_report_does_not_lose_the_reports_after_it(root: Path, process: 
 def test_an_engine_leaves_while_another_is_stopped(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
-    monkeypatch.setattr("kvoffload.node.manager.GRACE_S", 0.0)
-    monkeypatch.setattr("kvoffload.node.manager.CHECK_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvoffload.node.node_manager.GRACE_S", 0.0)
+    monkeypatch.setattr("kvoffload.node.node_manager.CHECK_S", 0.0)
     other = Process(root, "leaving", 2)
     load_of = other.manager.prepare_store(KEYS[:4])
     assert load_of is not None
@@ -264,7 +264,7 @@ def test_an_engine_leaves_while_another_is_stopped(
 def test_a_start_while_a_process_is_stopped_is_refused(
     root: Path, process: Process, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.01)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.01)
     with stopped_inside(root), pytest.raises(UnavailableError, match="stopped"):
         Process(root, "late", 2)
 
@@ -308,7 +308,7 @@ def stops_at_random(root: Path, num_stops: int, seconds: float) -> None:
 
 
 def test_stops_at_random_moments(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffload.node.manager.RESET_PATIENCE_S", 0.05)
+    monkeypatch.setattr("kvoffload.node.node_manager.RESET_PATIENCE_S", 0.05)
     stops_at_random(root, 2, 0.2)
 
 

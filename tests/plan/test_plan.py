@@ -33,7 +33,7 @@ from kvoffload.plan.setups import Setups
 from kvoffload.plan.targets import Choice, Target, choose
 from kvoffload.plan.words import _days
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.device import run_device
+from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.routing import route

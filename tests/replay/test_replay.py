@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.faults import KINDS, parse_injection
-from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport
+from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.testing.audit import audit
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace

@@ -20,17 +20,17 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.device import run_device, run_devices
+from kvoffload.replay.device_cache import run_device, run_devices
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.instances import SharedReplay, replay_of
-from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import RANDOM, ROUND_ROBIN, ROUTINGS, SESSION, route
+from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate

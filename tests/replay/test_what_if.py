@@ -9,7 +9,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import Replay, ReplayConfig
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.kinds.simulated import SimulatedOptions
 from kvoffload.traces.sources import load_trace
 from kvoffload.whatif import WhatIf

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvoffload.core.plans import STORES
 from kvoffload.errors import ConfigError
-from kvoffload.replay.device import run_device
+from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.write_bound import bound_within_writes, oracle_within_writes

@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.simulate.arrivals import AtOnce, Recorded, session_times_s
 from kvoffload.simulate.classes import CLASSES, machine_of_class, parse_class
 from kvoffload.simulate.config import Timing
-from kvoffload.simulate.events import Events, Link
+from kvoffload.simulate.event_queue import Events, Link
 from kvoffload.simulate.machine import Machine, Quantity, read_machine
 from kvoffload.simulate.pool import DevicePool, Lease
 from kvoffload.simulate.report import Distribution

@@ -16,7 +16,7 @@ from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.simulate.arrivals import AtOnce, Recorded
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import Engine
-from kvoffload.simulate.events import Events
+from kvoffload.simulate.event_queue import Events
 from kvoffload.simulate.offload import NoOffload, Offload, VictimOffload
 from kvoffload.simulate.pool import DevicePool
 from kvoffload.simulate.timed import replay_in_time, run_in_time

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.inspection import opened, verify
+from kvoffload.tiers.disk.slab_directory import slabs_in
 from support.disk_blocks import Disk, capacity_for, keys_of
 from support.recording_files import FailingFiles, raises, works
 from support.timeouts import HANGS_S

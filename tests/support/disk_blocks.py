@@ -17,9 +17,9 @@ from kvoffload.testing.audit import audit
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.committer import Committer
-from kvoffload.tiers.disk.directory import Geometry, slabs_in
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab_directory import Geometry, slabs_in
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from support.timeouts import HANGS_S
 
 KEY_BYTES = 12

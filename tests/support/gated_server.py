@@ -13,7 +13,7 @@ from kvoffload.tiers.contract import TierStats
 from kvoffload.tiers.shared.exchanges import Handshake, PersistenceQuestion, Probe, Read, Write
 from kvoffload.tiers.shared.groups import BlockGroups
 from kvoffload.tiers.shared.identity import SingleKeyspace, producer_of
-from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
 
 ANSWERS, FAILS, HANGS = "answers", "fails", "hangs"
 BLOCK_BYTES = 64

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB
-from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.shared.remote_tier import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.protocol import valkey_tier
 from kvoffload.tiers.valkey.resp import Connection, Login

@@ -1,4 +1,4 @@
-"""The state machine of `testing.machine` on several members of a pool."""
+"""The state machine of `testing.state_machine` on several members of a pool."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis.stateful import Bundle, initialize, rule
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.plans import LoadPlan
 from kvoffload.core.request import RequestContext
-from kvoffload.testing.machine import ManagerMachine, Request, batches
 from kvoffload.testing.scripts import known_of_requests
+from kvoffload.testing.state_machine import ManagerMachine, Request, batches
 from support.node_members import Members
 
 

@@ -13,8 +13,8 @@ from typing import Any
 from kvoffload.core.plans import LoadPlan, ManagerStats, OffloadingEvent, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import MisuseError
-from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory
 
 
 @dataclass

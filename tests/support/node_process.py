@@ -19,8 +19,8 @@ import numpy as np
 
 from kvoffload.core.plans import LookupResult
 from kvoffload.errors import GoneError
-from kvoffload.node.directory import PoolDirectory, open_own
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory, open_own
 from kvoffload.structures.jit import compile_all
 from kvoffload.structures.keys import Keys
 

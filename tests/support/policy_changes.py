@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from kvoffload.testing.machine import ManagerMachine
+from kvoffload.testing.state_machine import ManagerMachine
 
 
 def with_policy_changes(machine: type[ManagerMachine], policies: tuple[Any, ...]) -> type[ManagerMachine]:

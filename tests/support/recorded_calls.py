@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from kvoffload.calls.format import FrameReader
+from kvoffload.calls.file_format import FrameReader
 from kvoffload.calls.recorded import RecordedManager
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.calls.replay import CallReplay, Outcome

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from kvoffload.testing.machine import ManagerMachine, Request
+from kvoffload.testing.state_machine import ManagerMachine, Request
 
 
 def with_resizes(machine: type[ManagerMachine]) -> type[ManagerMachine]:

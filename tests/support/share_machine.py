@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.tenants import Quota
-from kvoffload.testing.machine import Job, Request, batches
+from kvoffload.testing.state_machine import Job, Request, batches
 from support.naive.tenants import Blocks, room_of_store
 from support.node_machine import MembersMachine
 

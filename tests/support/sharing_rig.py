@@ -10,7 +10,7 @@ import numpy as np
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.spec import TierOptions, TierOwner
 from support.valkey_server import PATIENCE_S

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from kvoffload.core.hints import Hints
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.tenants import OTHER, Quota
-from kvoffload.testing.machine import ManagerMachine, Request, batches
+from kvoffload.testing.state_machine import ManagerMachine, Request, batches
 from support.naive.tenants import Blocks, room_of_store
 
 NAMES = ("a", "b", "c")

@@ -10,7 +10,7 @@ from typing import Any
 from kvoffload.core.plans import LoadPlan, LookupResult, PrefixLookup, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.testing.audit import audit
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import keys, text
 from support.scripted_tier import ScriptedSharedTier, ScriptedTier

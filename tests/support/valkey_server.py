@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.identity import is_rest
+from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.valkey.resp import Connection, Login, command
 from support.stopping import stop
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from kvoffload.node.directory import SHARED_MEMORY
+from kvoffload.node.pool_directory import SHARED_MEMORY
 from support.valkey_server import free_port
 from support.vllm_traffic import ANSWER_TOKENS, PATIENCE_S
 

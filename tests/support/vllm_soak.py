@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.core.policy import POLICIES
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from support.valkey_server import Server, running
 from support.vllm_engine import HYBRID, LLAMA, Engine, write_llama
 from support.vllm_traffic import (

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.integrations.vllm.shared.pool import SharedPool
-from kvoffload.node.directory import PoolDirectory
+from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.testing.audit import audit
 from support.vllm_traffic import PATIENCE_S, note_position, touch_path
 

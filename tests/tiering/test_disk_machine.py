@@ -32,11 +32,11 @@ from kvoffload.policies.lru import LRU
 from kvoffload.policies.s3fifo import S3FIFO
 from kvoffload.replay import content
 from kvoffload.testing.audit import audit
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import PAGE_BYTES
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.slab import MISMATCH, SOUND, Outcomes, Slab
+from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.memory import MemoryTier
 from support.disk_blocks import KEY_BYTES, Disk, keys_of, slab_in, slab_name
 from support.recording_files import write_image

@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from support.letters import MISS, keys
 from support.scripted_tier import ScriptedTier

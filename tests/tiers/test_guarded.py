@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import NO_JOB, GroupedTier, JobResult
 from kvoffload.tiers.guarded import GuardedTier
 from support.letters import HIT, keys

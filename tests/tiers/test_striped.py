@@ -354,7 +354,7 @@ def same_identities(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw slabs until each directory has several keys; slab numbers are random."""
     numbers = iter(range(1, 100))
     random = SimpleNamespace(randbits=lambda bits: next(numbers))
-    monkeypatch.setattr("kvoffload.tiers.disk.directory.secrets", random)
+    monkeypatch.setattr("kvoffload.tiers.disk.slab_directory.secrets", random)
 
 
 @pytest.mark.usefixtures("same_identities")

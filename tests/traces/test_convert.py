@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError, TraceError
+from kvoffload.traces.conversion.block_ids import KeptKeys, Keys
 from kvoffload.traces.conversion.convert import Converted, convert
 from kvoffload.traces.conversion.json_elements import elements
-from kvoffload.traces.conversion.keys import KeptKeys, Keys
 from kvoffload.traces.conversion.source import SOURCES
 from kvoffload.traces.conversion.times import seconds_of
 from kvoffload.traces.format import read_trace
@@ -725,7 +725,7 @@ def publisher() -> Iterator[Callable[[list[tuple[int, Any]]], str]]:
 
 
 def test_kv_events_live(publisher: Callable[[list[tuple[int, Any]]], str]) -> None:
-    from kvoffload.traces.conversion.live import batches
+    from kvoffload.traces.conversion.event_stream import batches
 
     sent = [(0, [1.0, [stored([b"\xff\x00"], None)]]), (3, [2.0, [stored([5], None)]])]
     lost = [0]

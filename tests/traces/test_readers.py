@@ -19,7 +19,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.calls.format import is_recording
+from kvoffload.calls.file_format import is_recording
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError, TraceError
 from kvoffload.explain.recording import has_tokens

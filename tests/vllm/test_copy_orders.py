@@ -11,7 +11,7 @@ import pytest
 from support.vllm_needs import CONNECTOR, needs  # first: it skips where vLLM is not installed
 
 # isort: split
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from support.vllm_copy_orders import EARLY, LATE, V1, V2, put_in_order, zeroing_of_new_blocks
 from support.vllm_traffic import PATIENCE_S, Expected, check_nothing_is_left, drive
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory
+from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory
 from support.vllm_world import MISS, PENDING, World, base, key
 
 SHARED = {"ram": {"size": "1GiB", "shared": "node"}}

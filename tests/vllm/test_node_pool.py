@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.node.directory import PoolStatus, locked, pools
+from kvoffload.node.pool_directory import PoolStatus, locked, pools
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 from support.vllm_api_server import Server, kill, running

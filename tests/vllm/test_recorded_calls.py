@@ -10,7 +10,7 @@ import pytest
 
 from kvoffload.calls.recorded import RecordedManager
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from support.recorded_calls import replayed
 from support.run_cli import kvoffload
 from support.vllm_needs import CONNECTOR, needs

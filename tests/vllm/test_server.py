@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.calibration import server as calibration
+from kvoffload.calibration import server_speed as calibration
 
 pytest.importorskip("vllm.v1", reason="vllm is not installed here: `make test-vllm` builds an environment")
 from support.vllm_api_server import kill, ours_in_shared_memory, running, typed

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from prometheus_client import REGISTRY
 
-from kvoffload.tiers.disk.directory import slabs_in
 from kvoffload.tiers.disk.inspection import opened
 from kvoffload.tiers.disk.lock import DirectoryLock
+from kvoffload.tiers.disk.slab_directory import slabs_in
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.vllm_needs import COUNTS_EVERY_STEP, lacks
 from support.vllm_traffic import PATIENCE_S, Expected

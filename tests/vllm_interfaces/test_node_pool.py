@@ -12,7 +12,7 @@ import pytest
 
 from kvoffload.integrations.vllm.shared import node_pool
 from kvoffload.integrations.vllm.shared.options import parse_options
-from kvoffload.node.directory import PoolDirectory
+from kvoffload.node.pool_directory import PoolDirectory
 
 Join = Callable[..., "PoolDirectory | None"]
 

@@ -25,7 +25,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.integrations.vllm.shared.pool import SharedPool, promised_bytes
-from kvoffload.node.directory import SHARED_MEMORY, locked
+from kvoffload.node.pool_directory import SHARED_MEMORY, locked
 from kvoffload.structures.keys import Keys
 from support.letters import keys, make, store
 from support.timeouts import HANGS_S
@@ -230,7 +230,7 @@ def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path: Path) -> None:
 LOCKERS = """
 import sys
 from pathlib import Path
-from kvoffload.node.directory import locked
+from kvoffload.node.pool_directory import locked
 directory, inside = Path(sys.argv[1]), Path(sys.argv[2])
 for _ in range(100):
     with locked(directory):

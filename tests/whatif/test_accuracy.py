@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from kvoffload.core.manager import OffloadingManager
-from kvoffload.replay.keys import KEY_BYTES, TraceKeys
 from kvoffload.replay.replay import Replay, ReplayConfig
+from kvoffload.replay.trace_keys import KEY_BYTES, TraceKeys
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.trace import Trace
 from kvoffload.whatif import Shadows, WhatIf

@@ -11,7 +11,7 @@ import pytest
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.whatif import Estimate, Shadows, WhatIf
 from kvoffload.whatif.background import Background, Task
-from kvoffload.whatif.live import PERIOD_S, REPORT_S, LiveShadows, advice, usual_one_in
+from kvoffload.whatif.live_shadows import PERIOD_S, REPORT_S, LiveShadows, advice, usual_one_in
 from kvoffload.whatif.shadows import ENOUGH_REQUESTS
 
 LOG = logging.getLogger("kvoffload.test_what_if")

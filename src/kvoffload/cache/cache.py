@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable
 
 from kvoffload.cache.jobs import CacheStats, Jobs, Observer
-from kvoffload.cache.keys import GivenKeys, KeyChain, Tokens
-from kvoffload.cache.layout import KVLayout
+from kvoffload.cache.key_chain import GivenKeys, KeyChain, Tokens
+from kvoffload.cache.kv_layout import KVLayout
 from kvoffload.cache.owner import Limit, Owner, seconds_of
 from kvoffload.cache.request import KVRequest
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 
 _FLUSH_S = 10.0
 

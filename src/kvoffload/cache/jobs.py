@@ -22,9 +22,9 @@ from kvoffload.core.hints import Hints
 from kvoffload.core.plans import LookupResult, ManagerStats
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import GoneError, MisuseError
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import Mask, TierStats
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.transfer.parts import Parts

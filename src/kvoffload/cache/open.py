@@ -9,19 +9,19 @@ from typing import Any, TypeAlias
 
 from kvoffload.cache.cache import KVCache
 from kvoffload.cache.jobs import Jobs
-from kvoffload.cache.keys import KEY_BYTES, fingerprint
-from kvoffload.cache.layout import KVLayout
+from kvoffload.cache.key_chain import KEY_BYTES, fingerprint
+from kvoffload.cache.kv_layout import KVLayout
 from kvoffload.cache.shared_ram import join_pool, shared_memory_tier
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, create_admission
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import DEFAULT_POLICY, POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
-from kvoffload.node.directory import PoolDirectory
-from kvoffload.node.manager import NodeManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.settings.ram import Ram, RamOptions
 from kvoffload.settings.read import Duration, Positive, convert
 from kvoffload.structures.index import Index
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.spec import TierOwner, open_tiers, parse_tiers
 

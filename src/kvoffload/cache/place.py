@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.cache.layout import KVLayout, KVTensors
+from kvoffload.cache.kv_layout import KVLayout, KVTensors
 from kvoffload.errors import ConfigError
 from kvoffload.transfer.engine import is_tensor
 from kvoffload.transfer.parts import Parts, parts_of

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvoffload.cache.jobs import Jobs, Work
-from kvoffload.cache.keys import KEY_BYTES, GivenKeys, KeyChain, Tokens
-from kvoffload.cache.layout import KVLayout, KVTensors
+from kvoffload.cache.key_chain import KEY_BYTES, GivenKeys, KeyChain, Tokens
+from kvoffload.cache.kv_layout import KVLayout, KVTensors
 from kvoffload.cache.owner import Limit, Owner, seconds_of
 from kvoffload.cache.place import BlockIds, Place
 from kvoffload.core.hints import Hints

@@ -21,8 +21,15 @@ import numpy as np
 
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.node.directory import FACTS, SHARED_MEMORY, SLOTS, PoolDirectory, log_other_pools, open_own
 from kvoffload.node.mutex import check_platform
+from kvoffload.node.pool_directory import (
+    FACTS,
+    SHARED_MEMORY,
+    SLOTS,
+    PoolDirectory,
+    log_other_pools,
+    open_own,
+)
 from kvoffload.settings.ram import RamOptions
 from kvoffload.text import size
 from kvoffload.tiers.memory import MemoryTier, SlotMemory, available_bytes, slot_stride

@@ -12,9 +12,9 @@ from pathlib import Path
 import msgspec
 
 from kvoffload._version import __version__
-from kvoffload.calibration.copies import device_copies, memory_copies
-from kvoffload.calibration.disk import disk_speed
-from kvoffload.calibration.server import LENGTHS, Server, time_server
+from kvoffload.calibration.copy_speed import device_copies, memory_copies
+from kvoffload.calibration.disk_speed import disk_speed
+from kvoffload.calibration.server_speed import LENGTHS, Server, time_server
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.machine import Machine, Quantity
 from kvoffload.transfer.device import gpu_name

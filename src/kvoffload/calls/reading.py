@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffload.calls.format import FrameReader
+from kvoffload.calls.file_format import FrameReader
 from kvoffload.core.log import HEADER, KIND_BITS, Call
 from kvoffload.structures.index import words_with_hash
 from kvoffload.structures.jit import I32Array, U64Matrix

@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.calls.format import Header, header_of, is_ours, text_of
-from kvoffload.calls.hints import HintNumbers
+from kvoffload.calls.file_format import Header, header_of, is_ours, text_of
+from kvoffload.calls.hint_numbers import HintNumbers
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.core import kernels
 from kvoffload.core.admission import DEFAULT_ADMISSION

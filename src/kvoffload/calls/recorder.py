@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import IO, Any, TypeAlias
 
-from kvoffload.calls.format import CLOSED, End, FrameWriter, Header
+from kvoffload.calls.file_format import CLOSED, End, FrameWriter, Header
 from kvoffload.core.log import Log
 from kvoffload.errors import MisuseError
 

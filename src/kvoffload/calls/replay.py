@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from kvoffload._version import __version__
 from kvoffload.calls.explain import Difference, block_states, result_of
-from kvoffload.calls.format import CLOSED, FrameReader, Header
-from kvoffload.calls.hints import hints_of, quotas_of
+from kvoffload.calls.file_format import CLOSED, FrameReader, Header
+from kvoffload.calls.hint_numbers import hints_of, quotas_of
 from kvoffload.calls.reading import DamagedError, Record, read_records
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.kernels import FIRST_WRONG, NO_ROOM

@@ -13,8 +13,8 @@ from rich.console import Console
 from kvoffload.cli.options import FormatOptions, argument, option, options_of
 from kvoffload.cli.output import properties, terminal_table
 from kvoffload.errors import ConfigError
-from kvoffload.node.directory import SHARED_MEMORY, STATE, PoolStatus, find, pools
-from kvoffload.node.directory import remove as remove_pool
+from kvoffload.node.pool_directory import SHARED_MEMORY, STATE, PoolStatus, find, pools
+from kvoffload.node.pool_directory import remove as remove_pool
 from kvoffload.node.state import read_counts
 from kvoffload.pages.page import Table
 from kvoffload.text import duration, size

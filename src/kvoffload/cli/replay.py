@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from kvoffload.calls.format import is_recording
+from kvoffload.calls.file_format import is_recording
 from kvoffload.check.check import Prediction, check
 from kvoffload.check.served import Served, read_served
 from kvoffload.cli.check_table import exit_with, show_checked

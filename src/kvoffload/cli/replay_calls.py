@@ -12,7 +12,7 @@ from click.core import ParameterSource
 from rich.console import Group, RenderableType
 
 from kvoffload.calls.explain import Difference
-from kvoffload.calls.format import FrameReader
+from kvoffload.calls.file_format import FrameReader
 from kvoffload.calls.replay import CallReplay, Outcome
 from kvoffload.cli.output import Lines, progress_bar, properties, show, terminal_table
 from kvoffload.core.log import Call

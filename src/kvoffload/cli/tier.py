@@ -23,8 +23,8 @@ from kvoffload.text import duration, percent, size
 from kvoffload.tiers.contract import SharedTier
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.producer_text import summary
-from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.printable import printable
+from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.shared.speeds import Speeds, measure_speeds
 from kvoffload.tiers.spec import TierOptions, TierOwner, parse_tier
 from kvoffload.tiers.valkey.cluster_map import Address

@@ -21,7 +21,15 @@ from kvoffload.cli.options import FormatOptions, argument, option, options_of
 from kvoffload.cli.output import terminal_table
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.metrics.fetch import fetch, metrics_url
-from kvoffload.metrics.live import EngineRates, Reading, TenantShown, TierRates, WhatIfShown, rates, read
+from kvoffload.metrics.live_counters import (
+    EngineRates,
+    Reading,
+    TenantShown,
+    TierRates,
+    WhatIfShown,
+    rates,
+    read,
+)
 from kvoffload.metrics.scrape import samples
 from kvoffload.pages.page import Table
 from kvoffload.settings.read import Duration

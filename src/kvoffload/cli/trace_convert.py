@@ -12,9 +12,9 @@ from kvoffload.cli.options import QuietOptions, argument, option, options_of
 from kvoffload.cli.output import check_new, progress_bar
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Count
+from kvoffload.traces.conversion.block_ids import KeptKeys, Keys
 from kvoffload.traces.conversion.convert import IncompleteError
 from kvoffload.traces.conversion.convert import convert as convert_trace
-from kvoffload.traces.conversion.keys import KeptKeys, Keys
 
 
 @dataclass(frozen=True, kw_only=True)

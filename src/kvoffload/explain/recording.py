@@ -12,8 +12,8 @@ import numpy as np
 from kvoffload.errors import ConfigError, TraceError
 from kvoffload.explain.prompts import BlockTokens
 from kvoffload.traces.compressed import is_stream
+from kvoffload.traces.conversion.block_ids import BlockId, Keys
 from kvoffload.traces.conversion.convert import convert
-from kvoffload.traces.conversion.keys import BlockId, Keys
 from kvoffload.traces.conversion.source import kind_of
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.trace import Trace

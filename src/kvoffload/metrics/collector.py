@@ -13,7 +13,7 @@ from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX, Family
 
 if TYPE_CHECKING:
     from kvoffload.cache.cache import KVCache
-    from kvoffload.tiering.manager import AnyManager
+    from kvoffload.tiering.tiered_manager import AnyManager
 
 ENGINE_COUNTERS = (
     "lookup_blocks",

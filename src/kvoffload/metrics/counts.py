@@ -19,7 +19,7 @@ from kvoffload.metrics.families import (
     TIER_COUNTERS,
     TIER_GAUGES,
 )
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 
 
 class Value(NamedTuple):

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from kvoffload.core.hints import NUM_LABELS
 from kvoffload.core.state import Cache
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.node.directory import FORMAT, open_own
 from kvoffload.node.keeper import MAX_MEMBERS
 from kvoffload.node.mutex import MUTEX_BYTES, Mutex
+from kvoffload.node.pool_directory import FORMAT, open_own
 from kvoffload.structures.placement import Placement, aligned
 from kvoffload.structures.structs import Struct
 from kvoffload.text import size

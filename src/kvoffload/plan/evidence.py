@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.plan.fleet import Fleet
-from kvoffload.replay.device import run_device
+from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import infinite
 from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Interval, Resamples, Sums, window_sums
 from kvoffload.sweep.measuring import swept

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from kvoffload.core.admission import create_admission
 from kvoffload.core.expected import most_expected
 from kvoffload.core.request import RequestContext
-from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.queue import EngineQueue
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.replay.trace_keys import TraceKeys
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.traces.trace import Trace
 
 

@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.replay.data import DataPlane
-from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.observer import Observer
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import ReplayReport, TenantReport, TierReport
 from kvoffload.replay.routing import route
+from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
 from kvoffload.tiers.simulated import SimulatedTier

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.plans import OffloadingEvent, StorePlan
-from kvoffload.replay.device import Device
-from kvoffload.replay.keys import TraceKeys
+from kvoffload.replay.device_cache import Device
+from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.traces.trace import Trace
 
 Codes = npt.NDArray[np.int32]

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.errors import ConfigError
-from kvoffload.replay.device import DeviceRun, run_devices
+from kvoffload.replay.device_cache import DeviceRun, run_devices
 from kvoffload.structures.jit import BoolArray, I64Array, ReadI64Array, U64Array, inline, long_kernel
 from kvoffload.traces.trace import Trace
 
@@ -50,7 +50,7 @@ def optimum(
     The bound is exact: no policy and no admission rule reaches more prefix hits with this capacity, and a
     policy that knows the future reaches them. Proof:
 
-    - Hits and drops of the LRU device depend on the trace alone (`replay.device`). A use that the device does
+    - Hits and drops of the LRU device depend on the trace alone (`device_cache`). A use that the device does
       not serve is a hit only if the tier has held the block since the block's last offer. This interval of
       time is worth one hit; before the interval the block is not needed.
     - Hits are therefore intervals, and at most `capacity_blocks` intervals may overlap. Belady's greedy rule,

@@ -13,8 +13,8 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvoffload.core.request import RequestContext
-from kvoffload.replay.keys import TraceKeys
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.replay.trace_keys import TraceKeys
+from kvoffload.tiering.tiered_manager import AnyManager
 from kvoffload.traces.trace import Trace
 
 QueueLength: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]

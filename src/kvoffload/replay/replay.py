@@ -31,18 +31,18 @@ from kvoffload.core.tenants import OTHER, Quota, check_quotas
 from kvoffload.errors import ConfigError, Problems, TierError
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.decisions import DecisionLog
-from kvoffload.replay.device import Device, run_devices
+from kvoffload.replay.device_cache import Device, run_devices
 from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
 from kvoffload.replay.engines import Engines
-from kvoffload.replay.keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
 from kvoffload.replay.report import ReplayReport, TenantReport, TierReport, WhatIfReport
 from kvoffload.replay.routing import SESSION, Instances, Routing, route
+from kvoffload.replay.trace_keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers

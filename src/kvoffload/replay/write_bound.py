@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
 from kvoffload.errors import ConfigError
-from kvoffload.replay.device import run_device
+from kvoffload.replay.device_cache import run_device
 from kvoffload.replay.optimum import next_uses, optimum
 from kvoffload.traces.trace import Trace
 

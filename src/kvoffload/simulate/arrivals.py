@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload.simulate.events import Events
+from kvoffload.simulate.event_queue import Events
 from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.config import Timing
-from kvoffload.simulate.events import Events
+from kvoffload.simulate.event_queue import Events
 from kvoffload.simulate.offload import NoOffload
 from kvoffload.simulate.pool import DevicePool, Lease
 from kvoffload.simulate.report import LinkReport, TimedTierReport

@@ -15,15 +15,15 @@ import numpy as np
 from kvoffload.core.plans import LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
 from kvoffload.core.window import Window
-from kvoffload.replay.keys import TraceKeys
 from kvoffload.replay.replay import ReplayConfig
+from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.simulate.config import Timing
-from kvoffload.simulate.events import Events, Link
+from kvoffload.simulate.event_queue import Events, Link
 from kvoffload.simulate.pool import DevicePool
 from kvoffload.simulate.ram import Ram
 from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager
 from kvoffload.traces.trace import Trace
 
 

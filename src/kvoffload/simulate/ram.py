@@ -10,13 +10,13 @@ from collections.abc import Callable
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.replay.engines import EngineParts
-from kvoffload.replay.keys import KEY_BYTES
 from kvoffload.replay.replay import ReplayConfig, slots_needed
+from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.simulate.config import Timing
-from kvoffload.simulate.events import Events, Link
+from kvoffload.simulate.event_queue import Events, Link
 from kvoffload.simulate.report import TimedTierReport
-from kvoffload.simulate.tier import TimedTier
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.simulate.timed_tier import TimedTier
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.simulated import NoMemory
 from kvoffload.tiers.spec import SizedTierOptions, TierOptions
 from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording

@@ -18,7 +18,7 @@ from kvoffload.replay.routing import SESSION, route
 from kvoffload.simulate.arrivals import AtOnce, Recorded, Shares
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.engine import Engine, check_room
-from kvoffload.simulate.events import Events
+from kvoffload.simulate.event_queue import Events
 from kvoffload.simulate.offload import NoOffload, Offload, VictimOffload
 from kvoffload.simulate.outcome import outcome_of
 from kvoffload.simulate.pool import DevicePool

@@ -19,9 +19,9 @@ import numpy as np
 from kvoffload.core.admission import Admission
 from kvoffload.structures.keys import Keys
 from kvoffload.testing.audit import state_of
-from kvoffload.testing.machine import manager_machine
 from kvoffload.testing.scripts import Step, key_of, random_script
 from kvoffload.testing.shrink_limit import run_machine
+from kvoffload.testing.state_machine import manager_machine
 
 _KEY_BYTES = 20
 _SEEDS = range(4)

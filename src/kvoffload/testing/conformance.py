@@ -38,9 +38,9 @@ from kvoffload.structures.jit import BoolArray
 from kvoffload.testing.audit import audit, state_of
 from kvoffload.testing.call_limit import CallLimit
 from kvoffload.testing.first_steps import first_failure
-from kvoffload.testing.machine import ManagerMachine, manager_machine
 from kvoffload.testing.scripts import Step, key_of, known_of_requests, play, random_script, scripts
 from kvoffload.testing.shrink_limit import check_examples, run_machine
+from kvoffload.testing.state_machine import ManagerMachine, manager_machine
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin

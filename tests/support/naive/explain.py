@@ -8,7 +8,7 @@ Reasons = list[list[str]]
 
 
 class NaiveDevice:
-    """An LRU device cache, as `replay.device` describes it."""
+    """An LRU device cache, as `replay.device_cache` describes it."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks

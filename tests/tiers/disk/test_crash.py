@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files, aligned
 from kvoffload.tiers.disk.inspection import opened, verify
-from kvoffload.tiers.disk.layout import ACCESS, LOCK_FILE_BYTES, Layout, entry_dtype
 from kvoffload.tiers.disk.slab import SOUND, Scratch, Slab
+from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
+from kvoffload.tiers.disk.slab_layout import ACCESS, LOCK_FILE_BYTES, Layout, entry_dtype
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in, slab_name
 from support.recording_files import KINDS, BufferedFiles, FailingFiles, Recorder, write_image

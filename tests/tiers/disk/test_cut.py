@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffload.tiers.disk.inspection import opened, verify
-from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.slab_layout import Layout
 from support.disk_blocks import KEY_BYTES, Disk, keys_of, slab_in
 from support.timeouts import HANGS_S
 

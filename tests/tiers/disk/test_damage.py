@@ -23,13 +23,13 @@ from kvoffload.errors import ConfigError
 from kvoffload.testing.audit import audit
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.disk import DiskTier, committer
-from kvoffload.tiers.disk.directory import Geometry, open_directory, slabs_in
+from kvoffload.tiers.disk.disk_tier import REFUSED_READS_S
 from kvoffload.tiers.disk.files import PAGE_BYTES, Files
-from kvoffload.tiers.disk.format import fingerprint_of
 from kvoffload.tiers.disk.inspection import Problem, compact, opened, verify
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.disk.slab import FIRST_PAUSE_S, LONGEST_PAUSE_S, MISMATCH, SOUND, Scratch
-from kvoffload.tiers.disk.tier import REFUSED_READS_S
+from kvoffload.tiers.disk.slab_directory import Geometry, open_directory, slabs_in
+from kvoffload.tiers.disk.slab_format import fingerprint_of
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in
 from support.recording_files import FailingFiles, raises, works

@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError
-from kvoffload.tiers.disk import directory as directories
 from kvoffload.tiers.disk import lock
-from kvoffload.tiers.disk.directory import slabs_in
+from kvoffload.tiers.disk import slab_directory as directories
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.inspection import compact, opened, verify
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.lock import LOCK_NAME, DirectoryLock
+from kvoffload.tiers.disk.slab_directory import slabs_in
+from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
 from support.disk_blocks import Disk, Driver, capacity_for, keys_of, slab_in

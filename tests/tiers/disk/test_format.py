@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiers.disk import format as forms
+from kvoffload.tiers.disk import slab_format as forms
 from kvoffload.tiers.disk.files import aligned
 from kvoffload.tiers.disk.inspection import inspect, opened, verify
-from kvoffload.tiers.disk.layout import ACCESS, GROUP, LOCK_FILE_BYTES, Layout, entry_dtype, header_dtype
+from kvoffload.tiers.disk.slab_layout import ACCESS, GROUP, LOCK_FILE_BYTES, Layout, entry_dtype, header_dtype
 from support.disk_blocks import KEY_BYTES, Disk, block_of, keys_of, slab_in
 from support.recording_files import write_image
 from support.timeouts import HANGS_S

@@ -11,7 +11,7 @@ import pytest
 from kvoffload.errors import UnavailableError
 from kvoffload.tiers.disk.files import PAGE_BYTES
 from kvoffload.tiers.disk.inspection import opened, verify
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.striped import StripedTier
 from support.disk_blocks import KEY_BYTES, Disk, Driver, capacity_for, keys_of, slab_in, slab_name
 from support.recording_files import KINDS, BufferedFiles, FailingFiles, Recorder, raises, works, write_image

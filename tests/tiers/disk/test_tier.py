@@ -18,7 +18,7 @@ from kvoffload.tiers.contract import NO_JOB, SecondaryTier
 from kvoffload.tiers.disk import DiskTier, committer
 from kvoffload.tiers.disk.files import Files
 from kvoffload.tiers.disk.inspection import compact, opened
-from kvoffload.tiers.disk.layout import Layout
+from kvoffload.tiers.disk.slab_layout import Layout
 from support.disk_blocks import KEY_BYTES, Disk, capacity_for, keys_of, slab_name
 from support.naive.lru import NaiveLRU
 from support.recording_files import ShortFiles
@@ -324,7 +324,7 @@ def test_texts_must_be_usable(tmp_path: Path, option: str, value: object) -> Non
 def test_a_capacity_whose_metadata_exceed_the_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.tiers.disk.tier.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("kvoffload.tiers.disk.disk_tier.available_bytes", lambda: 1 << 20)
     with pytest.raises(
         ConfigError, match=r"capacity_bytes: .* blocks need .* MiB .*, and 1 MiB are available"
     ):

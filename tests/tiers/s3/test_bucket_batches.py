@@ -15,7 +15,7 @@ import pytest
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.s3.bucket import Bucket, BucketError, Found, Ledger, Prices
 from kvoffload.tiers.s3.protocol import s3_tier
-from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
 
 PATIENCE_S, BLOCK_BYTES = 60.0, 4096
 FREE = Prices(0, 0, 0)

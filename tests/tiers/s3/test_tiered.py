@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvoffload.errors import ConfigError
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.memory import MemoryTier
 from kvoffload.tiers.s3.protocol import S3

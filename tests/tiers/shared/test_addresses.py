@@ -17,8 +17,8 @@ from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.shared import addresses as room
 from kvoffload.tiers.shared.addresses import Addresses, SocketAddress, race
-from kvoffload.tiers.shared.errors import ServerError
-from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.shared.remote_errors import ServerError
+from kvoffload.tiers.shared.remote_tier import RemoteOptions
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address

@@ -13,8 +13,8 @@ import pytest
 
 from kvoffload.tiers.contract import NO_JOB, JobResult
 from kvoffload.tiers.shared.circuit import PROBE, READ, WRITE, Breakers, CircuitBreaker
-from kvoffload.tiers.shared.errors import SilentError
 from kvoffload.tiers.shared.groups import BlockGroups
+from kvoffload.tiers.shared.remote_errors import SilentError
 from kvoffload.tiers.shared.speeds import measure_speeds
 from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.silence import ImpatientConnection

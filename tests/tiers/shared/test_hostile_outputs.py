@@ -14,8 +14,8 @@ import pytest
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.kinds import valkey as kind
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.printable import MOST_CHARACTERS, printable
+from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.protocol import epoch_number
 from kvoffload.tiers.valkey.resp import Connection

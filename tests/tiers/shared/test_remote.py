@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.shared.circuit import CircuitBreaker
 from kvoffload.tiers.shared.connection import ConnectionThread
-from kvoffload.tiers.shared.errors import ProtocolError, ServerError
 from kvoffload.tiers.shared.exchanges import Exchange
 from kvoffload.tiers.shared.identity import (
     HEADER,
@@ -38,6 +37,7 @@ from kvoffload.tiers.shared.identity import (
     rest_names,
 )
 from kvoffload.tiers.shared.presence import PresenceCache
+from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
 from kvoffload.tiers.valkey import resp
 from kvoffload.tiers.valkey.divisions import DividedEpoch, divisions_between, epoch_names, slot_of, tags
 from kvoffload.tiers.valkey.resp import Connection, Login, command

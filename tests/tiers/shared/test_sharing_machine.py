@@ -19,7 +19,7 @@ from kvoffload.tiers.kinds.s3 import S3Options
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
 from kvoffload.tiers.s3.protocol import S3, epoch_name
 from kvoffload.tiers.shared.identity import is_rest, rest_names
-from kvoffload.tiers.shared.tier import RemoteTier
+from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner
 from kvoffload.tiers.valkey.cluster_map import MapQuestion
 from kvoffload.tiers.valkey.divisions import slot_of

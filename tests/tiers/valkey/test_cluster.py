@@ -23,7 +23,7 @@ from kvoffload.replay.data import DataPlane
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.tiers.contract import NO_JOB
 from kvoffload.tiers.kinds.valkey import ValkeyOptions
-from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.shared.remote_tier import RemoteOptions
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import Address, MapQuestion

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.tiers.shared.errors import ServerError
+from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.tiers.valkey.cluster_map import MapQuestion
 from kvoffload.tiers.valkey.resp import Connection, Login
 from support.network_namespaces import LATE, ip, made, wait_until

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvoffload.tiers.shared.errors import ProtocolError, ServerError
-from kvoffload.tiers.shared.tier import RemoteOptions
+from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
+from kvoffload.tiers.shared.remote_tier import RemoteOptions
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
 from kvoffload.tiers.valkey.resp import Connection, Login

@@ -11,7 +11,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvoffload.cache.layout import KVLayout
+from kvoffload.cache.kv_layout import KVLayout
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.transformers.rope import check_rope, probe_rope
 

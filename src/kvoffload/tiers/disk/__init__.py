@@ -8,6 +8,6 @@ makes blocks durable. `slab` reads and writes slots; `journal` and `recovery` re
 every byte (docs/formats.md); `files` makes all system calls.
 """
 
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.disk_tier import DiskTier
 
 __all__ = ["DiskTier"]

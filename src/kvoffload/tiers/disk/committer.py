@@ -21,10 +21,10 @@ from typing import Protocol
 import numpy as np
 
 from kvoffload.tiers.disk.chunk import NO_STAMPS, Chunk, Stamps
-from kvoffload.tiers.disk.format import Records, SlabSlots
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.layout import ACCESS, entry_dtype
 from kvoffload.tiers.disk.slab import SOUND, UNREADABLE, Slab
+from kvoffload.tiers.disk.slab_format import Records, SlabSlots
+from kvoffload.tiers.disk.slab_layout import ACCESS, entry_dtype
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 COMMIT_INTERVAL_S = 0.002

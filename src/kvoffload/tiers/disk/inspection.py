@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffload.errors import ConfigError, UnavailableError
-from kvoffload.tiers.disk.directory import SLABS, slabs_in
 from kvoffload.tiers.disk.files import Files, aligned
 from kvoffload.tiers.disk.journal import Journal
 from kvoffload.tiers.disk.lock import DirectoryLock, owner_of
 from kvoffload.tiers.disk.recovery import Recovered, recover
 from kvoffload.tiers.disk.slab import REFUSED, SOUND, UNREADABLE, Scratch, Slab
+from kvoffload.tiers.disk.slab_directory import SLABS, slabs_in
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 

@@ -14,7 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvoffload.tiers.disk.files import PAGE_BYTES, aligned
-from kvoffload.tiers.disk.format import (
+from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
+from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab_format import (
     CHECKPOINT,
     LOG,
     MAX_HOURS,
@@ -25,9 +27,7 @@ from kvoffload.tiers.disk.format import (
     encode_group,
     encode_head,
 )
-from kvoffload.tiers.disk.layout import ACCESS, GROUP, Layout, group_bytes
-from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
-from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab_layout import ACCESS, GROUP, Layout, group_bytes
 
 MAX_GROUP_BYTES = 1024 * 1024
 

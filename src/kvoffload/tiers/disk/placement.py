@@ -14,10 +14,10 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.slots import SlotArray
 from kvoffload.tiers.contract import Checksums
-from kvoffload.tiers.disk.format import SlabSlots
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents
 from kvoffload.tiers.disk.slab import Positions
+from kvoffload.tiers.disk.slab_format import SlabSlots
+from kvoffload.tiers.disk.slab_layout import Layout
 
 _RESTORE_BLOCKS = 65536
 _RESTORED_REQUEST = 1024

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from kvoffload.structures.keys import Keys, words_per_key
 from kvoffload.tiers.contract import Checksums
 from kvoffload.tiers.disk.files import PAGE_BYTES
-from kvoffload.tiers.disk.format import (
+from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab_format import (
     CHECKPOINT,
     GROUP_MAGIC,
     LOG,
@@ -33,8 +34,7 @@ from kvoffload.tiers.disk.format import (
     decode_group,
     decode_head,
 )
-from kvoffload.tiers.disk.layout import GROUP, Layout, entry_dtype
-from kvoffload.tiers.disk.slab import Slab
+from kvoffload.tiers.disk.slab_layout import GROUP, Layout, entry_dtype
 from kvoffload.tiers.write_budget import HOUR_S
 
 Progress: TypeAlias = Callable[[int, int], None]

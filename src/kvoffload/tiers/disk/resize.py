@@ -13,9 +13,9 @@ import numpy as np
 
 from kvoffload.tiers.disk.files import aligned
 from kvoffload.tiers.disk.journal import Journal, write_checkpoint
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.recovery import Contents, Recovered, recover
 from kvoffload.tiers.disk.slab import REFUSED, SOUND, Positions, Scratch, Slab
+from kvoffload.tiers.disk.slab_layout import Layout
 
 
 def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> Recovered | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES
 
 
 class Room:

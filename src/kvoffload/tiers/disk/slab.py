@@ -22,7 +22,8 @@ from kvoffload.tiers.backoff import Backoff
 from kvoffload.tiers.checksum import checksums
 from kvoffload.tiers.contract import Checksums, Mask
 from kvoffload.tiers.disk.files import PAGE_BYTES, Buffers, Files, aligned
-from kvoffload.tiers.disk.format import (
+from kvoffload.tiers.disk.room import Room
+from kvoffload.tiers.disk.slab_format import (
     Bytes,
     Head,
     Identity,
@@ -33,8 +34,7 @@ from kvoffload.tiers.disk.format import (
     revision_of,
     void_before,
 )
-from kvoffload.tiers.disk.layout import Layout
-from kvoffload.tiers.disk.room import Room
+from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of

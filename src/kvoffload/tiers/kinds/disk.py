@@ -13,8 +13,8 @@ import msgspec
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.settings.read import SizeOrNothing, parse_size
 from kvoffload.tiers.contract import SecondaryTier
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
-from kvoffload.tiers.disk.tier import DiskTier
+from kvoffload.tiers.disk.disk_tier import DiskTier
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 from kvoffload.tiers.spec import SizedTierOptions, TierOwner
 from kvoffload.tiers.striped import StripedTier
 from kvoffload.tiers.write_budget import WriteBudget

@@ -14,10 +14,10 @@ from kvoffload.core.admission import Admission
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Duration
 from kvoffload.tiers.shared.addresses import is_loopback
-from kvoffload.tiers.shared.errors import ServerError
-from kvoffload.tiers.shared.options import LOGGER, SharedTierOptions
 from kvoffload.tiers.shared.printable import printable
-from kvoffload.tiers.shared.tier import RemoteTier
+from kvoffload.tiers.shared.remote_errors import ServerError
+from kvoffload.tiers.shared.remote_options import LOGGER, SharedTierOptions
+from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
 from kvoffload.tiers.valkey.cluster import ClusterTier
 from kvoffload.tiers.valkey.login import PASSWORD, USERNAME, Connector, find_login, tls_context

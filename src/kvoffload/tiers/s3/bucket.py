@@ -31,7 +31,7 @@ from kvoffload.tiers.s3.http import (
 )
 from kvoffload.tiers.s3.signing import Signed, Signer
 from kvoffload.tiers.shared.connection import CONNECT_S
-from kvoffload.tiers.shared.errors import ServerError
+from kvoffload.tiers.shared.remote_errors import ServerError
 
 MOST_AT_ONCE = 16
 """Limit of concurrent requests of one client."""

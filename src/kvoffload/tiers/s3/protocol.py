@@ -18,7 +18,6 @@ import numpy as np
 from kvoffload.tiers.contract import Mask, TierStats
 from kvoffload.tiers.s3.bucket import MOST_AT_ONCE, Bucket, BucketError, Bytes, Found, Ledger, Span
 from kvoffload.tiers.s3.http import Buffer
-from kvoffload.tiers.shared.errors import FULL, CacheResetError, ProtocolError, ServerError
 from kvoffload.tiers.shared.exchanges import BlockExchange, Handshake, PersistenceQuestion, Probe, Read, Write
 from kvoffload.tiers.shared.groups import BlockGroups, ObjectPart
 from kvoffload.tiers.shared.identity import (
@@ -31,7 +30,8 @@ from kvoffload.tiers.shared.identity import (
     epoch_number,
     producer_of,
 )
-from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError, ProtocolError, ServerError
+from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
 from kvoffload.transfer.copies import address_of, copy_blocks
 
 _NUM_THREADS = 4

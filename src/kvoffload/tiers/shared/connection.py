@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
-from kvoffload.tiers.shared.errors import QueuedTooLongError
 from kvoffload.tiers.shared.exchanges import Exchange
+from kvoffload.tiers.shared.remote_errors import QueuedTooLongError
 
 CONNECT_S = 0.5
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import Mask
-from kvoffload.tiers.shared.errors import ServerError
 from kvoffload.tiers.shared.groups import ObjectPart
 from kvoffload.tiers.shared.identity import Epoch
+from kvoffload.tiers.shared.remote_errors import ServerError
 from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 

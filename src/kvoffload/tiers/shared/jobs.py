@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from kvoffload.tiers.shared.connection import Connect, ConnectionThread
-from kvoffload.tiers.shared.errors import NotSentError, QueuedTooLongError
 from kvoffload.tiers.shared.exchanges import PROBE, READ, WRITE, BlockExchange, Exchange
+from kvoffload.tiers.shared.remote_errors import NotSentError, QueuedTooLongError
 
 IN_FLIGHT_BYTES = 256 << 20
 _EXPIRE_EVERY_S = 0.005

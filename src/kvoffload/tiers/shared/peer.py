@@ -15,7 +15,6 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.circuit import Breakers
 from kvoffload.tiers.shared.connection import CONNECT_S
 from kvoffload.tiers.shared.epochs import EpochHistory
-from kvoffload.tiers.shared.errors import CacheResetError, NotSentError, ServerError
 from kvoffload.tiers.shared.exchanges import (
     PROBE,
     WRITE,
@@ -27,6 +26,7 @@ from kvoffload.tiers.shared.exchanges import (
 )
 from kvoffload.tiers.shared.identity import Epoch, Keyspace
 from kvoffload.tiers.shared.printable import printable
+from kvoffload.tiers.shared.remote_errors import CacheResetError, NotSentError, ServerError
 
 HANDSHAKE_S = 2 * CONNECT_S
 _RETRY_S = 1.0

@@ -27,7 +27,7 @@ from kvoffload.tiers.shared.connection import CONNECT_S, ConnectionThread
 from kvoffload.tiers.shared.epochs import EpochHistory
 from kvoffload.tiers.shared.exchanges import Exchange
 from kvoffload.tiers.shared.identity import producer_of
-from kvoffload.tiers.shared.tier import CLOSE_S, ConnectingTier, RemoteOptions, RemoteTier, unavailable
+from kvoffload.tiers.shared.remote_tier import CLOSE_S, ConnectingTier, RemoteOptions, RemoteTier, unavailable
 from kvoffload.tiers.valkey.cluster_map import MOST_MASTERS, Address, MapQuestion
 from kvoffload.tiers.valkey.divisions import NUM_DIVISIONS, DividedKeyspace, division_of, tags
 from kvoffload.tiers.valkey.protocol import Resp

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from kvoffload.tiers.shared.errors import ProtocolError, ServerError
 from kvoffload.tiers.shared.exchanges import Exchange
+from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
 from kvoffload.tiers.valkey.divisions import NUM_SLOTS, divisions_between
 from kvoffload.tiers.valkey.resp import Answer, Connection, command
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload.tiers.producer_text import MAX_BYTES, unpack
-from kvoffload.tiers.shared.errors import ProtocolError, ServerError
 from kvoffload.tiers.shared.exchanges import Persistence
 from kvoffload.tiers.shared.identity import FORMAT, HEADER_BYTES, is_rest, rest_names
+from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
 from kvoffload.tiers.valkey.cluster_map import Address, MapQuestion
 from kvoffload.tiers.valkey.divisions import tags
 from kvoffload.tiers.valkey.persistence import facts_of, pairs_of, persistence_of

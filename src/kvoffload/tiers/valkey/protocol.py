@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload.tiers.contract import Mask, TierStats
-from kvoffload.tiers.shared.errors import CacheResetError, ProtocolError, ServerError
 from kvoffload.tiers.shared.exchanges import BlockExchange, Handshake, PersistenceQuestion, Probe, Read, Write
 from kvoffload.tiers.shared.identity import (
     HEADER,
@@ -30,7 +29,8 @@ from kvoffload.tiers.shared.identity import (
     producer_of,
     rest_names,
 )
-from kvoffload.tiers.shared.tier import RemoteOptions, RemoteTier
+from kvoffload.tiers.shared.remote_errors import CacheResetError, ProtocolError, ServerError
+from kvoffload.tiers.shared.remote_tier import RemoteOptions, RemoteTier
 from kvoffload.tiers.valkey.persistence import ask_persistence
 from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 

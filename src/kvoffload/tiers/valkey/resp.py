@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvoffload.tiers.shared.addresses import Addresses
-from kvoffload.tiers.shared.errors import ProtocolError, ServerError
 from kvoffload.tiers.shared.printable import MASK, printable
+from kvoffload.tiers.shared.remote_errors import ProtocolError, ServerError
 
 Buffer: TypeAlias = bytes | memoryview
 Reply: TypeAlias = "bytes | int | ServerError | None"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from kvoffload.tiers.shared.addresses import Addresses
-from kvoffload.tiers.shared.errors import SilentError
+from kvoffload.tiers.shared.remote_errors import SilentError
 from kvoffload.tiers.valkey.resp import Buffer, Connection, Login
 
 _PIECE_BYTES = 64 << 10

@@ -14,8 +14,8 @@ import msgspec
 from kvoffload.errors import CombinedConfigError, ConfigError, TraceError
 from kvoffload.traces.block_size import DEFAULT_BLOCK_TOKENS, BlockSize, Header, header_in, stated_header
 from kvoffload.traces.compressed import STDIN, compressing, decompressing, is_stream
-from kvoffload.traces.conversion.keys import KeptKeys, Keys
-from kvoffload.traces.conversion.live import is_address
+from kvoffload.traces.conversion.block_ids import KeptKeys, Keys
+from kvoffload.traces.conversion.event_stream import is_address
 from kvoffload.traces.conversion.source import SOURCES, Given, Missing, Request, Source, kind_of
 from kvoffload.traces.conversion.tokens import FileTokens, Tokens
 from kvoffload.traces.formats.mooncake import Line, encode_line

@@ -15,8 +15,8 @@ from kvoffload.errors import ConfigError
 from kvoffload.settings.registry import Registry
 from kvoffload.traces.block_size import BlockSize, Header
 from kvoffload.traces.compressed import STDIN, is_stream
+from kvoffload.traces.conversion.block_ids import BlockId, Keys
 from kvoffload.traces.conversion.json_elements import elements, is_array
-from kvoffload.traces.conversion.keys import BlockId, Keys
 from kvoffload.traces.conversion.tokens import Tokens
 from kvoffload.traces.lines import numbered_lines
 

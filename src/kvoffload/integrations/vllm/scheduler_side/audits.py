@@ -19,7 +19,7 @@ from kvoffload.integrations.vllm.scheduler_side.inflight import InFlight
 from kvoffload.integrations.vllm.scheduler_side.lookups import Request
 from kvoffload.integrations.vllm.shared.options import AuditOptions
 from kvoffload.integrations.vllm.shared.pool import CLOSE, DIFFERENT, EQUAL, UNJUDGED, SharedPool
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager
 
 RESULTS = {
     EQUAL: "equal",

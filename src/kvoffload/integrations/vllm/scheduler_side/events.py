@@ -9,7 +9,7 @@ from vllm.v1.kv_offload import base
 from kvoffload.core.plans import LookupResult, OffloadingEvent
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.versions import RAM, events
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager
 
 
 class Events:

@@ -17,7 +17,7 @@ from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.read import Size
 from kvoffload.settings.watched import WatchedFile
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager
 
 NUM_BLOCKS = 512
 """Blocks that a change of policy or size processes in a step, in less than a millisecond."""

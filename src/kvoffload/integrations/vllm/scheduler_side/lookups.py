@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult as VLLMResult
 from kvoffload.core.plans import LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager
 
 BEFORE_ANY_STEP = -1
 _FIRST_REACH, _LONGEST_REACH = 16, 4096

@@ -56,12 +56,12 @@ from kvoffload.integrations.vllm.shared.tiers import (
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
 from kvoffload.metrics.counts import tier_counts
-from kvoffload.node.directory import PoolDirectory
-from kvoffload.node.manager import NodeManager
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.node.node_manager import NodeManager
+from kvoffload.node.pool_directory import PoolDirectory
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.whatif import Shadows
-from kvoffload.whatif.live import LiveShadows, usual_one_in
+from kvoffload.whatif.live_shadows import LiveShadows, usual_one_in
 
 _NOTHING = PrepareStoreOutput(keys_to_store=[], store_spec=SlotsSpec(np.empty(0, np.int32)), evicted_keys=[])
 """Reply to an offer: store no block. vLLM does not repeat the offer."""

@@ -15,7 +15,7 @@ from typing import Any
 from kvoffload.core.miss_reasons import BEHIND_A_GAP, PAUSED
 from kvoffload.core.miss_record import MissRecord, by_reason
 from kvoffload.integrations.vllm.scheduler_side.lookups import Request, positions_of
-from kvoffload.tiering.manager import AnyManager
+from kvoffload.tiering.tiered_manager import AnyManager
 
 _MOST_SAMPLES = 256
 

@@ -17,7 +17,7 @@ from typing import IO
 from kvoffload.core.hints import Hints
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.traces.block_size import Header
-from kvoffload.traces.conversion.keys import Keys
+from kvoffload.traces.conversion.block_ids import Keys
 from kvoffload.traces.formats.mooncake import Line, encode_line
 
 MAX_QUEUED = 1024

@@ -15,7 +15,7 @@ from kvoffload.core.plans import LoadPlan, LookupResult
 from kvoffload.core.request import RequestContext
 from kvoffload.errors import GoneError
 from kvoffload.integrations.vllm.shared.pool import SharedPool
-from kvoffload.tiering.manager import AnyManager, TieredManager
+from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import Checksums
 
 

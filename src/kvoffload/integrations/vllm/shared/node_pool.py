@@ -14,7 +14,7 @@ from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.integrations.vllm.shared.options import VLLMOptions
 from kvoffload.integrations.vllm.shared.tiers import Producer, fingerprint
 from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, EngineFacts, minor
-from kvoffload.node.directory import SHARED_MEMORY, PoolDirectory, log_other_pools
+from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory, log_other_pools
 from kvoffload.text import size
 
 USUAL_KEY_BYTES = 36

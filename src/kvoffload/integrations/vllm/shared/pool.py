@@ -26,8 +26,8 @@ import numpy.typing as npt
 
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.shared import first_touch
-from kvoffload.node.directory import SHARED_MEMORY, SLOTS, locked, open_own
 from kvoffload.node.keeper import is_named
+from kvoffload.node.pool_directory import SHARED_MEMORY, SLOTS, locked, open_own
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums

@@ -22,7 +22,7 @@ from kvoffload.integrations.vllm.shared.producer import commit_of, draft_model, 
 from kvoffload.integrations.vllm.shared.versions import SINCE_STEADY_KEYS, EngineFacts, minor
 from kvoffload.model.weights import files_of, weights_identity
 from kvoffload.structures.keys import Keys
-from kvoffload.tiering.manager import TieredManager
+from kvoffload.tiering.tiered_manager import TieredManager
 from kvoffload.tiers.contract import Mask
 from kvoffload.tiers.spec import TierOptions, TierOwner
 from kvoffload.transfer import Blocks

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvoffload.settings.read import Positive
-from kvoffload.traces.conversion.live import batches, is_address
+from kvoffload.traces.conversion.event_stream import batches, is_address
 from kvoffload.traces.conversion.source import Given, Request, Source
 from kvoffload.traces.lines import BadLineError, decoded
 

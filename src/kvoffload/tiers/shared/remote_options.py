@@ -10,7 +10,7 @@ from typing import ClassVar
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.settings.read import Duration
-from kvoffload.tiers.shared.tier import ConnectingTier, RemoteOptions
+from kvoffload.tiers.shared.remote_tier import ConnectingTier, RemoteOptions
 from kvoffload.tiers.spec import TierOptions, TierOwner
 
 _COUNTED_BLOCKS = 1 << 16

@@ -20,14 +20,14 @@ import numpy as np
 
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.format import FORMAT_VERSION, Identity, fingerprint_of
 from kvoffload.tiers.disk.journal import Journal
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.lock import DirectoryLock, lock_file, unlock_file
 from kvoffload.tiers.disk.recovery import Contents, Progress, Recovered, recover
 from kvoffload.tiers.disk.resize import rearrange, resize
 from kvoffload.tiers.disk.room import Room
 from kvoffload.tiers.disk.slab import UNFINISHED, Slab
+from kvoffload.tiers.disk.slab_format import FORMAT_VERSION, Identity, fingerprint_of
+from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 
 SLABS = "kvoffload*.slab"

@@ -27,7 +27,6 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.shared.connection import CONNECT_S, Connect, Connection
 from kvoffload.tiers.shared.dialect import Dialect, perform
 from kvoffload.tiers.shared.epochs import EpochHistory
-from kvoffload.tiers.shared.errors import FULL, CacheResetError
 from kvoffload.tiers.shared.exchanges import (
     PROBE,
     READ,
@@ -47,6 +46,7 @@ from kvoffload.tiers.shared.jobs import Jobs
 from kvoffload.tiers.shared.peer import Peer
 from kvoffload.tiers.shared.presence import PresenceCache
 from kvoffload.tiers.shared.printable import printable
+from kvoffload.tiers.shared.remote_errors import FULL, CacheResetError
 from kvoffload.tiers.shared.write_log import WriteLog
 from kvoffload.tiers.waiting import wait_until
 from kvoffload.transfer import Blocks, Rows

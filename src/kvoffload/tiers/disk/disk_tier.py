@@ -37,10 +37,7 @@ from kvoffload.tiers.contract import (
 )
 from kvoffload.tiers.disk.chunk import Chunk, Stamps
 from kvoffload.tiers.disk.committer import Committer
-from kvoffload.tiers.disk.directory import Geometry, open_directory
 from kvoffload.tiers.disk.files import Files
-from kvoffload.tiers.disk.format import MAX_NUMBER, REUSE
-from kvoffload.tiers.disk.layout import Layout
 from kvoffload.tiers.disk.pipeline import Pipeline
 from kvoffload.tiers.disk.placement import Placement
 from kvoffload.tiers.disk.recovery import Progress
@@ -54,6 +51,9 @@ from kvoffload.tiers.disk.slab import (
     Outcomes,
     Positions,
 )
+from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
+from kvoffload.tiers.disk.slab_format import MAX_NUMBER, REUSE
+from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.memory import available_bytes
 from kvoffload.tiers.offer import Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.producer_text import check_producer_text

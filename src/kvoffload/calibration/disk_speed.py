@@ -18,7 +18,7 @@ from kvoffload.simulate.machine import Quantity
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.disk import DiskTier
 from kvoffload.tiers.disk.files import Files, aligned
-from kvoffload.tiers.disk.layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
 
 _KEY_BYTES = 32
 _TIMEOUT_S = 600.0

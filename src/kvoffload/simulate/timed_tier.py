@@ -9,7 +9,7 @@ import numpy as np
 
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.simulate.events import Events, Link
+from kvoffload.simulate.event_queue import Events, Link
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import JobResult, Mask
 from kvoffload.tiers.simulated import SimulatedTier

@@ -32,10 +32,10 @@ from kvoffload.core.state import blank_load, entering
 from kvoffload.core.tenants import Quota, Tenants
 from kvoffload.errors import ConfigError, GoneError, MisuseError, UnavailableError
 from kvoffload.node import mutex
-from kvoffload.node.directory import STATE, PoolDirectory, locked
 from kvoffload.node.event_ring import EventRing
 from kvoffload.node.keeper import MAX_MEMBERS
 from kvoffload.node.mutex import ACQUIRED, BUSY, NEWS, OWNER_DIED
+from kvoffload.node.pool_directory import STATE, PoolDirectory, locked
 from kvoffload.node.shares import owner_of, shares_of, take_share, update_owners
 from kvoffload.node.state import COUNTERS, DEPARTED, StateFile
 from kvoffload.structures.index import ABSENT

@@ -14,7 +14,7 @@ import xxhash
 
 from kvoffload.structures.keys import MAX_KEY_BYTES, Keys
 from kvoffload.tiers.disk.files import PAGE_BYTES
-from kvoffload.tiers.disk.layout import (
+from kvoffload.tiers.disk.slab_layout import (
     ACCESS,
     GROUP,
     MAX_BLOCK_BYTES,
