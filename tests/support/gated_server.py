@@ -48,18 +48,18 @@ class GatedServer:
         **options: Any,
     ) -> RemoteTier:
         """Return an open tier before the server."""
+        usual = {"namespace": "ns", "timeout_s": 60.0, "probe_timeout_s": 60.0, "num_threads": lines}
         tier = RemoteTier(
             "gated",
             "nowhere",
             self.connect,
-            RemoteOptions(**({"namespace": "ns", "timeout_s": 60.0, "probe_timeout_s": 60.0} | options)),
+            RemoteOptions(**(usual | options)),
             dialect=GatedDialect(),
             keyspace=SingleKeyspace("ns", producer_of("model"), (b"epoch",)),
             block_bytes=BLOCK_BYTES,
             fingerprint="model",
             clock=clock,
             chance=chance,
-            num_threads=lines,
             groups=groups,
         )
         tier.wait_until_open(60.0)

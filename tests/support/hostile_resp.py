@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -695,7 +695,7 @@ def _opened(servers: list[FakeServer], is_cluster: bool) -> Any:
         return ClusterTier("valkey", "cluster/ns", seeds, connect, options, **more)
     (server,) = servers
     to = lambda deadline: Connection("127.0.0.1", server.port, login, deadline)  # noqa: E731
-    return valkey_tier("valkey", "server/ns", to, options, num_threads=2, **more)
+    return valkey_tier("valkey", "server/ns", to, replace(options, num_threads=2), **more)
 
 
 def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Callable[[], None],

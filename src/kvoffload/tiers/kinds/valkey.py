@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, TypeAlias
 
 from kvoffload.core.admission import Admission
@@ -97,7 +97,7 @@ class ValkeyOptions(SharedTierOptions):
         if url.is_cluster:
             return ClusterTier(self.name, str(url), [*url.nodes], connect, options, **common)
         (node,) = url.nodes
-        common["num_threads"] = _NUM_THREADS
+        options = replace(options, num_threads=_NUM_THREADS)
         return valkey_tier(self.name, str(url), lambda deadline: connect(node, deadline), options, **common)
 
     def refusal(self, error: BaseException) -> str | None:

@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,12 +64,11 @@ def s3_tier(
     """
     producer = producer_of(fingerprint)
     keyspace = SingleKeyspace(options.namespace, producer, (epoch_name(options.namespace, producer),))
-    arguments.setdefault("num_threads", _NUM_THREADS)
     return RemoteTier(
         name,
         place,
         connect,
-        options,
+        replace(options, num_threads=_NUM_THREADS),
         dialect=S3(ledger, group_blocks),
         keyspace=keyspace,
         fingerprint=fingerprint,

@@ -51,10 +51,10 @@ class Peer:
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
         clock: monotonic seconds, for pauses.
-        history: epochs that this process has seen; all nodes of a cluster share one history.
+        history: for a node of a cluster, the epochs that this process has seen of all nodes. Blocks may then
+            move to another node; this is no failure. None for any other server.
         asks_persistence: True to ask the server once about its persistence.
         gives_up_at_once: True if a single exceeded deadline opens the circuit breaker.
-        is_node: True for a node of a cluster. Blocks may move to another node; this is no failure.
         chance: random numbers in [0, 1), for jitter.
 
     Attributes:
@@ -84,13 +84,12 @@ class Peer:
         history: EpochHistory | None = None,
         asks_persistence: bool = True,
         gives_up_at_once: bool = False,
-        is_node: bool = False,
         chance: Callable[[], float] = random.random,
     ) -> None:
         self.name, self.place, self.keyspace = name, place, keyspace
         self._about, self._send, self._forget, self._clock = about, send, forget, clock
         self.history = history or EpochHistory()
-        self._gives_up_at_once, self._is_node = gives_up_at_once, is_node
+        self._gives_up_at_once, self._is_node = gives_up_at_once, history is not None
         self.breakers = Breakers(clock, chance)
         self.epoch: Epoch | None = None
         self.handshake: Handshake | None = None

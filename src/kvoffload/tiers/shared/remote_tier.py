@@ -72,6 +72,7 @@ class RemoteOptions:
         write_timeout_s: longest duration of a write; None for five times `timeout_s`.
         gives_up_at_once: True if the first exceeded deadline opens the circuit breaker: for replays, whose
             deadlines are long.
+        num_threads: number of connections for reads, for writes and for probes.
     """
 
     namespace: str
@@ -80,6 +81,7 @@ class RemoteOptions:
     ttl_s: int = 0
     write_timeout_s: float | None = None
     gives_up_at_once: bool = False
+    num_threads: int = 1
 
 
 @dataclass(eq=False)
@@ -137,12 +139,12 @@ class RemoteTier(ConnectingTier, GroupedTier):
         groups: groups of blocks that share an object; None if each block has its own name.
         clock: monotonic seconds, for the presence cache and pauses.
         chance: random numbers in [0, 1), for the jitter of pauses.
-        num_threads: number of connections for reads, for writes and for probes.
-        history: epochs that this process has seen; all nodes of a cluster share one history.
-        is_node: True for a node of a cluster. A node sends nothing before `begin`.
+        history: for a node of a cluster, the epochs that this process has seen of all nodes. A node sends
+            nothing before `begin`. None for any other server.
 
     Memory: 16 MiB for the presence cache; 150 bytes for each ended epoch. Thread: the scheduler's; the tier
-    runs ``3 * num_threads`` threads. Raises: `MisuseError` in a process forked from the tier's process.
+    runs ``3 * options.num_threads`` threads. Raises: `MisuseError` in a process forked from the tier's
+    process.
     """
 
     def __init__(
@@ -160,9 +162,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         groups: BlockGroups | None = None,
         clock: Callable[[], float] = time.monotonic,
         chance: Callable[[], float] = random.random,
-        num_threads: int = 1,
         history: EpochHistory | None = None,
-        is_node: bool = False,
     ) -> None:
         self.name, self.place, self.options = name, place, options
         self.block_bytes = self.stored_bytes = block_bytes
@@ -185,7 +185,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
             connect,
             lambda c, exchange: perform(dialect, c, exchange),
             block_bytes,
-            num_threads,
+            options.num_threads,
             self.group_blocks,
         )
         self.peer = Peer(
@@ -199,10 +199,9 @@ class RemoteTier(ConnectingTier, GroupedTier):
             history=history,
             asks_persistence=dialect.reports_persistence,
             gives_up_at_once=options.gives_up_at_once,
-            is_node=is_node,
             chance=chance,
         )
-        if not is_node:
+        if history is None:
             self.peer.start()
 
     def begin(self) -> None:

@@ -359,7 +359,6 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             admission=self._admission,
             clock=self._clock,
             history=self._history,
-            is_node=True,
         )
         if self.is_reset_wanted[[*divisions]].any():
             node.clear()
