@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.errors import ConfigError, MisuseError
+from kvoffload.errors import ConfigError, MisuseError, UnavailableError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.contract import NO_JOB, SecondaryTier
 from kvoffload.tiers.disk import DiskTier, committer
@@ -326,9 +326,21 @@ def test_a_capacity_whose_metadata_exceed_the_memory_is_refused(
 ) -> None:
     monkeypatch.setattr("kvoffload.tiers.disk.disk_tier.available_bytes", lambda: 1 << 20)
     with pytest.raises(
-        ConfigError, match=r"capacity_bytes: .* blocks need .* MiB .*, and 1 MiB are available"
+        UnavailableError, match=r"capacity_bytes: .* blocks need .* MiB .*, and 1 MiB are available"
     ):
         DiskTier(tmp_path, 4 << 30, 4096, fingerprint="model")
+
+
+@pytest.mark.parametrize(
+    "pool", [np.zeros((1, 4096)), np.zeros(4096, np.uint8), np.zeros((1, 1, 4096), np.uint8)]
+)
+def test_a_pool_must_be_rows_of_bytes(tmp_path: Path, pool: Any) -> None:
+    tier = Disk(tmp_path, 4).tier
+    with pytest.raises(ValueError, match="allowed: bytes"):
+        tier.submit_write(keys_of([1]), pool, [0])
+    with pytest.raises(ValueError, match="allowed: bytes"):
+        tier.submit_read(keys_of([1]), pool, [0])
+    tier.close()
 
 
 class LateFiles(Files):

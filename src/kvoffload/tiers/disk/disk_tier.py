@@ -569,11 +569,11 @@ class DiskTier(SecondaryTier):
 
 
 def _check_memory(capacity_bytes: int, layout: Layout) -> None:
-    """Raise `ConfigError` if the metadata of the blocks needs more memory than this process can get."""
+    """Raise `UnavailableError` if the metadata of the blocks needs more memory than this process can get."""
     num_blocks, available = layout.num_blocks, available_bytes()
     if (needed := num_blocks * _MEMORY_PER_BLOCK) > available:
         why = f"its {num_blocks:,} blocks need {size(needed)} of memory, and {size(available)} are available"
-        raise ConfigError("capacity_bytes", capacity_bytes, why)
+        raise UnavailableError("capacity_bytes", capacity_bytes, why)
 
 
 def _directory_of(path: object) -> Path:
