@@ -146,6 +146,26 @@ def test_a_smaller_offer_after_a_refusal_leaks_nothing() -> None:
     agree(inside)
 
 
+def test_a_smaller_offer_into_free_slots_evicts_nothing() -> None:
+    """A block that has left the sliding window since a refused offer gets no slot."""
+    inside = Inside(4, "kvoffload-lru")
+    ready, flight, new = (
+        [key(10 * row + number) for number in range(count)] for row, count in enumerate((2, 2, 3))
+    )
+    inside.serve("ready", ready)
+    other, ctx = inside.begin("other", flight), inside.begin("r", new)
+    storing = inside.manager.prepare_store(flight, other).keys_to_store
+    assert inside.manager.prepare_store(new, ctx) is None
+    inside.manager.complete_store(storing, other, success=False)
+    stored = inside.manager.prepare_store(new[1:], ctx)
+    assert (stored.keys_to_store, stored.evicted_keys) == (new[1:], [])
+    inside.manager.complete_store(new[1:], ctx)
+    reader = inside.begin("reader", ready)
+    inside.manager.prepare_load(ready, reader)
+    inside.manager.complete_load(ready, reader)
+    agree(inside)
+
+
 def test_what_vllm_does_not_insert_after_all_is_given_back() -> None:
     policy = policies.__getattr__("lru")(4)
     ctx = ReqContext("r")

@@ -127,7 +127,9 @@ class VLLMPolicy(CachePolicy):
             entering = [key]
             if ctx is not None and self._current is not None:
                 missed = self._current.missed
-                entering = [k for k in self._absent if k in missed and k not in self.chunks] or [key]
+                absent = [k for k in self._absent if k in missed and k not in self.chunks]
+                # Blocks of earlier offers come first. They get no slot, because vLLM has evicted nothing.
+                entering = absent[len(self.chunks) - self.cache_capacity :]
             self._reserve(entering if key in entering else [key], ctx)
         self._expected.discard(key)
         self.chunks[key] = chunk

@@ -681,7 +681,8 @@ class KVOffloadManager(OffloadingManager):
             self.core.finish_request(self._requests.pop(request_id).ctx)
         self.core.reset(drop_in_flight=self._node_pool is None)
         # Slots in flight stay reserved if other engines share the pool, or if a job of a tier still runs.
-        self._dropped = self._dropped + plans if self.core.counters().condemned else []
+        is_reserved = self._node_pool is not None or self.core.counters().condemned > 0
+        self._dropped = self._dropped + plans if is_reserved else []
         if self.what_if is not None:
             self.what_if.reset()
         self._events.reset(self.core)
