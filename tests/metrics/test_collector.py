@@ -104,7 +104,8 @@ def test_every_metric_of_the_library_is_there_from_the_first_update_on() -> None
     collector.update()
     names = {name for name, *_ in values_of(collector)}
     expected = {family.series_name("kvoffload_") for family in FAMILIES if not family.is_of_vllm}
-    of_tenants = {f"kvoffload_{name}_total" for name in TENANT_COUNTERS} | {"kvoffload_tenant_held_blocks"}
+    of_tenants = {f"kvoffload_{name}_total" for name in TENANT_COUNTERS}
+    of_tenants |= {"kvoffload_tenant_held_blocks", "kvoffload_tenant_tier_held_blocks"}
     assert expected - names == {"kvoffload_tier_write_budget_bytes", *of_tenants}
     manager.set_tenants({"a": Quota(1)})
     collector.update()

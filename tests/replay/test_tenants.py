@@ -139,3 +139,37 @@ def test_mistakes_in_quotas_are_one_line(path: Path) -> None:
         done = replayed(path, quotas, *more)
         assert (done.returncode, done.stdout) == (2, ""), done
         assert message in done.stderr
+
+
+# ---- quotas of tiers
+
+TIER = {"tiers": parse_tiers("tiers", "simulated:8"), "tenants": {"a": Quota()}}
+
+
+@pytest.mark.parametrize(
+    ("quotas", "saved"), [({}, 0), ({"simulated": {"a": Quota(HOT)}}, HOT * (ROUNDS - 1))]
+)
+def test_a_minimum_of_a_tier_keeps_what_ram_evicts(trace: Trace, quotas: Any, saved: int) -> None:
+    report = Replay(trace, ReplayConfig(10, tier_tenants=quotas, **TIER)).run()  # type: ignore[arg-type]
+    assert report.tiers[1].hit_blocks == saved
+    assert report.tenants[0].prefix_hit_blocks == saved
+    held = {row.tenant: (row.min_blocks, row.blocks_held) for row in report.tiers[1].tenants}
+    assert held == ({"a": (HOT, HOT), "other": (0, 0)} if quotas else {})
+
+
+def test_the_command_takes_quotas_of_tiers(path: Path) -> None:
+    quotas = {"a": {"tiers": {"simulated": {"min": 8, "max": "10%"}}}}
+    done = replayed(path, quotas, "--tier", "simulated:12", "--format", "json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["tiers"][1]["tenants"]
+    assert rows[0] == {
+        "tenant": "a",
+        "min_blocks": 8,
+        "max_blocks": 10,
+        "blocks_held": 8,
+        "blocks_evicted": 0,
+    }
+    done = replayed(path, quotas, "--tier", "simulated:7")
+    assert "the minimums add up to more than the capacity of 7" in done.stderr
+    done = replayed(path, quotas)
+    assert "tenants: 'simulated' is invalid; allowed as tiers: none" in done.stderr

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.policy import POLICIES
+from kvoffload.tiers.spec import TierOwner, open_tiers
 from support.scripted_tier import ScriptedTier
+from support.timeouts import HANGS_S
 from support.vllm_needs import POSITIONS, needs
 from support.vllm_world import HIT, MISS, PENDING, World, base, key
 
@@ -588,6 +590,24 @@ def test_a_reset_during_a_hanging_job_of_a_tier_loses_no_slot(world: Callable[..
     for job in [*tier.jobs]:
         tier.end(job)
     assert not rig.manager.broken
+
+
+def test_tenants_have_quotas_of_disks(tmp_path: Path) -> None:
+    quotas = {"a": {"tiers": {"disk": {"min": "4MiB"}}}, "b": {"tiers": {"disk": {"max": "16KiB"}}}}
+    rig = World(tmp_path, 16, tiers=[f"disk:{tmp_path / 'kv'}:16MiB"], tenants=quotas)
+    rig.manager._open_tiers = lambda block_bytes, key_bytes: open_tiers(
+        rig.manager.options.tiers, TierOwner(block_bytes, key_bytes, "world")
+    )
+    rig.manager._build(36)
+    for number, tenant in enumerate(["a", "b", "b"]):
+        rig.manager.add_hints(str(number), Hints(tenant=tenant))
+        rig.serve(str(number), [key(10 * number + block) for block in range(4)])
+        assert rig.manager.core.settle(HANGS_S)
+    [counts] = rig.manager.core.tier_tenants()
+    assert counts["a"].min > 3 * counts["b"].max == 9
+    assert {name: tenant.held for name, tenant in counts.items()} == {"a": 4, "b": 3, "other": 0}
+    assert "tenant_tier_held_blocks" in repr(rig.manager._take_stats().data)
+    rig.check()
 
 
 def test_tenants_have_quotas_and_metrics(world: Callable[..., World], tmp_path: Path) -> None:

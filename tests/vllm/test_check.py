@@ -56,5 +56,16 @@ def test_a_replay_predicts_the_server(llama: Path, on_llama: Expected, tmp_path:
         code, found = replayed(path, server.url, "--capacity", "20")
         assert (code, found["verdict"]) == (1, "different")
         assert found["settings"] == ["RAM: the server has 40 blocks, predicted are 20: --capacity 40"]
+        _, found = replayed(path, server.url, "--bytes-per-token", str(BLOCK_BYTES // 32))
+        prices = tmp_path / "prices.toml"
+        prices.write_text('[ram]\nmodule = "1MiB"\nslots = 8\n[ssd]\nslots = 0\n')
+        done = kvoffload(
+            "plan", path, "--gpus", "1", "--gpu-tokens", str(32 * GPU_BLOCKS), "--prices", prices, "--quiet",
+            "--bytes-per-token", str(BLOCK_BYTES // 32), "--stores", "on-compute", "--admissions", "all",
+            "--jobs", "1", "--check", server.url, "--format", "json",
+        )  # fmt: skip
+        answer = json.loads(done.stdout)
+        assert answer["check"] == found
+        assert (answer["present"]["policy"], answer["present"]["ram_blocks"]) == ("lru", RAM_BLOCKS)
         code, found = replayed(path, server.url, "--since", str(begin))
         assert (code, found["verdict"]) == (3, "not-comparable"), "the recording began earlier"

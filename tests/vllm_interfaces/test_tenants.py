@@ -11,6 +11,9 @@ from kvoffload.core.tenants import Quota
 from kvoffload.errors import CombinedConfigError
 from kvoffload.integrations.vllm.shared.options import parse_options
 from kvoffload.integrations.vllm.shared.tenants import QuotaBytes, TenantOptions
+from kvoffload.tiering.tiered_manager import TieredManager
+from kvoffload.tiers.simulated import NoMemory, SimulatedTier
+from kvoffload.tiers.spec import parse_tiers
 
 GIVEN = {"a": {"min": "1GiB", "max": "2GiB"}, "other": {"max": 2**29}}
 QUOTAS = {"a": QuotaBytes(2**30, 2**31), "other": QuotaBytes(0, 2**29)}
@@ -62,6 +65,49 @@ def test_a_victim_tier_has_no_quotas() -> None:
 
 def test_a_shared_pool_has_no_quotas() -> None:
     assert "with shared RAM there are no quotas" in message(GIVEN, ram="4GiB,shared=node")
+
+
+TIERED = {"a": {"min": "1GiB", "tiers": {"disk": {"min": "10GiB", "max": "20GiB"}}}}
+DISK = "disk:/nvme/kv:40GiB"
+
+
+def test_quotas_of_tiers() -> None:
+    found = tenants(TIERED, tiers=[DISK])
+    assert found.quotas == {"a": QuotaBytes(2**30)}
+    assert found.tiers == {"disk": {"a": QuotaBytes(10 * 2**30, 20 * 2**30)}}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "expected"),
+    [
+        ([], "tenants: 'tiers.disk' is invalid; allowed as tiers: none"),
+        ([f"{DISK},label=nvme"], "allowed as tiers: nvme"),
+        (["valkey://cache:6379/kv?label=disk"], "allowed as tiers: none"),
+        (["disk:/nvme/kv:9GiB"], "the minimums exceed its capacity of 9663676416 bytes"),
+    ],
+)
+def test_tiers_that_take_no_such_quotas(tiers: list[str], expected: str) -> None:
+    assert expected in message(TIERED, tiers=tiers)
+
+
+def test_wrong_quotas_of_tiers_name_the_option() -> None:
+    assert "tenants.a.tiers.disk.most" in message({"a": {"tiers": {"disk": {"most": 1}}}}, tiers=[DISK])
+    assert "tenants.a.tiers: 'disk'" in message({"a": {"tiers": "disk"}}, tiers=[DISK])
+
+
+def test_open_tiers_get_quotas_in_their_blocks() -> None:
+    given = TenantOptions(
+        {"a": QuotaBytes(), "b": QuotaBytes()}, {"simulated": {"a": QuotaBytes(10 * 2**30)}}
+    )
+    options = parse_tiers("tiers", "simulated:40GiB")
+    manager = TieredManager(
+        8, ram=NoMemory(8), tiers=[SimulatedTier(400, key_bytes=32)], tenants=given.in_blocks(2**32, 8)
+    )
+    given.set_tiers(manager, options)
+    [counts] = manager.tier_tenants()
+    assert (counts["a"].min, counts["a"].max) == (100, None)
+    TenantOptions({"a": QuotaBytes()}).set_tiers(manager, options)
+    assert [*manager.tier_tenants()[0]] == ["other"], "a change replaces all quotas"
 
 
 def test_blocks_of_a_pool() -> None:

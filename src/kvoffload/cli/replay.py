@@ -34,7 +34,7 @@ from kvoffload.cli.output import progress_bar, writable, write_output
 from kvoffload.cli.replay_calls import check_alone, replay_calls
 from kvoffload.cli.replay_table import table
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
-from kvoffload.core.quotas import ONE_OWNER, read_quotas
+from kvoffload.core.quotas import ONE_OWNER, Quotas, read_quotas
 from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.data import DataPlane
@@ -154,8 +154,8 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
     what_if_sample: OneIn = option(ONE_IN, "Sample one block in N for --what-if.", show_default=True)
     tenants: str | None = option(
         None,
-        'Quotas of RAM: {"a": {"min": "10GiB", "max": "5%"}}; sizes as --capacity. The tenants are those of '
-        "the trace.",
+        'Quotas of tenants of the trace: {"a": {"min": "10GiB", "max": "5%", "tiers": {"disk": {"min": '
+        '"1TiB"}}}}. Sizes as --capacity.',
         metavar="JSON",
     )
     as_recorded: bool = option(
@@ -200,17 +200,17 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         """Parse ``--what-if``. Raises `ConfigError`."""
         return WhatIfParser().parse("what-if", self.what_if) if self.what_if else ()
 
-    def quotas(self, unique_blocks: int, block_bytes: int | None) -> dict[str, Quota]:
+    def quotas(self, unique_blocks: int, block_bytes: int | None) -> Quotas:
         """Parse ``--tenants``. Raises `ConfigError`."""
 
         def blocks(option: str, value: object) -> int:
             return parse_capacity(option, str(value), block_bytes, unique_blocks)
 
         if self.tenants is None:
-            return {}
+            return Quotas({}, {})
         if self.store == ON_DEVICE_EVICTION:
             raise ConfigError("tenants", self.tenants, ONE_OWNER)
-        return {name: Quota(*quota) for name, quota in read_quotas("tenants", self.tenants, blocks).items()}
+        return read_quotas("tenants", self.tenants, blocks)
 
     def _check_managers(self) -> None:
         tiers = self.parsed_tiers()
@@ -225,11 +225,16 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
         """Create the configuration of the replay: the caches, the assumed engine, and tenants' quotas."""
+        quotas = self.quotas(trace.unique_blocks, block_bytes)
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
             queue_requests=self.queue_requests,
-            tenants=self.quotas(trace.unique_blocks, block_bytes),
+            tenants={name: Quota(*quota) for name, quota in quotas.ram.items()},
+            tier_tenants={
+                tier: {name: Quota(*quota) for name, quota in of_tier.items()}
+                for tier, of_tier in quotas.tiers.items()
+            },
         )
 
     def injection(self) -> Injection | None:

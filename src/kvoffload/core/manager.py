@@ -40,7 +40,7 @@ from kvoffload.core.request import AGAIN, RequestContext, batch_of, room_for
 from kvoffload.core.returning import known_keys
 from kvoffload.core.slots import SlotArray, Slots
 from kvoffload.core.state import Cache, Entering, blank_load, blank_store
-from kvoffload.core.tenants import Quota, TenantNumbers, Tenants, check_quotas
+from kvoffload.core.tenants import OTHER, Quota, TenantNumbers, Tenants, check_quotas
 from kvoffload.core.unseen import MOST_UNSEEN, unseen_keys
 from kvoffload.errors import ConfigError, MisuseError, check_integer
 from kvoffload.structures.index import ABSENT, MAX_POSITIONS, Index
@@ -485,6 +485,29 @@ class OffloadingManager:
         tenants = self._state.tenants
         tenants.recount(self.slots.filled(), self.slots.idle())
         self._tenants.write(tenants)
+
+    def disown(self) -> None:
+        """Take all blocks from their tenants, for blocks of an earlier run, whose owners are unknown.
+
+        Stores evict these blocks first. A block belongs to the tenant that loads it next (`set_tenant`). Call
+        it after the first `set_tenants`. Cost: O(blocks).
+        """
+        tenants, nobody = self._state.tenants, self._tenants.nobody()
+        tenants.owner[self.slots.filled()] = nobody
+        tenants.orphans |= 1 << nobody
+        tenants.recount(self.slots.filled(), self.slots.idle())
+        self._tenants.write(tenants)
+
+    def set_tenant(self, ctx: RequestContext, tenant: str) -> None:
+        """Set the tenant of a request's later loads and stores, in place of ``hints.tenant``."""
+        if self._state.has_tenants:
+            ctx.set_tenant(self._tenants.number(tenant))
+
+    def owners_of(self, slots: SlotArray) -> list[str]:
+        """Return the tenant of the block in each slot; ``other`` without quotas."""
+        if not self._state.has_tenants:
+            return [OTHER] * len(slots)
+        return [self._tenants.name(number) for number in self._state.tenants.owner[slots].tolist()]
 
     @property
     def tenants(self) -> dict[str, Quota]:

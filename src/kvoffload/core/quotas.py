@@ -1,9 +1,12 @@
-"""Quotas as users write them: ``{"a": {"min": "10GiB", "max": "40GiB"}}``. Knows no sizes: the caller reads
-them."""
+"""Quotas as users write them: ``{"a": {"min": "10GiB", "tiers": {"disk": {"max": "1TiB"}}}}``.
+
+Knows no sizes: the caller reads them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,17 +18,26 @@ ALLOWED = '{"a": {"min": "10GiB", "max": "40GiB"}, ...}'
 ONE_OWNER = (
     f"with store {ON_DEVICE_EVICTION} there are no quotas, because dropped blocks belong to no request"
 )
-_NAMES = ("min", "max")
+_NAMES, _TIERS = ("min", "max"), "tiers"
 
 ReadSize = Callable[[str, object], int]
 """Reads a size, given its option. Raises `ConfigError`."""
 
 
-def read_quotas(option: str, given: object, read_size: ReadSize) -> dict[str, tuple[int, int | None]]:
-    """Return minimum and maximum of each tenant; the maximum is None for no limit.
+class Quotas(NamedTuple):
+    """Minimum and maximum of each tenant; the maximum is None for no limit.
 
-    `given`: a mapping, or its JSON. Raises `ConfigError`.
+    Attributes:
+        ram: tenant -> its quota of RAM.
+        tiers: name of a tier behind RAM -> tenant -> its quota of the tier.
     """
+
+    ram: dict[str, tuple[int, int | None]]
+    tiers: dict[str, dict[str, tuple[int, int | None]]]
+
+
+def read_quotas(option: str, given: object, read_size: ReadSize) -> Quotas:
+    """Read the quotas of all tenants. `given`: a mapping, or its JSON. Raises `ConfigError`."""
     if isinstance(given, str):
         try:
             given = msgspec.json.decode(given)
@@ -37,7 +49,18 @@ def read_quotas(option: str, given: object, read_size: ReadSize) -> dict[str, tu
         raise ConfigError(option, len(given), f"allowed: up to {MAX_TENANTS - 1} tenants")
     if "" in given:
         raise ConfigError(option, "", "a tenant needs a name")
-    return {str(name): _quota(f"{option}.{name}", quota, read_size) for name, quota in given.items()}
+    quotas = Quotas({}, {})
+    for name, quota in given.items():
+        own, tiers = f"{option}.{name}", {}
+        if isinstance(quota, Mapping) and _TIERS in quota:
+            quota, tiers = {key: value for key, value in quota.items() if key != _TIERS}, quota[_TIERS]
+        quotas.ram[str(name)] = _quota(own, quota, read_size)
+        if not isinstance(tiers, Mapping):
+            raise ConfigError(f"{own}.{_TIERS}", tiers, 'allowed: {"disk": {"min": "1TiB"}}')
+        for tier, of_tier in tiers.items():
+            of_all = quotas.tiers.setdefault(str(tier), {})
+            of_all[str(name)] = _quota(f"{own}.{_TIERS}.{tier}", of_tier, read_size)
+    return quotas
 
 
 def _quota(option: str, given: object, read_size: ReadSize) -> tuple[int, int | None]:

@@ -23,6 +23,7 @@ from kvoffload.structures.structs import Struct
 
 OTHER = "other"
 """The tenant of requests without a configured tenant. Its number is 0."""
+_NOBODY = ""
 MAX_TENANTS = 63
 """Largest number of tenants, including `OTHER`. A set of tenants is a bit mask of 63 bits."""
 UNLIMITED = 1 << 40
@@ -51,6 +52,11 @@ class Quota:
     min_blocks: int = 0
     max_blocks: int | None = None
 
+    def divided(self, parts: int) -> Quota:
+        """Return an equal part of the quota, rounded down. A maximum is at least one block."""
+        low = self.min_blocks // parts
+        return Quota(low, None if self.max_blocks is None else max(1, low, self.max_blocks // parts))
+
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
@@ -68,6 +74,15 @@ class TenantStats:
     held: int
     loaded: int
     evicted: int
+
+    def plus(self, *others: TenantStats) -> TenantStats:
+        """Return the sums of these counts."""
+        rows = (self, *others)
+        return TenantStats(
+            sum(row.min for row in rows),
+            None if any(row.max is None for row in rows) else sum(row.max or 0 for row in rows),
+            *(sum(getattr(row, name) for row in rows) for name in ("held", "loaded", "evicted")),
+        )
 
 
 class Tenants(Struct):
@@ -153,6 +168,15 @@ class TenantNumbers:
     def number(self, name: str) -> int:
         """Return the number of a tenant; 0 for names without a quota."""
         return self._numbers[name] if name in self.quotas else 0
+
+    def name(self, number: int) -> str:
+        """Return the name of a tenant with a quota; `OTHER` for any other number."""
+        name = [*self._numbers][number]
+        return name if name in self.quotas else OTHER
+
+    def nobody(self) -> int:
+        """Return the number of the owner of blocks that belong to no tenant. No tenant has its name."""
+        return self._numbers.setdefault(_NOBODY, len(self._numbers))
 
     def set(self, quotas: Mapping[str, Quota], capacity: int) -> None:
         """Replace all quotas. If this raises `ConfigError`, nothing has changed."""

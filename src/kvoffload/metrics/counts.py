@@ -15,6 +15,7 @@ from kvoffload.metrics.families import (
     NOT_PROMOTED_REASONS,
     POLICY,
     REFUSED,
+    TENANT_TIER,
     TIER,
     TIER_COUNTERS,
     TIER_GAUGES,
@@ -82,6 +83,14 @@ def _tiered_values(manager: TieredManager) -> Iterator[Value]:
         for name in (*TIER_COUNTERS, *TIER_GAUGES):
             if counts[name] is not None:
                 yield Value(TIER + name, (tier,), counts[name])
+    for (tier, tenant), held in tier_tenants(manager).items():
+        yield Value(TENANT_TIER, (tier, tenant), held)
+
+
+def tier_tenants(manager: TieredManager) -> dict[tuple[str, str], int]:
+    """Return the number of blocks of each tenant in each tier with quotas, by tier and tenant."""
+    tenants = zip(manager.tier_names, manager.tier_tenants(), strict=True)
+    return {(tier, name): counts.held for tier, of_tier in tenants for name, counts in of_tier.items()}
 
 
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:

@@ -72,6 +72,7 @@ TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RA
 
 In a shared pool whose engines have shares the tenants are ``own`` (this engine), ``others`` and ``ended``.
 """
+TENANT_TIER = "tenant_tier_held_blocks"
 WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"
 WHAT_IF = {
     WHAT_IF_RATIO: "With what_if: estimated share of the looked-up blocks that RAM would serve, by setting.",
@@ -179,6 +180,8 @@ def _families() -> Iterator[Family]:
         yield Family(name, True, text, ("tenant",))
     for name, text in TENANT_GAUGES.items():
         yield Family(name, False, text, ("tenant",))
+    text = "With quotas of a tier behind RAM: blocks of the tenant in the tier."
+    yield Family(TENANT_TIER, False, text, ("tier", "tenant"))
     yield from _families_of_vllm()
 
 

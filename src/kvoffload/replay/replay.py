@@ -37,7 +37,7 @@ from kvoffload.replay.engines import Engines
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
-from kvoffload.replay.report import ReplayReport, TenantReport, TierReport, WhatIfReport
+from kvoffload.replay.report import HeldBlocks, ReplayReport, TenantReport, TierReport, WhatIfReport
 from kvoffload.replay.routing import SESSION, Instances, Routing, route
 from kvoffload.replay.trace_keys import FINGERPRINT, KEY_BYTES, TraceKeys
 from kvoffload.settings.read import check_fields
@@ -45,7 +45,7 @@ from kvoffload.structures.keys import Keys
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.simulated import NoMemory
-from kvoffload.tiers.spec import TierOptions, TierOwner, open_tiers
+from kvoffload.tiers.spec import TierOptions, TierOwner, names_of, open_tiers
 from kvoffload.traces.trace import Trace
 from kvoffload.whatif import Shadows, WhatIf
 from kvoffload.whatif.shadows import ONE_IN
@@ -80,6 +80,7 @@ class ReplayConfig:
             ``on-compute`` only, because a victim tier belongs to one device.
         tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`); each instance has its own.
             Not for a victim tier, nor with `shared_ram`.
+        tier_tenants: quotas of tiers, by name of the tier; for tenants with a quota of RAM. One instance.
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
 
@@ -100,6 +101,7 @@ class ReplayConfig:
     shared_ram: bool = False
     machines: Instances = 1
     tenants: Mapping[str, Quota] = field(default_factory=dict)
+    tier_tenants: Mapping[str, Mapping[str, Quota]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, "replay")
@@ -114,6 +116,13 @@ class ReplayConfig:
         if self.shared_ram:
             raise ConfigError("tenants", ", ".join(self.tenants), _SHARES)
         check_quotas(self.tenants, self.capacity_blocks)
+        if self.tier_tenants and self.instances > 1:
+            raise ConfigError("instances", self.instances, "with quotas of tiers allowed: 1")
+        blocks = dict(zip(names_of(self.tiers), (tier.num_blocks for tier in self.tiers), strict=True))
+        for tier, quotas in self.tier_tenants.items():
+            if tier not in blocks:
+                raise ConfigError("tenants", tier, f"allowed as tiers: {', '.join(blocks) or 'none'}")
+            check_quotas(quotas, blocks[tier])
 
     def _check_shared_ram(self) -> None:
         problems = Problems("replay")
@@ -278,6 +287,8 @@ class Replay:
                 enable_events=True,
                 **config.manager_options(num_slots),
             )
+            for name, quotas in config.tier_tenants.items():
+                self._tiered.set_tier_tenants(name, quotas)
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
         self._engine_of = engine_of
@@ -298,8 +309,7 @@ class Replay:
         # Code of the block in each slot, for the decision log.
         self._held = np.full(num_slots, -1, np.int32)
         self.hits_per_request = np.zeros(trace.requests, np.int32)
-        self._device_hits = self._tier_hits = self._block_hits = 0
-        self._damaged = self._dropped = 0
+        self._device_hits = self._tier_hits = self._block_hits = self._damaged = self._dropped = 0
         self._control_s = self._tiers_s = self._tiers_cpu_s = 0.0
 
     def run(self, progress: Callable[[int], None] = lambda requests: None) -> ReplayReport:
@@ -607,7 +617,8 @@ class Replay:
         )
         if self._tiered is None:
             return [ram]
-        lower = zip(self._tiered.tier_names, hits[1:], self._tiered.tier_stats(), strict=True)
+        tiered = self._tiered
+        lower = zip(tiered.tier_names, hits[1:], tiered.tier_stats(), tiered.tier_tenants(), strict=True)
         return [ram] + [
             TierReport(
                 name=name,
@@ -622,6 +633,10 @@ class Replay:
                 unanswered_blocks=tier.timeouts,
                 outages=tier.outages,
                 outage_s=tier.outage_s,
+                tenants=[
+                    HeldBlocks(tenant, row.min, row.max, row.held, row.evicted)
+                    for tenant, row in tenants.items()
+                ],
             )
-            for name, hit_blocks, tier in lower
+            for name, hit_blocks, tier, tenants in lower
         ]

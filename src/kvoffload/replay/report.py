@@ -7,6 +7,22 @@ import msgspec
 from kvoffload.whatif.estimate import Estimate
 
 
+class HeldBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a tenant in a tier with quotas.
+
+    Attributes:
+        min_blocks, max_blocks: the quota; `max_blocks` null for no limit.
+        blocks_held: blocks at the end that the tenant owns.
+        blocks_evicted: blocks of the tenant that the tier evicted.
+    """
+
+    tenant: str
+    min_blocks: int
+    max_blocks: int | None
+    blocks_held: int
+    blocks_evicted: int
+
+
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """Counters of one tier.
 
@@ -21,6 +37,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
         outages, outage_s: number and seconds of outages, during which all blocks of the tier were misses.
         requests: requests to a bucket.
         cost: price of these requests and of the bytes received, at the tier's prices.
+        tenants: blocks of each tenant, for a tier behind RAM with quotas.
     """
 
     name: str
@@ -35,6 +52,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     unanswered_blocks: int = 0
     outages: int = 0
     outage_s: float = 0.0
+    tenants: list[HeldBlocks] = []
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,6 +71,21 @@ class Cascade:
             offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
             ram.unpin(damaged, damaged=range(len(damaged.keys)))
         record = wait.records[lane.row] if wait is not None else None
+        for part in self._by_owner(lane, offered):
+            self._submit(lane, part, record)
+
+    def _by_owner(self, lane: TierLane, offered: LoadPlan) -> list[LoadPlan]:
+        """Divide an offer to a tier with quotas by the tenants of the blocks."""
+        if not lane.has_quotas:
+            return [offered]
+        owners = self._stack.ram.owners_of(offered.slots)
+        if len(names := [*dict.fromkeys(owners)]) <= 1:
+            return [offered]
+        numbers = np.array([names.index(owner) for owner in owners])
+        return offered.split([np.flatnonzero(numbers == number) for number in range(len(names))])
+
+    def _submit(self, lane: TierLane, offered: LoadPlan, record: object | None) -> None:
+        ram, memory = self._stack.ram, self._stack.memory
         job, accepted = lane.tier.submit_write(offered.keys, memory.pool, offered.slots, record)
         written = offered
         if not accepted.all():

@@ -71,6 +71,7 @@ class TierLane:
         waiting: queue of blocks in RAM, oldest first; the cascade offers them when the tier has room.
         num_accepted: blocks that the tier has accepted for writing.
         num_lost: queued blocks that left RAM before the tier accepted them.
+        has_quotas: True once the tier has had quotas of tenants.
     """
 
     def __init__(self, tier: SecondaryTier, row: int, clock: Callable[[], float]) -> None:
@@ -84,6 +85,7 @@ class TierLane:
         self.waiting: dict[bytes, None] = {}
         self.num_accepted = self.num_lost = 0
         self.probing: set[bytes] = set()
+        self.has_quotas = False
 
     def probe(self, keys: Keys, now: float) -> None:
         """Probe a shared tier for blocks, except blocks that a probe in flight covers."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -20,6 +20,8 @@ from kvoffload.core.miss_record import READY
 from kvoffload.core.plans import LoadPlan, LookupResult, OffloadingEvent, PrefixLookup, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
+from kvoffload.core.tenants import OTHER, Quota, TenantStats
+from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.cascade import Cascade
 from kvoffload.tiering.lane import TieringCounts, TierLane
@@ -140,6 +142,31 @@ class TieredManager:
         self.advance_policy_change = ram.advance_policy_change
         self.set_tenants = ram.set_tenants
         self.begin_resize, self.advance_resize = ram.begin_resize, ram.advance_resize
+
+    def set_tier_tenants(self, tier: str, quotas: Mapping[str, Quota]) -> None:
+        """Replace the quotas of a tier behind RAM, in its blocks, see `OffloadingManager.set_tenants`.
+
+        A block belongs to the tenant that owns the block in RAM when RAM offers it. So each tenant needs a
+        quota of RAM, which may be `Quota()`. Blocks of earlier runs belong to the tenant that loads them
+        first; until then they are evicted first.
+
+        Raises: `ConfigError` for an unknown tier, a tenant without a quota of RAM, or a tier that takes no
+            quotas.
+        """
+        if tier not in self.tier_names:
+            raise ConfigError("tier", tier, f"allowed: {', '.join(self.tier_names) or 'none'}")
+        for name in quotas:
+            if name != OTHER and name not in self.ram_manager.tenants:
+                raise ConfigError(
+                    "tenants", name, "a tenant of a tier needs a quota of RAM, which may be empty"
+                )
+        lane = self.lanes[self.tier_names.index(tier)]
+        lane.tier.set_tenants(quotas, self._owner_of)
+        lane.has_quotas |= bool(quotas)
+
+    def _owner_of(self, keys: Keys) -> str:
+        slots = self.ram_manager.slots_of(keys[:1])
+        return self.ram_manager.owners_of(slots)[0] if slots[0] >= 0 else OTHER
 
     @property
     def policy(self) -> EvictionPolicy:
@@ -481,6 +508,10 @@ class TieredManager:
     def tier_names(self) -> list[str]:
         """The name of each tier."""
         return [lane.tier.name for lane in self.lanes]
+
+    def tier_tenants(self) -> list[dict[str, TenantStats]]:
+        """Return the counts of each tier's tenants; empty for a tier without quotas."""
+        return [lane.tier.tenants() for lane in self.lanes]
 
     def tier_stats(self) -> list[TierStats]:
         """Return the counters of each tier. Blocks of a job that the tier could not start count as failed."""

@@ -6,13 +6,14 @@ Does not know media or devices.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.checksum import checksums
@@ -25,6 +26,9 @@ Checksums: TypeAlias = npt.NDArray[np.uint64]
 """Shape ``(n,)``, uint64. 0 (`NO_CHECKSUM`) stands for no checksum; checksums are never 0."""
 
 NO_CHECKSUM = 0
+
+OwnerOf: TypeAlias = Callable[[Keys], str]
+"""Returns the tenant of blocks that all belong to one tenant."""
 
 
 class Memory(Protocol):
@@ -39,9 +43,10 @@ class Memory(Protocol):
 class SecondaryTier(ABC):
     """A store for blocks behind RAM: finds blocks by key, works in the background, and may forget them.
 
-    Every method except `missed` is abstract, so a tier or wrapper that lacks a method cannot be constructed.
-    `SharedTier` is the contract of a store that several machines share. `GroupedTier` is the contract of a
-    store that keeps consecutive blocks together. `StripedTier` combines several tiers.
+    Every method except `missed`, `set_tenants` and `tenants` is abstract, so a tier or wrapper that lacks a
+    method cannot be constructed. `SharedTier` is the contract of a store that several machines share.
+    `GroupedTier` is the contract of a store that keeps consecutive blocks together. `StripedTier` combines
+    several tiers.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
     work, and `finished` returns the results. A job owns its rows of the pool from submission to end.
@@ -84,6 +89,24 @@ class SecondaryTier(ABC):
 
         Called at a lookup, before the blocks are counted. A request may report a block several times.
         """
+
+    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        """Replace the quotas of tenants, as `OffloadingManager.set_tenants`.
+
+        Blocks of earlier runs belong to no tenant: they are evicted first, until a tenant loads them.
+
+        Args:
+            owner_of: returns the tenant of blocks that RAM offers to the tier or reads from it. All blocks of
+                one call belong to one tenant. Called within `submit_write` and `submit_read`.
+
+        Raises: `ConfigError`; always for a tier that takes no quotas, unless `quotas` is empty.
+        """
+        if quotas:
+            raise ConfigError("tenants", ", ".join(quotas), f"the tier {self.name} takes no quotas")
+
+    def tenants(self) -> dict[str, TenantStats]:
+        """Return the counts of each tenant; empty without quotas."""
+        return {}
 
     @abstractmethod
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:

@@ -10,12 +10,13 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
 
+from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.errors import check_integer, finite
 from kvoffload.structures.keys import Keys
 from kvoffload.tiers.backoff import Backoff
@@ -24,6 +25,7 @@ from kvoffload.tiers.contract import (
     GroupedTier,
     JobResult,
     Mask,
+    OwnerOf,
     SecondaryTier,
     SharedTier,
     TierStats,
@@ -115,6 +117,13 @@ class GuardedTier(SharedTier, GroupedTier):
 
     def missed(self, keys: Keys) -> None:
         self._call_unless_paused("missed", None, self.inner.missed, keys)
+
+    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        self.inner.set_tenants(quotas, owner_of)
+
+    def tenants(self) -> dict[str, TenantStats]:
+        nothing: dict[str, TenantStats] = {}
+        return nothing if self._is_closed else self._call("tenants", nothing, self.inner.tenants)
 
     def unknown(self, keys: Keys, request: object | None = None) -> Mask:
         if self._shared is None:

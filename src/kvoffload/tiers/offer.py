@@ -7,16 +7,23 @@ as uses, because uses are counted when requests finish.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.request import RequestContext
+from kvoffload.core.tenants import MAX_TENANTS, Quota
+from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
+from kvoffload.tiers.contract import OwnerOf
 from kvoffload.tiers.write_budget import WriteBudget
 
 Rows = npt.NDArray[np.intp]
+MOST_QUOTAS = MAX_TENANTS - 2
+"""Largest number of quotas of a tier: without ``other``, and without the owner of earlier runs' blocks."""
 
 
 def admitted_rows(manager: OffloadingManager, keys: Keys, request: RequestContext | None) -> tuple[Rows, int]:
@@ -67,11 +74,44 @@ class Purse:
             self._rule.settle(offered, num_written, earned, self._budget.bytes_each / self._unit_bytes)
 
 
-def prepare_offer(manager: OffloadingManager, keys: Keys, request: RequestContext | None) -> StorePlan | None:
+class Owners:
+    """The quotas of a tier, and the tenants of its blocks. Without quotas no block has a tenant.
+
+    Args:
+        manager: the tier's manager.
+    """
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self._manager = manager
+        self._owner_of: OwnerOf | None = None
+
+    def set(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        """Replace the quotas, as `SecondaryTier.set_tenants`. Raises: `ConfigError`."""
+        if len(quotas) > MOST_QUOTAS:
+            raise ConfigError("tenants", len(quotas), f"for a tier allowed: up to {MOST_QUOTAS}")
+        self._manager.set_tenants(quotas)
+        if self._owner_of is None and quotas:
+            self._manager.disown()
+            self._owner_of = owner_of
+
+    def request_for(self, keys: Keys, request: RequestContext | None = None) -> RequestContext | None:
+        """Return the request of an offer or read of these blocks: `request`, or a new request, of the blocks'
+        tenant. Without quotas: `request`."""
+        if self._owner_of is None or len(keys) == 0:
+            return request
+        request = self._manager.begin_request("") if request is None else request
+        self._manager.set_tenant(request, self._owner_of(keys))
+        return request
+
+
+def prepare_offer(
+    manager: OffloadingManager, keys: Keys, request: RequestContext | None, owners: Owners
+) -> StorePlan | None:
     """Plan to store the blocks of `admitted_rows`, as `OffloadingManager.prepare_store`."""
+    owned = owners.request_for(keys, request)
     if request is not None or manager.admission is None:
-        return manager.prepare_store(keys, request)
-    unasked = manager.begin_request("")
+        return manager.prepare_store(keys, owned)
+    unasked = manager.begin_request("") if owned is None else owned
     unasked.add(keys)
     # The rule must not count the offer.
     unasked.observed = unasked.length

@@ -6,6 +6,7 @@ Decides with the same manager, policy and admission objects as a disk tier; its 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -15,9 +16,10 @@ from kvoffload.core.plans import StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, SecondaryTier, TierStats
-from kvoffload.tiers.offer import Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, OwnerOf, SecondaryTier, TierStats
+from kvoffload.tiers.offer import Owners, Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
@@ -50,6 +52,7 @@ class SimulatedTier(SecondaryTier):
         self._manager = OffloadingManager(
             capacity_blocks, key_bytes=key_bytes, policy=policy, admission=admission
         )
+        self._owners = Owners(self._manager)
         self._purse: Purse | None = None
         if write_budget is not None:
             write_budget.add_tier(1, {})
@@ -74,6 +77,12 @@ class SimulatedTier(SecondaryTier):
         if self._manager.admission is not None:
             self._manager.admission.missed(keys)
 
+    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        self._owners.set(quotas, owner_of)
+
+    def tenants(self) -> dict[str, TenantStats]:
+        return self._manager.stats().tenants
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         ok = self._manager.contains(keys)
         self._read += int(np.count_nonzero(ok))
@@ -88,7 +97,7 @@ class SimulatedTier(SecondaryTier):
         self._refused += num_refused
         purse = self._purse
         if purse is None:
-            plan = prepare_offer(self._manager, keys.take(at), request)
+            plan = prepare_offer(self._manager, keys.take(at), request, self._owners)
         else:
             # As in a disk tier, which counts bytes.
             absent = keys.take(self._manager.slots_of(keys) < 0)
@@ -99,7 +108,7 @@ class SimulatedTier(SecondaryTier):
                 at = at[: missing[room]]
             plan = None
             if min(len(missing), room):
-                plan = prepare_offer(self._manager, keys.take(at), request)
+                plan = prepare_offer(self._manager, keys.take(at), request, self._owners)
             purse.pay(absent, 0 if plan is None else len(plan.keys))
         if plan is None or len(plan.keys) == 0:
             return NO_JOB, accepted

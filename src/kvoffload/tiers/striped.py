@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import GroupedTier, SecondaryTier, SharedTier, check_tiers
+from kvoffload.tiers.contract import GroupedTier, OwnerOf, SecondaryTier, SharedTier, check_tiers
 from kvoffload.tiers.divided import DividedTier
 
 
@@ -57,6 +58,19 @@ class StripedTier(DividedTier[SecondaryTier]):
         self.name = "+".join(dict.fromkeys(tier.name for tier in tiers))
         self.identity, self.block_bytes = identities[0], sizes[0]
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
+
+    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        """Divide the quotas equally among the tiers, as the keys."""
+        parts = {name: quota.divided(len(self._tiers)) for name, quota in quotas.items()}
+        for tier in self._tiers:
+            tier.set_tenants(parts, owner_of)
+
+    def tenants(self) -> dict[str, TenantStats]:
+        """Sum the counts of the tiers."""
+        counts = [tier.tenants() for tier in self._tiers]
+        return {
+            name: counted.plus(*(other[name] for other in counts[1:])) for name, counted in counts[0].items()
+        }
 
     def members(self) -> Mapping[int, SecondaryTier]:
         return self._numbered

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError, check_integer
 from kvoffload.structures.keys import Keys
 from kvoffload.text import size
@@ -31,6 +33,7 @@ from kvoffload.tiers.contract import (
     Checksums,
     JobResult,
     Mask,
+    OwnerOf,
     SecondaryTier,
     TierStats,
     checked_rows,
@@ -55,7 +58,7 @@ from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
 from kvoffload.tiers.disk.slab_format import MAX_NUMBER, REUSE
 from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.offer import Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.offer import Owners, Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.producer_text import check_producer_text
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
@@ -202,6 +205,7 @@ class DiskTier(SecondaryTier):
             next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
             self._placement = Placement(self._slab.layout, next_generation)
             unrestored = self._placement.restore(contents, self._manager)
+            self._owners = Owners(self._manager)
             self._next_stamp = int(contents.stamp.max(initial=0)) + 1
             self.identity, self.written_before = self._slab.identity.slab_id, contents.written
             self.block_bytes, self.stored_bytes = block_bytes, layout.slot_bytes
@@ -265,12 +269,19 @@ class DiskTier(SecondaryTier):
         if self._manager.admission is not None:
             self._manager.admission.missed(keys)
 
+    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        self._owners.set(quotas, owner_of)
+
+    def tenants(self) -> dict[str, TenantStats]:
+        return self._manager.stats().tenants
+
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = self._checked(keys, pool, rows)
         at = np.flatnonzero(self._manager.ready_slots_of(keys) >= 0)
         ok = np.zeros(len(keys), np.bool_)
         if len(at):
-            return self._submit(self._manager.prepare_load(keys.take(at)), ok, at, pool, checked[at])
+            reader = self._owners.request_for(keys)
+            return self._submit(self._manager.prepare_load(keys.take(at), reader), ok, at, pool, checked[at])
         job = self._new_job()
         self._results.append(JobResult(job, ok, 0.0))
         return job
@@ -298,7 +309,7 @@ class DiskTier(SecondaryTier):
         if len(missing) > room:
             self._counts.dropped += len(missing) - room
             keys = keys[: missing[room]]
-        plan = prepare_offer(self._manager, keys, context) if min(len(missing), room) else None
+        plan = prepare_offer(self._manager, keys, context, self._owners) if min(len(missing), room) else None
         count = 0 if plan is None else len(plan.slots)
         if purse is not None:
             purse.pay(offered, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvoffload.core.plans import ON_DEVICE_EVICTION
@@ -18,6 +18,7 @@ from kvoffload.integrations.vllm.shared.tenants import Tenants
 from kvoffload.settings.read import Size
 from kvoffload.settings.watched import WatchedFile
 from kvoffload.tiering.tiered_manager import AnyManager
+from kvoffload.tiers.spec import TierOptions
 
 NUM_BLOCKS = 512
 """Blocks that a change of policy or size processes in a step, in less than a millisecond."""
@@ -48,6 +49,7 @@ class LiveSettings:
         path: the file. It need not exist.
         policy, store: policy and store mode at the engine's start.
         ram_bytes: bytes of RAM at the engine's start.
+        tiers: the tiers behind RAM.
         clock: monotonic seconds.
 
     Thread: the scheduler's.
@@ -59,10 +61,11 @@ class LiveSettings:
         policy: str,
         store: str,
         ram_bytes: int,
+        tiers: Sequence[TierOptions] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path, self._first_policy, self._store = path, policy, store
-        self._ram_bytes, self._clock = ram_bytes, clock
+        self._ram_bytes, self._tiers, self._clock = ram_bytes, tiers, clock
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
@@ -110,6 +113,8 @@ class LiveSettings:
         if tenants is not None:
             if self._store == ON_DEVICE_EVICTION and tenants.quotas:
                 raise ConfigError("tenants", str(tenants), ONE_OWNER)
+            for problem in tenants.wrong_tiers(self._tiers):
+                raise problem
             quotas = tenants.in_blocks(self._ram_bytes, manager.capacity_blocks)
         if options.ram is not None:
             num_blocks = self._blocks_of(options.ram, manager.capacity_blocks)
@@ -119,8 +124,9 @@ class LiveSettings:
         if num_blocks is not None and num_blocks > before:
             self._resize(manager, num_blocks)  # first, because the quotas may need the larger size
         try:
-            if quotas is not None:
+            if tenants is not None and quotas is not None:
                 manager.set_tenants(quotas)
+                tenants.set_tiers(manager, self._tiers)
                 logger.info("kvoffload: %s: tenants with quotas: %s", self._path, str(tenants) or "none")
         except ConfigError:
             self._resize(manager, before)

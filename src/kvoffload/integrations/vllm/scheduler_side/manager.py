@@ -55,7 +55,7 @@ from kvoffload.integrations.vllm.shared.tiers import (
     log_unreached_tiers,
 )
 from kvoffload.integrations.vllm.worker_side.slots_spec import SlotsSpec, slots_per_group
-from kvoffload.metrics.counts import tier_counts
+from kvoffload.metrics.counts import tier_counts, tier_tenants
 from kvoffload.node.node_manager import NodeManager
 from kvoffload.node.pool_directory import PoolDirectory
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
@@ -169,7 +169,9 @@ class KVOffloadManager(OffloadingManager):
         self._call_recorder = call_recorder(options)
         self._live: LiveSettings | None = None
         if options.live_settings is not None:
-            self._live = LiveSettings(options.live_settings, options.policy, options.store, options.ram_bytes)
+            self._live = LiveSettings(
+                options.live_settings, options.policy, options.store, options.ram_bytes, options.tiers
+            )
         self.what_if: LiveShadows | None = None
         self._build(USUAL_KEY_BYTES)
 
@@ -214,6 +216,8 @@ class KVOffloadManager(OffloadingManager):
                 **given,
             )
         self.core: AnyManager = self._tiered or make_ram_manager(pool.num_slots, **given)
+        if options.tenants is not None:
+            options.tenants.set_tiers(self.core, options.tiers)
         self._misses.attach(self.core)
         if self._live is not None:
             self._live.apply_to(self.core)
@@ -731,6 +735,8 @@ class KVOffloadManager(OffloadingManager):
         has_tenants = self.options.tenants is not None or self._live is not None
         if has_tenants or self._node_pool is not None:
             self.metrics.add_tenants(taken, self.core.stats().tenants)
+            if self._tiered is not None:
+                self.metrics.show_tier_tenants(taken, tier_tenants(self._tiered))
         if self.what_if is not None:
             self.metrics.show_what_if(taken, self.what_if.due(time.monotonic()))
         if self._tiered is not None:

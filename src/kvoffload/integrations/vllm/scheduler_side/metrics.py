@@ -37,6 +37,7 @@ from kvoffload.metrics.families import (
     REFUSED,
     TENANT_COUNTERS,
     TENANT_GAUGES,
+    TENANT_TIER,
     TIER,
     TIER_COUNTERS,
     TIER_FAMILIES,
@@ -146,6 +147,7 @@ class Metrics:
         self._has_begun = self._has_begun_tiers = False
         self._audits_before: Counter[str] | None = None
         self._tenants_before: dict[str, dict[str, int]] = {}
+        self._tier_tenants: Mapping[tuple[str, str], int] = {}
 
     def is_due(self, now_s: float, *, is_idle: bool) -> bool:
         """Return True if a report is due: after every idle step, otherwise once an interval."""
@@ -222,6 +224,12 @@ class Metrics:
                 if before is None or increase > 0:
                     taken.increase_counter(PREFIX + name, max(0, increase), (tenant,))
             self._tenants_before[tenant] = counts
+
+    def show_tier_tenants(self, taken: OffloadingConnectorStats, held: Mapping[tuple[str, str], int]) -> None:
+        """Set the gauges of tenants in tiers, by tier and tenant; 0 for tenants without a quota now."""
+        for labels in dict.fromkeys([*held, *self._tier_tenants]):
+            self._show(taken, TENANT_TIER, held.get(labels, 0), labels)
+        self._tier_tenants = held
 
     def show_paused(self, taken: OffloadingConnectorStats, is_paused: bool) -> None:
         """Set the gauge that shows whether offloading is paused."""

@@ -286,6 +286,7 @@ def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
     if options.tenants.min_bytes > options.ram_bytes:
         why = f"the minimums add up to {options.tenants.min_bytes} bytes; ram has {options.ram_bytes}"
         yield ConfigError("tenants", str(options.tenants), why)
+    yield from options.tenants.wrong_tiers(options.tiers)
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:

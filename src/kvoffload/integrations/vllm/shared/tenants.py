@@ -1,22 +1,27 @@
-"""The option ``tenants``: quotas in bytes.
+"""The option ``tenants``: quotas of RAM and of tiers in bytes.
 
 Imports no vLLM, because the command line checks options on machines without vLLM.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from kvoffload.core.quotas import ALLOWED, read_quotas
-from kvoffload.core.tenants import Quota
-from kvoffload.settings.read import Size, convert
+from kvoffload.core.tenants import MAX_TENANTS, Quota
+from kvoffload.errors import ConfigError
+from kvoffload.settings.read import Size, convert, parse_size
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions, names_of
+
+if TYPE_CHECKING:
+    from kvoffload.tiering.tiered_manager import AnyManager
 
 
 @dataclass(frozen=True)
 class QuotaBytes:
-    """The quota of a tenant in bytes of RAM; `max` None for no limit."""
+    """The quota of a tenant in bytes; `max` None for no limit."""
 
     min: int = 0
     max: int | None = None
@@ -24,9 +29,10 @@ class QuotaBytes:
 
 @dataclass(frozen=True)
 class TenantOptions:
-    """Quotas by name of the tenant."""
+    """Quotas of RAM by name of the tenant, and quotas of tiers by names of tier and tenant."""
 
     quotas: Mapping[str, QuotaBytes] = field(default_factory=dict)
+    tiers: Mapping[str, Mapping[str, QuotaBytes]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return ", ".join(self.quotas)
@@ -37,18 +43,57 @@ class TenantOptions:
         return sum(quota.min for quota in self.quotas.values())
 
     def in_blocks(self, ram_bytes: int, capacity_blocks: int) -> dict[str, Quota]:
-        """Return the quotas in blocks of a pool, rounded down. A maximum is at least one block."""
+        """Return the quotas of RAM in blocks of a pool, rounded down. A maximum is at least one block."""
+        return _in_blocks(self.quotas, ram_bytes, capacity_blocks)
 
-        def blocks(num_bytes: int) -> int:
-            return num_bytes * capacity_blocks // ram_bytes
+    def wrong_tiers(self, tiers: Sequence[TierOptions]) -> Iterator[ConfigError]:
+        """Yield the problems of quotas of tiers: unknown tiers, no capacity, too large minimums."""
+        known = dict(zip(names_of(tiers), tiers, strict=True))
+        for name, quotas in self.tiers.items():
+            tier = known.get(name)
+            if not isinstance(tier, SizedTierOptions):
+                sized = [name for name, tier in known.items() if isinstance(tier, SizedTierOptions)]
+                yield ConfigError(
+                    "tenants", f"tiers.{name}", f"allowed as tiers: {', '.join(sized) or 'none'}"
+                )
+            elif len(quotas) > MAX_TENANTS - 2:
+                yield ConfigError(
+                    "tenants", len(quotas), f"in a tier allowed: up to {MAX_TENANTS - 2} tenants"
+                )
+            elif sum(quota.min for quota in quotas.values()) > (
+                size := parse_size("capacity", tier.capacity)
+            ):
+                yield ConfigError(
+                    "tenants", f"tiers.{name}", f"the minimums exceed its capacity of {size} bytes"
+                )
 
-        return {
-            name: Quota(
-                blocks(quota.min),
-                None if quota.max is None else max(1, blocks(quota.min), blocks(quota.max)),
-            )
-            for name, quota in self.quotas.items()
-        }
+    def set_tiers(self, manager: AnyManager, tiers: Sequence[TierOptions]) -> None:
+        """Replace the quotas of all open tiers. RAM must have its quotas. Raises `ConfigError`."""
+        from kvoffload.tiering.tiered_manager import TieredManager  # commands read options without numba
+
+        if not isinstance(manager, TieredManager):
+            return
+        known = dict(zip(names_of(tiers), tiers, strict=True))
+        for name, stats in zip(manager.tier_names, manager.tier_stats(), strict=True):
+            tier = known.get(name)
+            if isinstance(tier, SizedTierOptions):
+                size = parse_size("capacity", tier.capacity)
+                manager.set_tier_tenants(name, _in_blocks(self.tiers.get(name, {}), size, stats.capacity))
+
+
+def _in_blocks(
+    quotas: Mapping[str, QuotaBytes], capacity_bytes: int, capacity_blocks: int
+) -> dict[str, Quota]:
+    def blocks(num_bytes: int) -> int:
+        return num_bytes * capacity_blocks // capacity_bytes
+
+    return {
+        name: Quota(
+            blocks(quota.min),
+            None if quota.max is None else max(1, blocks(quota.min), blocks(quota.max)),
+        )
+        for name, quota in quotas.items()
+    }
 
 
 class _TenantsParser:
@@ -58,7 +103,11 @@ class _TenantsParser:
         if isinstance(value, TenantOptions):
             return value
         quotas = read_quotas(field, value, _bytes)
-        return TenantOptions({name: QuotaBytes(*quota) for name, quota in quotas.items()})
+        return TenantOptions(
+            {name: QuotaBytes(*quota) for name, quota in quotas.ram.items()},
+            {tier: {name: QuotaBytes(*quota) for name, quota in of_tier.items()}
+             for tier, of_tier in quotas.tiers.items()},
+        )  # fmt: skip
 
 
 Tenants: TypeAlias = Annotated[TenantOptions, _TenantsParser()]
