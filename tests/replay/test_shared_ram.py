@@ -127,7 +127,9 @@ def members(trace: Trace, config: ReplayConfig) -> Iterator[list[NodeManager]]:
             stack.callback(directory.close)
             num_slots = slots_needed(trace, config.pool_blocks)
             managers.append(
-                NodeManager(num_slots, directory=directory, clock=lambda: 0.0, **config.manager_options)
+                NodeManager(
+                    num_slots, directory=directory, clock=lambda: 0.0, **config.manager_options(num_slots)
+                )
             )
             stack.callback(managers[-1].close)
         yield managers
@@ -146,7 +148,8 @@ def test_equals_one_manager_and_several_devices_driven_by_hand(
 ) -> None:
     trace = trace_of(requests)
     config = shared(instances, capacity, policy=policy, device_blocks=device, routing=ROUND_ROBIN)
-    manager = OffloadingManager(slots_needed(trace, config.pool_blocks), **config.manager_options)
+    num_slots = slots_needed(trace, config.pool_blocks)
+    manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
     check(trace, config, [manager] * instances)
 
 

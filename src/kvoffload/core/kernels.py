@@ -628,17 +628,28 @@ def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
 
 
 @inline
-def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool) -> int:
+def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: bool, admitted: int) -> int:
     """Collect a batch's missing blocks in `new`; return the number of blocks to store, or an error.
 
     A block without room is not stored. With `no_store` no block is stored.
     """
     count = add_batch(path, batch)
-    return count if count < 0 else _offer_rows(cache, path, count, new, no_store)
+    return count if count < 0 else _offer_rows(cache, path, count, new, no_store, admitted)
 
 
 @inline
-def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: bool) -> int:
+def _is_cut(cache: Cache, path: Path, new: Entering) -> bool:
+    """Return True if all missing blocks of an offer come after a block that the policy refused.
+
+    False if the refused block was stored since, by another request.
+    """
+    if path.cut == 0 or new.num_missing == 0 or path.positions[new.rows[0]] < path.cut:
+        return False
+    return _slot_of(cache, path, path.cut - 1) == ABSENT
+
+
+@inline
+def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: bool, admitted: int) -> int:
     """Continue `_offer` after the `count` keys of the batch were added to the path."""
     new.num_offered = count
     new.num_missing = _collect_missing(cache, path, count, new)
@@ -659,7 +670,15 @@ def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: b
         path.is_quiet |= not learns
     if _has_room_without_expected(cache, path, new.count):
         cache.spares |= SPARES_EXPECTED
+    if admitted == 0 and _is_cut(cache, path, new) and not _is_owed(cache):
+        new.count, new.num_refused = 0, new.num_missing
     return new.count
+
+
+@inline
+def _is_owed(cache: Cache) -> bool:
+    """Return True if the store fills the minimum of a tenant, so that the policy must accept its blocks."""
+    return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_owed != 0
 
 
 @inline
@@ -741,6 +760,8 @@ def _leave_out_refused(path: Path, new: Entering) -> None:
             rows[stored + i] = rows[new.count + i]
         for i in range(num_refused):
             rows[stored + new.num_dropped + i] = refused[i]
+        if new.one_prefix:
+            path.cut = path.positions[refused[0]] + 1
     new.count = stored
     new.num_refused += num_refused
 
@@ -996,16 +1017,15 @@ def prepare_store(
     if step >= SHRINK:
         return _shrink(cache, path, new)
     if step != CHOSEN:
-        stored = _offer(cache, path, batch, new, step == KEEP)
+        stored = _offer(cache, path, batch, new, step == KEEP, admitted)
         if stored < AGAIN or (step == OFFER and stored >= 0):
             return stored
     if step != CHOSEN and stored >= 0:
         if not cache.follows_device and step != KEEP:
             _observe(cache, path)
-        new.num_dropped = 0 if step == KEEP else new.num_missing - stored
-        is_owed = cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_owed != 0
-        new.one_prefix, new.admitted = not cache.follows_device, admitted != 0 or is_owed
-    num_not_admitted = new.num_refused
+        new.num_dropped = 0 if step == KEEP else new.num_missing - new.num_refused - stored
+        new.one_prefix, new.admitted = not cache.follows_device, admitted != 0 or _is_owed(cache)
+    num_not_admitted = 0 if _is_cut(cache, path, new) else new.num_refused
     if stored >= 0:
         stored = _store(cache, path, new, kept)
     if stored >= 0:
@@ -1133,7 +1153,7 @@ def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, m
         records[position, HINT] = records[position, FLAGS] = np.uint64(0)
         path.positions[position] = position
     path.observed = path.num_expected = path.foreseen = path.used.count = 0
-    path.was_asked, path.is_quiet = 1, 0
+    path.was_asked, path.is_quiet, path.cut = 1, 0, 0
     end = path.on_device
     while end < asked:
         _prefetch(cache.index, path, asked, end)
@@ -1144,7 +1164,7 @@ def _live(cache: Cache, path: Path, new: Entering, asked: int, end_label: int, m
     for position in range(end, asked):
         missed[group_of(records[position, HASH], missed.shape[0])] += 1
     new.num_free = new.num_given = new.num_dropped = new.num_refused = new.number = 0
-    stored = _offer_rows(cache, path, count, new, False)
+    stored = _offer_rows(cache, path, count, new, False, 0)
     if stored >= 0:
         _observe(cache, path)
         new.num_dropped, new.one_prefix = new.num_missing - stored, 1

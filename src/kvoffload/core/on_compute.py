@@ -123,11 +123,13 @@ class OnCompute:
         if not self.follows_device:
             self.observe(ctx)
         num_admitted = num_missing = new.num_missing
-        if num_missing and self.admission is not None and not admitted:
+        num_cut = new.num_refused  # blocks after a refused block, see `Path.cut`
+        if num_missing and self.admission is not None and not (admitted or num_cut):
             num_admitted = self.admit(self.admission, new.keys[:num_missing], new.rows[:num_missing])
         new.count = min(num_admitted, new.count)
         self.num_not_admitted = num_missing - num_admitted
-        new.num_dropped, new.num_refused = num_admitted - new.count, self.num_not_admitted
+        new.num_dropped = num_admitted - num_cut - new.count
+        new.num_refused = num_cut + self.num_not_admitted
         is_owed = self.cache.spares & SPARES_TENANTS and self.cache.tenants.is_owed
         new.one_prefix, new.admitted = self.one_prefix, bool(enters or is_owed)
         if new.count and not self.cache.replace:

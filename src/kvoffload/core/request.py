@@ -62,6 +62,8 @@ class Path(Struct):
         recorded: number of leading keys in the recording of calls; `log.ENDED` after the end of the request.
         tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
+        cut: 1 + position of the first block that the policy refused last; 0 if none. As long as this block is
+            absent, later blocks are refused too: they would be unreachable. Always 0 in a victim tier.
     """
 
     index: Index
@@ -80,6 +82,7 @@ class Path(Struct):
     recorded: int
     tenant: int
     is_quiet: int
+    cut: int
 
 
 def used_blocks(slots: I32Array, reused: BoolArray | None = None) -> Any:
