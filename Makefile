@@ -16,9 +16,10 @@ SEED ?=
 VERSIONS ?=
 # Two versions of numba overwrite each other's kernels in one place.
 OWN_KERNELS = NUMBA_CACHE_DIR=$(abspath $(VLLM_VENV))/kernels
+KERNELS = src/kvoffload/structures/compiled
 PYTEST = $(BIN)/python -m pytest --numprocesses=auto --maxprocesses=8 --dist=worksteal
 
-.PHONY: help install replay report test test-slow test-all test-checked engines-env test-engines test-transformers test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
+.PHONY: help install kernels replay report test test-slow test-all test-checked engines-env test-engines test-transformers test-vllm test-vllm-sources test-vllm-versions soak soak-adversaries lint sizes format bench bench-vllm gpu-check vllm-env docs dist image-check clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 20
@@ -36,6 +37,9 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 install: $(VENV)/installed  ## the environment and the package
 
+kernels: $(VENV)/installed  ## compile all kernels into the checkout, as a wheel has them (`make clean` removes them)
+	$(BIN)/python tools/record_kernels.py $(KERNELS)
+
 replay: $(VENV)/installed  ## the main job: run a trace through the manager (TRACE=file, ARGS="--policy arc")
 	$(BIN)/kvoffload replay $(TRACE) $(ARGS)
 
@@ -51,7 +55,7 @@ test-slow: $(VENV)/installed-dev  ## the tests that `make test` leaves out
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: $(VENV)/installed-dev  ## every test, long recordings too, five times as many random examples, 200 kills
-	KVOFFLOAD_KILLS=200 $(PYTEST) --hypothesis-profile=ci $(ARGS)
+	KVOFFLOAD_LONG=1 KVOFFLOAD_KILLS=200 $(PYTEST) --hypothesis-profile=ci $(ARGS)
 
 test-checked: $(VENV)/installed-dev  ## the control plane's tests with kernels that check the bounds of arrays
 	rm -rf .checked-kernels
@@ -137,4 +141,4 @@ image-check: $(VENV)/installed  ## an image with examples/Containerfile compiles
 	$(BIN)/python tools/image_check.py dist/kvoffload-*.whl $(ARGS)
 
 clean:  ## remove environments and caches
-	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES_VENV) .venv-versions .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels
+	rm -rf $(VENV) $(VLLM_VENV) $(ENGINES_VENV) .venv-versions .venv-transformers-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist .checked-kernels $(KERNELS)

@@ -148,11 +148,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that are parametrized by the name of a long recording as slow."""
+    """Mark tests that are parametrized by the name of a long recording as slow, and skip long forms."""
     for item in items:
         call = getattr(item, "callspec", None)
         if call is not None and call.params.get("name") in LONG:
             item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("long") and not os.environ.get("KVOFFLOAD_LONG"):
+            item.add_marker(pytest.mark.skip(reason="long form of another test: `make test-all` runs it"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -6,6 +6,7 @@ group `dist` of pyproject.toml; the files stay in dist/: the sdist, a wheel for 
 and for each Python a wheel with compiled kernels, with which the first command compiles nothing.
 
     python tools/packages.py [--pythons 3.10,3.13] [--numbas 0.65.0] [--torch 3.11] [--lowest 3.10] [--upload]
+        [--kernels FOLDER]
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ from kvoffload.cli.warm import compile_package
 print(compile_package(), len(passes.buffer))
 """
 """Prints the number of all kernels, and the number of passes of numba's compiler that they took."""
+KERNELS_NAME = (
+    "import sysconfig, numba;"
+    "print(f'{sysconfig.get_config_var(\"SOABI\")}.numba-{numba.__version__}.kernels')"
+)
+"""Prints the name of the file with the kernels of an environment."""
 WITH_TORCH = (
     "import numpy, torch, kvoffload; tier = kvoffload.MemoryTier(4, 256);"
     "cache = torch.arange(1024, dtype=torch.uint8).reshape(4, 256); kept = cache.clone();"
@@ -90,7 +96,7 @@ def main() -> None:
                 continue
             best = wheel
             if version in arguments.pythons:
-                best = with_kernels(python, version, wheel, folder, arguments.numbas)
+                best = with_kernels(python, version, wheel, folder, arguments.numbas, arguments.kernels)
             if best != wheel:
                 look_into_platform_wheel(best, wheel)
                 first_replay(python, version, best, folder, arguments.numbas)
@@ -117,6 +123,12 @@ def parsed() -> argparse.Namespace:
     ):
         parser.add_argument(name, default=default, type=lambda text: [one for one in text.split(",") if one],
                             help=f"{told}  [default: {default or 'none'}]")  # fmt: skip
+    parser.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="FOLDER",
+        help="take kernels from here that tools/record_kernels.py has compiled from this tree",
+    )
     parser.add_argument("--upload", action="store_true", help="refuse what may not go to PyPI yet")
     return parser.parse_args()
 
@@ -234,8 +246,12 @@ def lowest_versions(wheel: Path) -> list[str]:
     return pins
 
 
-def with_kernels(python: str, version: str, wheel: Path, folder: Path, numbas: list[str]) -> Path:
+def with_kernels(
+    python: str, version: str, wheel: Path, folder: Path, numbas: list[str], given: Path | None
+) -> Path:
     """Try the wheel in an empty environment, and compile its kernels there; return the wheel with kernels.
+
+    Kernels that are given are not compiled again; `first_replay` fails if they do not fit.
 
     Where kernels cannot be made for a release, that is another processor or system than Linux on x86-64, this
     is the wheel that was given, which compiles them at the first start.
@@ -249,16 +265,14 @@ def with_kernels(python: str, version: str, wheel: Path, folder: Path, numbas: l
     for numba in ("", *numbas):
         if numba:
             run(str(home / "bin/pip"), "install", "--quiet", f"numba=={numba}", cwd=folder)
-        cache = Path(tempfile.mkdtemp(dir=folder))
-        told += [
-            run(
-                *(str(home / "bin/python"), str(ROOT / "tools/record_kernels.py"), str(home / "kernels")),
-                cwd=folder,
-                NUMBA_CPU_NAME="x86-64-v3",
-                NUMBA_CPU_FEATURES="",
-                NUMBA_CACHE_DIR=str(cache),
-            ).strip()
-        ]
+        own = run(str(home / "bin/python"), "-c", KERNELS_NAME, cwd=folder).strip()
+        if given is not None and (given / own).is_file():
+            (home / "kernels").mkdir(exist_ok=True)
+            shutil.copy(given / own, home / "kernels")
+            told += [f"{own}: given"]
+            continue
+        recorder = str(ROOT / "tools/record_kernels.py")
+        told += [run(str(home / "bin/python"), recorder, str(home / "kernels"), cwd=folder).strip()]
     best = platform_wheel(wheel, list((home / "kernels").iterdir()), version)
     shutil.rmtree(home)
     took = time.monotonic() - started

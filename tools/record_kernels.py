@@ -1,25 +1,38 @@
 """Compiles every kernel of the installed package for the baseline, and packs them into a file for a wheel.
 
-Runs in an environment that has the package and the numba to compile with; tools/platform_wheels.py starts it.
+Runs in an environment that has the package and the numba to compile with. tools/packages.py starts it for the
+wheel; .ci/run starts it once for each numba, and packages.py then takes these files (``--kernels``).
 
-    NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES= NUMBA_CACHE_DIR=EMPTY python tools/record_kernels.py FOLDER
+    python tools/record_kernels.py FOLDER
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 from pathlib import Path
 
-from kvoffload.cli.warm import compile_package
-from kvoffload.structures import kernel_cache, shipped
+BASELINE = {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": ""}
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ.update(BASELINE, NUMBA_CACHE_DIR=empty)  # numba reads them when it is imported
+        record(Path(sys.argv[1]))
+
+
+def record(folder: Path) -> None:
+    from kvoffload.cli.warm import compile_package
+    from kvoffload.structures import kernel_cache, shipped
+
     recorded = shipped.KernelCache.recorded = {}
     count = compile_package()
     if len(recorded) != count:
-        raise SystemExit(f"{count} kernels, but {len(recorded)} were compiled: NUMBA_CACHE_DIR is not empty")
-    path = shipped.write(Path(sys.argv[1]), kernel_cache.digest_of_sources(), recorded)
+        raise SystemExit(
+            f"{count} kernels, but {len(recorded)} were compiled: {shipped.FOLDER} has the others"
+        )
+    path = shipped.write(folder, kernel_cache.digest_of_sources(), recorded)
     print(f"{path.name}: {count} kernels, {path.stat().st_size / 1e6:.1f} MB")
 
 

@@ -320,14 +320,26 @@ def test_many_continuations_of_a_beginning_are_new_conversations() -> None:
     }
 
 
+SET_UPS = [
+    ("lru", "all", "on-compute", ""),
+    ("hazard", "reuse:2", "on-compute", "simulated:10000"),
+    ("arc", "tinylfu", "on-device-eviction", ""),
+]
+SHORT = [
+    *(("conversation_first60", *set_up) for set_up in SET_UPS),
+    ("agentic_12h", *SET_UPS[0]),
+    ("agentic_3h", *SET_UPS[2]),
+]
+"""Each set-up, and each recording."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["conversation_first60", "agentic_12h", "agentic_3h"])
 @pytest.mark.parametrize(
-    ("policy", "admission", "store", "tiers"),
+    ("name", "policy", "admission", "store", "tiers"),
     [
-        ("lru", "all", "on-compute", ""),
-        ("hazard", "reuse:2", "on-compute", "simulated:10000"),
-        ("arc", "tinylfu", "on-device-eviction", ""),
+        pytest.param(name, *set_up, marks=[] if (name, *set_up) in SHORT else pytest.mark.long)
+        for name in ("conversation_first60", "agentic_12h", "agentic_3h")
+        for set_up in SET_UPS
     ],
 )
 def test_recordings(

@@ -318,5 +318,6 @@ def test_stops_of_a_second(root: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_stop_of_a_minute(root: Path) -> None:
     stops_at_random(root, 1, 60.0)

@@ -39,10 +39,11 @@ RECORDED = {"agentic_12h", "agentic_3h", "conversation", "conversation_first60",
 
 
 def cases(keys: Iterable[tuple[Any, ...]], quick: Callable[..., bool]) -> list[Any]:
-    """Parameters of a test; those that are not `quick` are for `make test-all`."""
+    """Parameters of a test; those that are not `quick` are slow."""
     found = []
     for key in keys:
         marks = [pytest.mark.trace] * bool(RECORDED & {*key}) + [pytest.mark.slow] * (not quick(*key))
+        marks += [pytest.mark.long] * is_long(*key)
         found.append(pytest.param(*key, marks=marks, id="-".join(map(str, key))))
     return found
 
@@ -50,6 +51,12 @@ def cases(keys: Iterable[tuple[Any, ...]], quick: Callable[..., bool]) -> list[A
 def is_short(name: str, *others: str | int) -> bool:
     """Of each policy and rule one capacity, on the shortest recording."""
     return name == "made_up" or (name == "conversation_first60" and others[-1] in (4_000, 5_000))
+
+
+def is_long(name: str, *others: str | int) -> bool:
+    """Of each policy and rule one or two capacities in CI, on a long recording."""
+    in_ci = {"agentic_3h": (1_865, 18_655, 4_000), "agentic_12h": (3_731,)}
+    return name in in_ci and others[-1] not in in_ci[name]
 
 
 @lru_cache(maxsize=1)

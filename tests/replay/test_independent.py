@@ -43,13 +43,26 @@ def test_it_imports_only_the_standard_library() -> None:
     assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names
 
 
-@pytest.mark.parametrize("name", ["made_up", "conversation_first60", "agentic_3h"])
+@pytest.mark.parametrize(
+    ("name", "most_requests"),
+    [
+        ("made_up", None),
+        ("conversation_first60", None),
+        ("agentic_3h", 4_000),
+        pytest.param("agentic_3h", None, marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("store", [ON_COMPUTE, ON_DEVICE_EVICTION])
 def test_hits_and_writes_are_equal(
-    independent: ModuleType, recorded_trace_path: Callable[[str], Path], name: str, store: str
+    independent: ModuleType,
+    recorded_trace_path: Callable[[str], Path],
+    name: str,
+    most_requests: int | None,
+    store: str,
 ) -> None:
     path = recorded_trace_path(name)
-    requests, trace = independent.read(path), load_trace(path)
+    requests, trace = independent.read(path)[:most_requests], load_trace(path)
+    trace = trace.of_requests(np.arange(len(requests)))
     for shares in ((0.01, 0.005), (0.02, 0.05), (0.001, 0.2)):
         device, ram = (max(1, round(share * trace.unique_blocks)) for share in shares)
         ours = independent.STORES[store](requests, device, ram)

@@ -96,7 +96,12 @@ def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SET
 @pytest.mark.trace
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "num_samples"), [("conversation_first60", 12), ("agentic_12h", 3), ("agentic_3h", 3)]
+    ("name", "num_samples"),
+    [
+        ("conversation_first60", 12),
+        ("agentic_3h", 3),
+        pytest.param("agentic_12h", 3, marks=pytest.mark.long),
+    ],
 )
 def test_shadows_agree_with_replays(
     recorded_trace_path: Callable[[str], Path], name: str, num_samples: int
