@@ -16,6 +16,7 @@ with warnings.catch_warnings():
     for module in (
         "v1.check.check_mode_test_l2_adapter",
         "v1.distributed.storage_manager",
+        "v1.distributed.l2_adapters.fault_inject_l2_adapter",
         "integration.vllm.vllm_multi_process_adapter",
     ):
         importlib.import_module(f"lmcache.{module}")

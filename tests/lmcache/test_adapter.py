@@ -17,6 +17,7 @@ from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.l2_adapters import create_l2_adapter
 from lmcache.v1.distributed.l2_adapters.config import get_type_name_for_config
+from lmcache.v1.distributed.l2_adapters.fault_inject_l2_adapter import FaultInjectL2AdapterConfig
 from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
 from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
 from lmcache.v1.platform import consume_fd
@@ -357,6 +358,29 @@ def test_damage_is_a_miss(make: Make, tmp_path: Path) -> None:
     buffers = [memory(None) for _ in range(4)]
     assert read(adapter, [key(n) for n in range(4)], buffers) == [0, 1, 3]
     assert look_up(adapter, [key(n) for n in range(4)]) == [0, 1, 3]
+
+
+def test_lmcaches_fault_injection(tmp_path: Path) -> None:
+    """LMCache drops the third of five loads; the other objects are complete, and all are there afterwards."""
+    plain = {
+        "type": "plugin",
+        "module_path": "kvoffload.integrations.lmcache",
+        "class_name": "KVOffloadAdapter",
+        "adapter_params": {"tiers": [f"disk:{tmp_path / 'kv'}:64MiB"], "block": "16KiB"},
+    }
+    adapter = create_l2_adapter(FaultInjectL2AdapterConfig.from_dict({"inner": plain, "gap_indices": [2]}))
+    keys, objects = [key(number) for number in range(5)], [memory(number) for number in range(5)]
+    assert write(adapter, keys, objects).is_successful()
+    for _ in range(2):
+        assert look_up(adapter, keys) == [0, 1, 2, 3, 4]
+        buffers = [memory(None) for _ in keys]
+        assert read(adapter, keys, buffers) == [0, 1, 3, 4]
+        for row in (0, 1, 3, 4):
+            assert bytes_of(buffers[row]) == bytes_of(objects[row])
+    buffer = memory(None)
+    assert read(adapter, keys[2:3], [buffer]) == [0]
+    assert bytes_of(buffer) == bytes_of(objects[2])
+    adapter.close()
 
 
 def test_a_hanging_tier_costs_the_deadline(make: Make) -> None:

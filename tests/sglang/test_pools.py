@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from support.sglang_pools import PAGE, Stand
+from kvoffload.integrations.objects import ObjectPath
+from support.sglang_pools import PAGE, PATIENCE_S, Stand
 
 MakeStand = Callable[..., Stand]
 LAYOUTS = {
@@ -45,6 +46,29 @@ def test_more_pages_than_a_batch(stand: MakeStand) -> None:
     tokens = range(300 * PAGE)
     written = sglang.write(tokens)
     assert sglang.read(tokens) == written
+
+
+def test_policies_get_the_path_of_a_prompt(stand: MakeStand, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang writes a prompt in two parts. The second part comes with the keys of the first as a prefix."""
+    sglang, half = stand(), 4 * PAGE
+    tokens, store, lengths = list(range(2 * half)), sglang.storage.store, list[int]()
+    hashes, finish = sglang.hashes(tokens), sglang.storage.store.finish_path
+
+    def recorded(path: ObjectPath) -> None:
+        lengths.append(len(path.keys))
+        finish(path)
+
+    monkeypatch.setattr(store, "finish_path", recorded)
+    for first in (0, 4):
+        indices = sglang.controller.mem_pool_host.alloc(half)
+        sglang.controller.write_storage(
+            indices,
+            tokens[first * PAGE : first * PAGE + half],
+            hash_value=hashes[first : first + 4],
+            prefix_keys=hashes[:first],
+        )
+        sglang.controller.ack_backup_queue.get(timeout=PATIENCE_S)
+    assert lengths[1] == 2 * lengths[0] > 0
 
 
 @pytest.mark.parametrize("kind", ["mha", "mamba"])
