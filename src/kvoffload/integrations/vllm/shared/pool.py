@@ -54,8 +54,9 @@ FINDING = np.dtype(
 class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has a *part* for each worker, which only that worker writes. The first process to attach creates
-    the pool and sets its geometry; later processes must use the same geometry.
+    A slot has a *part* for each worker, which only that worker writes. Exception: with MLA all workers hold
+    the same bytes and write one part. The first process to attach creates the pool and sets its geometry;
+    later processes must use the same geometry.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry.
@@ -63,8 +64,8 @@ class SharedPool:
         checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
-            workers have reported the job. With MLA workers share a part: the success of one worker must not
-            clear the mark of another.
+            workers have reported the job. With MLA the success of one worker must not clear the mark of
+            another.
         findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
             it reports the job; the scheduler clears findings (`take_findings`).
 
