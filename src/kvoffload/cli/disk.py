@@ -177,7 +177,7 @@ def _verified(path: Path) -> _Verified:
         return _Verified(path, why=f"cannot be used: {error.allowed}")
 
 
-def _progress(what: str) -> Callable[[int, int], None]:
+def _progress(label: str) -> Callable[[int, int], None]:
     """Return a callback that shows progress on a terminal, a few times a second."""
     last = 0.0
 
@@ -185,7 +185,7 @@ def _progress(what: str) -> Callable[[int, int], None]:
         nonlocal last
         if sys.stderr.isatty() and (time.monotonic() - last > 0.2 or done == total):
             last = time.monotonic()
-            click.echo(f"\r{done:,} of {total:,} {what}", err=True, nl=done == total)
+            click.echo(f"\r{done:,} of {total:,} {label}", err=True, nl=done == total)
 
     return report
 

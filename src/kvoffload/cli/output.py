@@ -68,12 +68,12 @@ def check_new(field: str, path: Path, *, force: bool) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(what: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
+def progress_bar(label: str, total: float, quiet: bool) -> Iterator[Callable[[float], None]]:
     """Show a progress bar, if standard error is a terminal. Yields a function to report the amount done."""
     console = Console(stderr=True)
     hidden = quiet or not console.is_terminal
     with Progress(*bar_columns(), console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(label, total=total)
         yield lambda done: bar.update(task, completed=done)
 
 

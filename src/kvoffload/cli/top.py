@@ -277,13 +277,13 @@ def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
     if engine.load_bytes is not None and engine.store_bytes is not None:
         loaded, stored = _bytes(engine.load_bytes), _bytes(engine.store_bytes)
         yield Text(f"{prefix}copies: {loaded}/s loaded, {stored}/s stored")
-    for what, reasons in (
+    for label, reasons in (
         ("misses", engine.misses),
         ("not stored", engine.refused),
         ("not loaded from tiers", engine.not_promoted),
     ):
         if text := _reasons(reasons):
-            yield Text(f"{prefix}{what}: {text}")
+            yield Text(f"{prefix}{label}: {text}")
     if engine.tenants:
         shown = [*map(_tenant, engine.tenants[:_MOST_TENANTS])]
         if num_others := len(engine.tenants) - len(shown):

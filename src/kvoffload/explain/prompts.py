@@ -214,11 +214,11 @@ def _best(
     best_difference: Difference | None = None
     for number in order:
         request = siblings[number][1]
-        others = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
-        same = _equal_blocks(tokens.prefixes, codes, others, count)
+        earlier_codes = trace.refs[trace.offsets[request] : trace.offsets[request + 1]]
+        same = _equal_blocks(tokens.prefixes, codes, earlier_codes, count)
         difference, num_equal = None, same * trace.block_tokens
-        if same < min(len(codes), len(others)):
-            difference = _difference(tokens.ids, codes, others, same)
+        if same < min(len(codes), len(earlier_codes)):
+            difference = _difference(tokens.ids, codes, earlier_codes, same)
             num_equal = difference.start + difference.equal_after
         if num_equal > most_equal:
             best, best_difference, most_equal = request, difference, num_equal
@@ -226,21 +226,24 @@ def _best(
 
 
 def _equal_blocks(
-    prefixes: npt.NDArray[np.int64], codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
+    prefixes: npt.NDArray[np.int64],
+    codes: npt.NDArray[np.int32],
+    earlier_codes: npt.NDArray[np.int32],
+    count: int,
 ) -> int:
     """Count the leading blocks with equal tokens. At least `count`; more if only the `cache_salt` differs."""
-    shared = min(len(codes), len(others))
-    differs = prefixes[codes[count:shared]] != prefixes[others[count:shared]]
+    shared = min(len(codes), len(earlier_codes))
+    differs = prefixes[codes[count:shared]] != prefixes[earlier_codes[count:shared]]
     return count + int(differs.argmax()) if differs.any() else shared
 
 
 def _difference(
-    tokens: Tokens, codes: npt.NDArray[np.int32], others: npt.NDArray[np.int32], count: int
+    tokens: Tokens, codes: npt.NDArray[np.int32], earlier_codes: npt.NDArray[np.int32], count: int
 ) -> Difference:
     """Find the difference of two prompts whose first differing block is number `count`."""
     before, most = count * tokens.shape[1], -(-_MOST_COMPARED // tokens.shape[1])
     ours = tokens[codes[count : count + most]].reshape(-1)
-    theirs = tokens[others[count : count + most]].reshape(-1)
+    theirs = tokens[earlier_codes[count : count + most]].reshape(-1)
     shared = min(len(ours), len(theirs))
     start = int((ours[:shared] != theirs[:shared]).argmax())
     end, equal, shift = _equal_rest(ours[start:], theirs[start:])

@@ -390,10 +390,10 @@ def _hex(keys: Sequence[bytes]) -> list[str]:
     return [key.hex() for key in keys]
 
 
-def _compare(what: str, manager: OffloadingManager, twin: OffloadingManager, script: list[Step]) -> None:
+def _compare(label: str, manager: OffloadingManager, twin: OffloadingManager, script: list[Step]) -> None:
     for number, (actual, expected) in enumerate(zip(play(manager, script), play(twin, script), strict=True)):
         assert actual == expected, (
-            f"{what}: step {number} {_short(script[number])}: {_short(actual[:2])}, "
+            f"{label}: step {number} {_short(script[number])}: {_short(actual[:2])}, "
             f"not {_short(expected[:2])}"
         )
 
@@ -473,10 +473,10 @@ def _check_asking(manager: OffloadingManager, seed: int) -> None:
         "complete_load": lambda: manager.complete_load(pins.pop()),
     }
     before = state_of(manager.policy)
-    for what, ask in asking.items():
+    for query, ask in asking.items():
         answer = ask()
-        assert state_of(manager.policy) == before, f"seed {seed}: {what} changed the policy"
-        assert "refusal" not in what or answer is None, f"seed {seed}: {what}, but it was not refused"
+        assert state_of(manager.policy) == before, f"seed {seed}: {query} changed the policy"
+        assert "refusal" not in query or answer is None, f"seed {seed}: {query}, but it was not refused"
 
 
 def _address(policy: type[EvictionPolicy]) -> str | None:

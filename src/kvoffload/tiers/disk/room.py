@@ -20,16 +20,18 @@ class Room:
 
     Args:
         capacity_bytes: capacity of the directory.
-        others: files of other slabs, in the order in which they shrink.
+        other_slabs: files of other slabs, in the order in which they shrink.
         shrink: function of a file and a number of bytes. Shortens the file by at least this number, or
             deletes the file. Returns the new size, 0 if deleted. May raise `OSError`.
 
     Thread: one at a time.
     """
 
-    def __init__(self, capacity_bytes: int, others: list[Path], shrink: Callable[[Path, int], int]) -> None:
+    def __init__(
+        self, capacity_bytes: int, other_slabs: list[Path], shrink: Callable[[Path, int], int]
+    ) -> None:
         self._capacity_bytes, self._shrink = capacity_bytes, shrink
-        self._other_sizes = [(path, path.lstat().st_size) for path in others]
+        self._other_sizes = [(path, path.lstat().st_size) for path in other_slabs]
 
     @property
     def own_bytes(self) -> int:
