@@ -118,11 +118,11 @@ def test_the_command_takes_the_quotas_of_an_engine(path: Path) -> None:
     done = replayed(path, {"a": {"min": "8MiB"}, "b": {"max": "5%"}}, "--bytes-per-token", "2KiB",
                     "--format", "json")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["tenants"]
-    assert [(row["tenant"], row["min_blocks"], row["max_blocks"]) for row in found] == [
+    rows = json.loads(done.stdout)["tenants"]
+    assert [(row["tenant"], row["min_blocks"], row["max_blocks"]) for row in rows] == [
         ("a", 8, None), ("b", 0, 5), ("other", 0, None),
     ]  # fmt: skip
-    assert found[0]["prefix_hit_blocks"] == HOT * (ROUNDS - 1)
+    assert rows[0]["prefix_hit_blocks"] == HOT * (ROUNDS - 1)
     shown = replayed(path, {"a": {"min": 8}})
     assert "Tenant" in shown.stdout
     assert "90.0%" in shown.stdout

@@ -1,4 +1,4 @@
-"""Quotas of tiers behind RAM: owners of blocks, what a scan may evict, and what is known after a restart."""
+"""Quotas of tiers behind RAM: owners of blocks, victims of a scan, owners after a restart."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def test_random_owners_agree_with_a_count(tmp_path: Path) -> None:
         owners.update(dict.fromkeys(disk.write(stored), tenant[0]))
         here = disk.here(range(60))
         expected = [owners[number] for number in here]
-        found = counts(disk)
-        assert found["a"] == expected.count("a")
-        assert found["b"] == expected.count("b") <= 3
-        assert found["other"] == expected.count("c")
+        held_by = counts(disk)
+        assert held_by["a"] == expected.count("a")
+        assert held_by["b"] == expected.count("b") <= 3
+        assert held_by["other"] == expected.count("c")
         disk.audit()
     assert len(keys_of(here)) == disk.layout.num_blocks
     disk.tier.close()

@@ -200,16 +200,16 @@ def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
 def _policy(server: Served, policies: Sequence[str]) -> str:
     """Return the only policy of the list that the server may have. Raises `ConfigError`."""
     if server.policies:
-        found = [policy for policy in policies if policy_class(policy).name in server.policies]
+        matching = [policy for policy in policies if policy_class(policy).name in server.policies]
         shown = ", ".join(server.policies)
     else:
         # Without an own `stats` a policy reports no state.
-        found = [policy for policy in policies if policy_class(policy).stats is EvictionPolicy.stats]
+        matching = [policy for policy in policies if policy_class(policy).stats is EvictionPolicy.stats]
         shown = "a policy without a reported state, such as lru"
-    if len(found) != 1 or len(server.policies) > 1:
+    if len(matching) != 1 or len(server.policies) > 1:
         why = f"the server has {shown}: with --check allowed: a list with this policy once"
         raise ConfigError("policies", ",".join(policies), why)
-    return found[0]
+    return matching[0]
 
 
 def _only(option: str, values: Sequence[str]) -> str:
