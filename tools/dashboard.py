@@ -276,7 +276,13 @@ def tenants() -> Iterator[Panel]:
         "Blocks of tenants",
         "With quotas: blocks that each tenant holds, readable or being stored. In a shared pool with shares: "
         "`own` blocks of the engine, of `others`, and of engines that have `ended`.",
-        ((f"sum by (tenant, instance) ({ours('tenant_held_blocks')})", "{{tenant}} {{instance}}"),),
+        (
+            (f"sum by (tenant, instance) ({ours('tenant_held_blocks')})", "{{tenant}} {{instance}}"),
+            (
+                f"sum by (tenant, tier, instance) ({ours('tenant_tier_held_blocks')})",
+                "{{tenant}} {{tier}} {{instance}}",
+            ),
+        ),
     )
     yield Panel(
         "Loaded and evicted by tenant",

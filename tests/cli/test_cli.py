@@ -132,7 +132,7 @@ def test_injected_damage_is_in_the_report(trace_file: Path) -> None:
         (["--policy", "json:loads"], "policy: 'json:loads' is invalid; it must be a subclass of "
                                      "EvictionPolicy"),
         (["--admission", "reuse:0"], "admission: 'reuse:0' is invalid; store_threshold: allowed: a "
-                                     "whole number, 1 or more"),
+                                     "whole number from 1 to 2147483647"),
         (["--policy", "s3fifo,small_share=2"], "policy: 's3fifo,small_share=2' is invalid; "
                                                "small_share: allowed: a number above 0 and below 1"),
         (["--policy", "s3fifo,share=2"], "policy: 's3fifo,share=2' is invalid; 'share' is unknown or "

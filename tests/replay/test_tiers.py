@@ -284,7 +284,7 @@ def test_the_command_prints_hits_by_tier(tmp_path: Path) -> None:
     tiers = json.loads(done.stdout)["tiers"]
     assert set(tiers[1]) == {
         "name", "hit_blocks", "blocks_written", "blocks_evicted", "bytes_written", "bytes_read",
-        "mismatches_caught", "requests", "cost", "outages", "outage_s", "unanswered_blocks",
+        "mismatches_caught", "requests", "cost", "outages", "outage_s", "unanswered_blocks", "tenants",
     }  # fmt: skip
     done = kvoffload(*arguments, "--tier", f"disk:{trace}:400")
     assert done.returncode != 0

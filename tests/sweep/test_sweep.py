@@ -636,7 +636,7 @@ def test_a_worker_that_is_killed_ends_the_sweep(
         (["--policies", "lru,,arc"], "policies: 'lru,,arc' is invalid; allowed: values separated by "
                                      "commas, none of them empty"),
         (["--admissions", "all,reuse:x"], "admission: 'reuse:x' is invalid; store_threshold: allowed: a "
-                                          "whole number, 1 or more"),
+                                          "whole number from 1 to 2147483647"),
         (["--stores", "sometimes"], "stores: 'sometimes' is invalid; allowed: "),
         (["--capacities", "5%,0"], "capacities: '0' is invalid; it is less than one block; allowed: a number "
                                    "of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"),

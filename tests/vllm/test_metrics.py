@@ -114,7 +114,7 @@ def test_the_dashboard_has_data_and_faults_raise_alarms(
             "audit": "share=0.2",
             "what_if": "capacity=2",
             "what_if_sample": 1,
-            "tenants": {"team-a": {"max": "1MiB"}},
+            "tenants": {"team-a": {"max": "1MiB", "tiers": {"nvme": {"max": "8MiB"}}}},
             "tiers": [
                 f"disk:{disk}:16MiB,max_write_bytes_per_day=1GiB,label=nvme",
                 f"{valkey.url}/team-a",

@@ -25,7 +25,7 @@ class Rig:
 
     def __init__(self, tmp_path: Path, store: str = ON_COMPUTE) -> None:
         self.path, self.now, self.store = tmp_path / "live.json", 0.0, store
-        self.live = LiveSettings(str(self.path), "lru", self.store, 2**20, lambda: self.now)
+        self.live = LiveSettings(str(self.path), "lru", self.store, 2**20, clock=lambda: self.now)
         self.new_manager()
 
     def new_manager(self) -> None:
