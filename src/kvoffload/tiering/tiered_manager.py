@@ -151,7 +151,7 @@ class TieredManager:
         first; until then they are evicted first.
 
         Raises: `ConfigError` for an unknown tier, a tenant without a quota of RAM, or a tier that takes no
-            quotas.
+        quotas.
         """
         if tier not in self.tier_names:
             raise ConfigError("tier", tier, f"allowed: {', '.join(self.tier_names) or 'none'}")
