@@ -299,6 +299,89 @@ def test_listeners_learn_of_objects(make: Make) -> None:
     assert events == [("stored", 2), ("accessed", 1), ("deleted", 1)]
 
 
+class Recorder:
+    """A listener that records the objects and sizes of each event."""
+
+    def __init__(self) -> None:
+        self.stored: list[tuple[ObjectKey, int]] = []
+        self.deleted: list[ObjectKey] = []
+
+    def on_l2_keys_stored(self, keys: Any, sizes: Any) -> None:
+        self.stored += zip(keys, sizes, strict=True)
+
+    def on_l2_keys_accessed(self, keys: Any) -> None:
+        pass
+
+    def on_l2_keys_deleted(self, keys: Any) -> None:
+        self.deleted += keys
+
+
+def test_a_layout_without_shapes_is_no_hint(make: Make) -> None:
+    """LMCache calls the layouts an advisory hint, and its own tests pass empty layouts."""
+    adapter = make()
+    assert write(adapter, [key(1)], [memory(1)]).is_successful()
+    assert look_up(adapter, [key(1), key(2)], {0: MemoryLayoutDesc([], [])}) == [0]
+    assert look_up(adapter, [key(1), key(2)]) == [0]
+
+
+def test_a_repeated_store_is_counted_once(make: Make) -> None:
+    adapter, recorder = make(), Recorder()
+    adapter.register_listener(recorder)
+    size = len(bytes_of(memory(1)))
+    for transferred in (size, 0):
+        assert write(adapter, [key(1)], [memory(1)]).bytes_transferred() == transferred
+    assert write(adapter, [key(1), key(2)], [memory(1), memory(2)]).bytes_transferred() == size
+    assert recorder.stored == [(key(1), size), (key(2), size)]
+    assert adapter.get_usage().bytes_by_cache_salt == {"": 2 * size}
+
+
+def test_only_objects_that_were_there_are_reported_as_deleted(make: Make) -> None:
+    adapter, recorder = make(), Recorder()
+    adapter.register_listener(recorder)
+    assert write(adapter, [key(1), key(2)], [memory(1), memory(2)]).is_successful()
+    for _ in range(2):
+        adapter.delete([key(1), key(1), key(3)])
+    assert recorder.deleted == [key(1)]
+    assert adapter.get_usage().bytes_by_cache_salt == {"": len(bytes_of(memory(2)))}
+
+
+def test_deleting_an_object_of_an_earlier_process_takes_nothing_from_the_quota(make: Make) -> None:
+    first = make()
+    assert write(first, [key(1)], [memory(1)]).is_successful()
+    first.close()
+    adapter, recorder = make(), Recorder()
+    adapter.register_listener(recorder)
+    assert write(adapter, [key(2)], [memory(2)]).is_successful()
+    adapter.delete([key(1)])
+    assert recorder.deleted == [key(1)]
+    assert look_up(adapter, [key(1), key(2)]) == [1]
+    assert adapter.get_usage().bytes_by_cache_salt == {"": len(bytes_of(memory(2)))}
+
+
+def test_an_evicted_object_can_be_deleted(make: Make) -> None:
+    """LMCache chooses objects by its own records: without a report, a quota would stay exceeded."""
+    adapter, recorder = make(), Recorder()
+    adapter.register_listener(recorder)
+    assert write(adapter, [key(1)], [memory(1)]).is_successful()
+    assert adapter._store.clear()
+    adapter.delete([key(1)])
+    assert recorder.deleted == [key(1)]
+    assert adapter.get_usage().bytes_by_cache_salt == {}
+
+
+def test_evicted_objects_are_not_counted_without_limit(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffload.integrations.lmcache._MOST_COUNTED", 4)
+    adapter, recorder = make(), Recorder()
+    adapter.register_listener(recorder)
+    for n in range(3):
+        assert write(adapter, [key(n)], [memory(n)]).is_successful()
+    assert adapter._store.clear()
+    assert recorder.deleted == []
+    assert write(adapter, [key(3)], [memory(3)]).is_successful()
+    assert recorder.deleted == [key(0), key(1), key(2)]
+    assert adapter.get_usage().bytes_by_cache_salt == {"": len(bytes_of(memory(3)))}
+
+
 def test_two_controllers_at_once(make: Make) -> None:
     """The store controller and the prefetch controller are threads; each sees its own tasks."""
     adapter, errors = make(), list[BaseException]()

@@ -40,6 +40,9 @@ WHERE = "adapter_params"
 _KEY_FORMAT = 1
 """Version of keys and of the order of bytes in an object; increment it with every change."""
 _LOADERS = 2
+_MOST_COUNTED = 1 << 16
+"""Number of counted objects from which the adapter looks for evicted objects among them."""
+_CHECKED_AT_ONCE = 1 << 10
 Format: TypeAlias = tuple[int, str]
 """Bytes of an object, and the names of its dtypes."""
 Kind: TypeAlias = tuple[str, int, int]
@@ -104,6 +107,10 @@ class KVOffloadAdapter(L2AdapterInterface):
         self._lock = threading.Lock()
         self._next_task = 0
         self._formats: dict[Kind, Format] = {}
+        self._counting = threading.Lock()
+        self._counted: dict[Any, Format] = {}
+        """Objects that LMCache counts: reported as stored, and not as deleted since."""
+        self._next_check = _MOST_COUNTED
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
         self._loaded: dict[int, Any] = {}
@@ -167,13 +174,21 @@ class KVOffloadAdapter(L2AdapterInterface):
     def delete(self, keys: list[Any]) -> None:
         """Delete objects whose kind was stored, looked up or loaded since the start; ignore other objects.
 
-        The format of other kinds is unknown, and the store's keys depend on the format.
+        The format of other kinds is unknown, and the store's keys depend on the format. Reported as deleted:
+        present objects, and counted objects that the tiers have evicted.
         """
-        with contextlib.suppress(Exception):
-            known = [(key, self._formats[_kind(key)]) for key in keys if _kind(key) in self._formats]
-            for form, rows in _rows_by([form for _, form in known]):
-                self._store.delete([_digest(known[row][0], form) for row in rows], form[0])
-            self._notify_keys_deleted([key for key, _ in known], [form[0] for _, form in known])
+        with contextlib.suppress(Exception), self._counting:
+            unique, deleted = [*dict.fromkeys(keys)], list[Any]()
+            forms = [self._counted.get(key) or self._formats.get(_kind(key)) for key in unique]
+            for form, rows in _rows_by(forms):
+                if form is None:
+                    continue
+                names = [_digest(unique[row], form) for row in rows]
+                is_present = self._store.stored(names, form[0])
+                self._store.delete(names, form[0])
+                asked = zip([unique[row] for row in rows], is_present, strict=True)
+                deleted += [key for key, present in asked if present or key in self._counted]
+            self._report_deleted(deleted)
 
     def get_usage(self) -> AdapterUsage:
         """Return the bytes in tiers with a capacity, and LMCache's own count for each ``cache_salt``.
@@ -251,22 +266,47 @@ class KVOffloadAdapter(L2AdapterInterface):
 
     def _save(self, keys: Sequence[Any], objects: Sequence[Any]) -> Any:
         buffers, forms, names = self._named(keys, objects)
-        ok, stored = np.zeros(len(keys), np.bool_), np.zeros(len(keys), np.bool_)
+        ok, present, new = (np.zeros(len(keys), np.bool_) for _ in range(3))
         for form, rows in _rows_by(forms):
             digests = [names[row] for row in rows]
+            before = self._store.stored(digests, form[0])
             path = self._store.open_path()
             self._store.extend_path(path, digests, form[0])
             ok[rows] = self._store.store(digests, _extents([buffers[row] for row in rows], form[0]), path)
             self._store.finish_path(path)
-            stored[rows] = self._store.stored(digests, form[0])
-        present = np.flatnonzero(stored).tolist()
-        sizes = [forms[row][0] for row in present]
-        if present:
-            self._notify_keys_stored([keys[row] for row in present], sizes)
-        return L2StoreResult(bool(ok.all()), sum(sizes))
+            present[rows] = self._store.stored(digests, form[0])
+            new[rows] = present[rows] & ~before
+        self._count({keys[row]: forms[row] for row in np.flatnonzero(present).tolist()})
+        return L2StoreResult(bool(ok.all()), sum(forms[row][0] for row in np.flatnonzero(new).tolist()))
+
+    def _count(self, present: Mapping[Any, Format]) -> None:
+        """Report the uncounted objects as stored. If many are counted, look for evicted objects."""
+        with self._counting:
+            new = {key: form for key, form in present.items() if key not in self._counted}
+            self._counted.update(new)
+            if new:
+                self._notify_keys_stored([*new], [size for size, _ in new.values()])
+            if len(self._counted) >= self._next_check:
+                self._report_deleted(self._evicted())
+                self._next_check = max(_MOST_COUNTED, 2 * len(self._counted))
+
+    def _evicted(self) -> list[Any]:
+        """Return the counted objects that are in no tier, as far as this process knows."""
+        keys, evicted = [*self._counted], list[Any]()
+        for form, rows in _rows_by([*self._counted.values()]):
+            for start in range(0, len(rows), _CHECKED_AT_ONCE):
+                batch = [keys[row] for row in rows[start : start + _CHECKED_AT_ONCE]]
+                is_present = self._store.stored([_digest(key, form) for key in batch], form[0])
+                evicted += [key for key, present in zip(batch, is_present, strict=True) if not present]
+        return evicted
+
+    def _report_deleted(self, keys: list[Any]) -> None:
+        """Report objects as deleted; the size of an uncounted object is reported as 0."""
+        if keys:
+            self._notify_keys_deleted(keys, [self._counted.pop(key, (0, ""))[0] for key in keys])
 
     def _find(self, keys: Sequence[Any], layouts: Mapping[int, Any]) -> Any:
-        of_groups = {group: _format_of_layout(layout) for group, layout in layouts.items()}
+        of_groups = {group: _format_of_layout(layout) for group, layout in layouts.items() if layout.shapes}
         forms = [of_groups.get(key.object_group_id) or self._formats.get(_kind(key)) for key in keys]
         self._formats.update((_kind(key), form) for key, form in zip(keys, forms, strict=True) if form)
         ok = np.zeros(len(keys), np.bool_)
