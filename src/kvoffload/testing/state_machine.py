@@ -53,12 +53,14 @@ batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
 class Request:
     """An inference request and its path so far. Stores of the request do not evict blocks of the path.
 
-    `accessed` holds the keys that the request has touched or stored.
+    `accessed` holds the keys that the request has touched or stored. `cut` is the first of the blocks that
+    the policy refused last.
     """
 
     ctx: RequestContext | None
     path: dict[bytes, None] = field(default_factory=dict)
     accessed: set[bytes] = field(default_factory=set)
+    cut: bytes | None = None
 
 
 @dataclass
@@ -200,8 +202,12 @@ class ManagerMachine(RuleBasedStateMachine):
             assert plan.keys == missing[:room], "not all blocks with room are stored"
             assert plan.num_refused == 0, "admitted blocks were refused"
             assert plan.num_dropped == len(missing) - len(plan.keys)
+        elif admitted is None and plan.num_refused == len(missing) and self._is_cut(request, missing):
+            assert plan.num_dropped == 0
         elif admitted is None:
             self._check_prefix(plan, missing, room, num_given)
+            if plan.num_refused:
+                request.cut = missing[len(plan.keys)]
         else:
             self._check_one_by_one(plan, keys, missing, admitted, room, num_given)
         self._unmark_duplicates(evicted)
@@ -369,6 +375,13 @@ class ManagerMachine(RuleBasedStateMachine):
         self.before = stats
 
     # ---- checks of plans
+
+    def _is_cut(self, request: Request, missing: list[bytes]) -> bool:
+        """Return True if the missing blocks come after a refused, absent block of the request."""
+        if request.ctx is None or request.cut is None or request.cut in self.state or not missing:
+            return False
+        path = [*request.path]
+        return path.index(missing[0]) > path.index(request.cut)
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
         """Check a plan of path blocks: it has the leading missing blocks that are admitted and have room."""
