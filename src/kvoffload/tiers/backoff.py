@@ -10,9 +10,9 @@ class Backoff:
     """Pauses that double from `first_s` up to `longest_s`.
 
     Args:
-        jitter: each pause is randomly longer or shorter by up to this share, so that machines do not retry at
-            the same instant.
-        chance: random numbers in [0, 1).
+        jitter: largest random change of a pause, as a share of the pause. Spreads the retries of several
+            machines.
+        chance: returns a random number in [0, 1).
     """
 
     def __init__(
@@ -26,10 +26,10 @@ class Backoff:
         self._pause_s = first_s
 
     def next_s(self) -> float:
-        """Return the next pause in seconds; the pause after it is twice as long."""
+        """Return the next pause in seconds, and double the pause of the next call."""
         pause_s, self._pause_s = self._pause_s, min(2.0 * self._pause_s, self._longest_s)
         return pause_s * (1.0 + self._jitter * (2.0 * self._chance() - 1.0)) if self._jitter else pause_s
 
     def reset(self) -> None:
-        """Start again with the first pause, after a success."""
+        """Restart from the first pause. Call it after a success."""
         self._pause_s = self._first_s

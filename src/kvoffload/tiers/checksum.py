@@ -1,10 +1,9 @@
 """xxh3_64 of many blocks in one call, without the GIL.
 
-The results are equal to the `xxhash` library's, bit by bit; tests compare the two. The library itself hashes
-blocks of up to 240 bytes.
+The results equal the results of the `xxhash` library, which hashes blocks of up to 240 bytes here.
 
-A tier of small blocks computes half a million checksums a second, on several threads. With one library call
-for each block, the calls would cost more than the hashing, and the threads would wait for the GIL.
+A tier of small blocks computes half a million checksums a second, on several threads. One library call for
+each block would cost more than the hashing, and the threads would wait for the GIL.
 
 Source: Collet, xxHash fast digest algorithm, doc/xxhash_spec.md, "XXH3 Algorithm Overview", the case of
 seeded inputs of more than 240 bytes.
@@ -25,14 +24,14 @@ from numba.extending import intrinsic
 
 from kvoffload.structures.jit import I64Array, ReadI64Array, ReadU64Array, U64Array, inline, long_kernel
 
-# With types for mypy: numba has none.
+# Typed for mypy, because numba has no types.
 _intrinsic: Callable[[Any], Any] = intrinsic
 _cgutils: Any = cgutils
 
 _SHORT_BYTES = 240
 _STRIPE, _STRIPES = 64, 16
 _WORK_WORDS = 32
-"""24 words for the secret of a seed, and 8 accumulators."""
+"""Words of scratch memory: 24 for the secret of a seed, 8 for the accumulators."""
 
 _SECRET = np.frombuffer(
     bytes.fromhex(

@@ -28,7 +28,7 @@ Checksums: TypeAlias = npt.NDArray[np.uint64]
 NO_CHECKSUM = 0
 
 OwnerOf: TypeAlias = Callable[[Keys], str]
-"""Returns the tenant of blocks that all belong to one tenant."""
+"""Function that returns the tenant of a batch of blocks. All blocks of the batch belong to one tenant."""
 
 
 class Memory(Protocol):
@@ -41,21 +41,18 @@ class Memory(Protocol):
 
 
 class SecondaryTier(ABC):
-    """A store for blocks behind RAM: finds blocks by key, works in the background, and may forget them.
+    """A store of blocks behind RAM, addressed by key. It may lose blocks at any time.
 
-    Every method except `missed`, `set_tenants` and `tenants` is abstract, so a tier or wrapper that lacks a
-    method cannot be constructed. `SharedTier` is the contract of a store that several machines share.
-    `GroupedTier` is the contract of a store that keeps consecutive blocks together. `StripedTier` combines
-    several tiers.
+    `SharedTier` is the contract of a store that several machines share. `GroupedTier` is the contract of a
+    store that keeps consecutive blocks together. `StripedTier` combines several tiers.
 
     Reads and writes are jobs. `submit_read` and `submit_write` return at once, the tier's own threads do the
-    work, and `finished` returns the results. A job owns its rows of the pool from submission to end.
+    work, and `finished` returns the results. A job owns its rows of the pool from submission to end. If
+    `submit_read` or `submit_write` raises, no job has begun.
 
-    Failures of the medium raise nothing. A block that cannot be written or read, or that does not match its
-    checksum, is False in the job's result. `contains` is then False for the block. Exception: after a
-    transient error of a read (such as ENOMEM) the tier may keep the block, so that it can be read again.
-
-    If `submit_read` or `submit_write` raises, no job has begun.
+    Failures of the medium raise nothing. A block that was not read or written, or has a wrong checksum, is
+    False in the job's result. `contains` is then False for the block. After a transient read error, such as
+    ENOMEM, the tier may keep the block.
 
     Thread: all methods on the scheduler's thread; only `drain` and `close` wait for the medium. A job does
     not see the effects of jobs that were in flight at its submission.
@@ -64,7 +61,7 @@ class SecondaryTier(ABC):
         name: name in reports and metrics: ``disk``.
         identity: 64 bits that identify this tier across restarts. `StripedTier` assigns keys by identity.
         block_bytes: bytes of a block.
-        stored_bytes: bytes that a block takes on the medium, with padding.
+        stored_bytes: bytes of a block on the medium, with padding.
     """
 
     name: str
@@ -74,18 +71,18 @@ class SecondaryTier(ABC):
 
     @abstractmethod
     def begin_request(self, request_id: str) -> object:
-        """Open the tier's record of a request. Within a request, repeated lookups of a block are one use."""
+        """Open the tier's record of a request. Repeated lookups of a block in a request count as one use."""
 
     @abstractmethod
     def finish_request(self, request: object, path: Keys) -> None:
-        """Close the record of a request that has used these blocks, from RAM or from any tier."""
+        """Close the record of a request. `path`: the blocks that the request used, from RAM or any tier."""
 
     @abstractmethod
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         """Return a mask of the blocks that can be read now. No I/O; cost: one index probe a key."""
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (for rules that learn the value of blocks)
-        """Record blocks that a request looked up and RAM did not have. The tier may have the blocks or not.
+        """Record a request's blocks that are not in RAM. They may be in the tier.
 
         Called at a lookup, before the blocks are counted. A request may report a block several times.
         """
@@ -93,13 +90,13 @@ class SecondaryTier(ABC):
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
         """Replace the quotas of tenants, as `OffloadingManager.set_tenants`.
 
-        Blocks of earlier runs belong to no tenant: they are evicted first, until a tenant loads them.
+        Blocks of earlier runs belong to no tenant and are evicted first. A block that a tenant loads belongs
+        to this tenant from then on.
 
         Args:
-            owner_of: returns the tenant of blocks that RAM offers to the tier or reads from it. All blocks of
-                one call belong to one tenant. Called within `submit_write` and `submit_read`.
+            owner_of: returns the tenant of a batch. Called within `submit_write` and `submit_read`.
 
-        Raises: `ConfigError`; always for a tier that takes no quotas, unless `quotas` is empty.
+        Raises: `ConfigError` for an invalid quota, or for any quota if the tier does not support quotas.
         """
         if quotas:
             raise ConfigError("tenants", ", ".join(quotas), f"the tier {self.name} takes no quotas")
@@ -123,19 +120,20 @@ class SecondaryTier(ABC):
 
         Returns the job's number, and a mask of the accepted blocks.
 
-        The tier accepts neither blocks that it already has nor blocks that its admission rule or policy
-        refuses. While its queue is full, it accepts no block. Without an accepted block no job begins, and
-        the number is `NO_JOB`. The job's result has one row for each accepted block.
+        The tier accepts no block that it already has, or that its admission rule or policy refuses. While its
+        queue is full, it accepts no block. The job's result has one row for each accepted block. Without an
+        accepted block no job begins, and the number is `NO_JOB`.
 
-        An offer without a request does not count as a use of the blocks, because the uses were counted when
-        their request finished.
+        An offer without a request does not count as a use of the blocks.
         """
 
     @property
     @abstractmethod
     def queue_room(self) -> int:
-        """Number of blocks that the write queue still accepts; ``sys.maxsize`` without a limit. Without a job
-        in flight, the number is above 0."""
+        """Number of blocks that the write queue still accepts; ``sys.maxsize`` without a limit.
+
+        An empty queue accepts at least one block.
+        """
 
     @abstractmethod
     def finished(self) -> list[JobResult]:
@@ -168,13 +166,12 @@ class SecondaryTier(ABC):
 
 
 class SharedTier(SecondaryTier):
-    """A tier that several machines share. This process cannot know all contents, because other machines write
-    and the server evicts.
+    """A tier that several machines share. Other machines write to it, and its server evicts.
 
-    `contains` reads a presence cache. If the cache lists a block that the server has lost, the read is a miss
-    (`JobResult.stale`). `unknown` returns the blocks without an entry in the cache, and `submit_probe` asks
-    the server for these blocks. Every job ends in bounded time, even if the network fails. After the end of a
-    job nothing writes to its rows.
+    `contains` reads a presence cache of this process. If the cache lists a block that the server has lost,
+    the read is a miss (`JobResult.stale`). `unknown` returns the blocks without an entry in the cache, and
+    `submit_probe` asks the server for blocks. Every job ends in bounded time, even if the network fails.
+    After the end of a job nothing writes to its rows.
 
     Attributes:
         probe_timeout_s: longest duration of a probe, and longest time that a request waits for probes.
@@ -190,18 +187,19 @@ class SharedTier(SecondaryTier):
     def submit_probe(self, keys: Keys) -> int:
         """Start a job that probes the server for blocks; returns its number, or `NO_JOB` if no probe is sent.
 
-        Present blocks are True in the result. The presence cache then covers the blocks for some seconds,
-        even if the job failed: `unknown` is False for them.
+        Present blocks are True in the result. After the job, `unknown` is False for its blocks for some
+        seconds, even if the job failed.
         """
 
     @abstractmethod
     def take_changes(self) -> list[tuple[list[bytes], bool]]:
         """Return the changes since the last call, in order, as (keys, removed).
 
-        With ``removed`` False, the server has confirmed that this process has written the blocks. With
-        ``removed`` True, a probe or read has found such blocks missing, or the tier no longer tracks them,
-        for example after a reset. Two things are not reported: blocks of other writers, and changes before
-        the first call.
+        - ``removed`` False: this process has written the blocks, and the server has confirmed the writes.
+        - ``removed`` True: a probe or read found these blocks missing, or the tier no longer tracks them, for
+          example after a reset.
+
+        Not reported: blocks of other writers, and changes before the first call.
         """
 
 
@@ -225,7 +223,7 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer: at most `room` and, if possible, up to a group's end.
+        """Return the number of leading `keys` to offer, at most `room`. If possible, it ends with a group.
 
         Cost: as `contains`.
         """
@@ -242,8 +240,8 @@ class JobResult(NamedTuple):
         ok: shape ``(n,)``; True for sound blocks of a read, durable blocks of a write, and present blocks of
             a probe.
         seconds: from submission to end, including time in queues.
-        stale: shape ``(n,)``; True for blocks that the presence cache of a shared tier listed and the server
-            had lost. They count neither as failed nor as damaged. None if no block is stale.
+        stale: shape ``(n,)``; True for blocks that a shared tier's presence cache listed, but the server had
+            lost. They count neither as failed nor as damaged. None if no block is stale.
     """
 
     job: int
@@ -286,7 +284,7 @@ class TierStats:
     probe_hits: int = 0
     """Probed blocks that were present."""
     stale: int = 0
-    """Blocks that the presence cache of a shared tier listed and the server had lost."""
+    """Blocks that a shared tier's presence cache listed, but the server had lost."""
     timeouts: int = 0
     """Blocks of jobs that exceeded their deadline."""
     skipped: int = 0
@@ -294,10 +292,9 @@ class TierStats:
     circuit_open: int = 0
     """Number of nodes of a shared tier with an open circuit breaker."""
     outages: int = 0
-    """Number of outages: times that a node could no longer be read because a circuit breaker opened."""
+    """Number of outages of nodes. An outage begins when a circuit breaker opens and stops reads."""
     outage_s: float = 0.0
-    """Seconds without reads, summed over nodes: time with an open circuit breaker, and the waits before
-    it."""
+    """Duration of all outages in seconds, summed over nodes. Includes the exchange before each outage."""
     puts: int = 0
     """Write requests to a bucket."""
     gets: int = 0

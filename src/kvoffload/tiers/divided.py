@@ -1,6 +1,6 @@
-"""Tiers that divide their blocks among member tiers: splits each job by member and joins the results.
+"""Base classes of tiers that divide blocks among member tiers. Each job is split by member.
 
-Subclasses assign keys to members. Does not know the contents of a member.
+Subclasses assign keys to members.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ class _Refusals:
 
 
 class DividedTier(SecondaryTier, Generic[Member]):
-    """A tier that assigns each key to one member. A block whose key has no member now is absent.
+    """A tier that assigns each key to one member. While a key has no member, its block is absent.
 
-    If a member fails, hangs or raises, only the member's own blocks are misses. An exception is raised only
-    if no member has started its part of a job: the first exception of a member.
+    If a member fails, hangs or raises, only the member's own blocks are misses. A job raises only if no
+    member has started its part. It then raises the first member's exception.
 
     Thread: one, as for its members.
     """
@@ -87,7 +87,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
 
     @abstractmethod
     def members(self) -> Mapping[int, Member]:
-        """Return every member that may have a job in flight, by number. Numbers are never reused."""
+        """Return all members by number, even former members with jobs in flight. Numbers are never reused."""
 
     @abstractmethod
     def shares(self, keys: Keys) -> list[tuple[int, Member, npt.NDArray[np.int64]]]:
@@ -245,5 +245,5 @@ class DividedSharedTier(DividedTier[SharedTier], SharedTier):
 
 
 def _take(keys: Keys, rows: npt.NDArray[np.int64]) -> Keys:
-    """Return these rows of the keys, in order; `keys` itself, without a copy, if all rows are selected."""
+    """Return these rows of the keys, in order. If all rows are selected, return `keys` without a copy."""
     return keys if len(rows) == len(keys) else keys.take(rows)

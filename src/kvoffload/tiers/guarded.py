@@ -1,7 +1,6 @@
-"""A guard around any tier: turns an exception into a miss and a counted failure.
+"""A wrapper of any tier that turns exceptions into misses and counts them.
 
-Owns the back-off from a failing tier, and ends the jobs of a tier that does not report results. Does not know
-the contents of a tier.
+Owns the back-off from a failing tier. Ends the jobs of a tier that does not report results.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class _Failures:
 class GuardedTier(SharedTier, GroupedTier):
     """A wrapper that behaves as the wrapped tier, but raises no `Exception`.
 
-    The guard has the methods of every kind of tier. Around a tier that is not shared, no block is `unknown`.
-    Around a tier without groups, each group is one block.
+    The guard has the methods of every kind of tier. If the wrapped tier is not shared, no block is `unknown`.
+    If it has no groups, each group is one block.
 
     - If a call raises, its blocks are misses, and no job begins (`NO_JOB`). A result that breaks the contract
       of tiers, such as a mask of another length, counts as an exception.
@@ -60,11 +59,12 @@ class GuardedTier(SharedTier, GroupedTier):
       failure of the method doubles the pause, up to 60 s; a success resets it. Jobs in flight are still
       collected during a pause.
     - If `finished` raises, results may be lost. The guard waits 10 s for the jobs in flight. Then it closes
-      the tier, so that nothing writes to the rows of these jobs, reports the jobs as failed, and never uses
-      the tier again. If `close` raises too, the jobs never end and keep their rows. The same, without the
-      wait, follows a result of `submit_read`, `submit_write` or `submit_probe` that names no new job.
-    - If `clear` raises, the tier may still have blocks from before the reset. The guard makes no other call
-      to find, read or write blocks until a repeated `clear` succeeds.
+      the tier for good and reports the jobs as failed. If `close` raises too, the jobs never end and keep
+      their rows.
+    - If `submit_read`, `submit_write` or `submit_probe` returns no new job number, the guard closes the tier
+      in the same way, without the wait.
+    - If `clear` raises, the tier may still have blocks from before the reset. The guard then repeats `clear`.
+      Until it succeeds, the guard finds, reads and writes no blocks.
 
     Args:
         tier: any tier. The guard owns it from now on.
@@ -144,7 +144,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._submit("submit_probe", self._shared.submit_probe, keys)
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
-        """Begin a read; returns the job's number, or `NO_JOB` if the tier raises or is paused."""
+        """Start a read; returns the job's number, or `NO_JOB` if the tier raises or is paused."""
         return self._submit("submit_read", self.inner.submit_read, keys, pool, rows)
 
     def submit_write(
@@ -172,8 +172,10 @@ class GuardedTier(SharedTier, GroupedTier):
 
     @property
     def queue_room(self) -> int:
-        """Room in the tier's write queue, in blocks; ``sys.maxsize`` during a pause, when the guard drops all
-        offers."""
+        """Room in the tier's write queue, in blocks.
+
+        ``sys.maxsize`` during a pause, because the guard drops all offers then.
+        """
         return self._call_unless_paused(
             "queue_room",
             sys.maxsize,
@@ -204,7 +206,7 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("take_changes", nothing, lambda: _checked_changes(shared.take_changes()))
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for all jobs; returns False on time-out, after a `clear` that still fails, or if closed."""
+        """Wait for all jobs; returns False on time-out, if `clear` still fails, or if the tier is closed."""
         if self._must_clear:
             self._try_clear()
         if self._must_clear or self._is_closed:
@@ -212,8 +214,10 @@ class GuardedTier(SharedTier, GroupedTier):
         return self._call("drain", False, self.inner.drain, timeout_s)
 
     def stats(self) -> TierStats:
-        """Return the tier's counters plus the guard's counts of failures. If the tier's `stats` raises, its
-        last result is used."""
+        """Return the tier's counters plus the guard's counts of failures.
+
+        If the tier's `stats` raises, the tier's last counters are used.
+        """
         if not self._is_closed:
             self._last_stats = self._call("stats", self._last_stats, self._inner_stats)
         stats = self._last_stats
@@ -319,7 +323,7 @@ class GuardedTier(SharedTier, GroupedTier):
             self._log.warn(f"pause {id(self)}", text, self.name, pause_s, method, failures.count)
 
     def _end(self, result: JobResult) -> None:
-        """Accept the result of a job in flight. A result that fits no job in flight counts as a failure."""
+        """Accept the result of a job. A result without a job in flight counts as a failure."""
         num_rows = self._num_rows.pop(result.job, None)
         self._doubtful.discard(result.job)
         if num_rows is None:
@@ -333,7 +337,7 @@ class GuardedTier(SharedTier, GroupedTier):
         self._ended.append(result)
 
     def _end_doubtful(self) -> None:
-        """Close the tier 10 s after `finished` has raised, if jobs of that moment are still in flight."""
+        """Close the tier if jobs are still in flight 10 s after `finished` has raised."""
         now = self._clock()
         if "finished" in self._failing and not self._doubtful:
             self._doubtful, self._doubtful_since = {*self._num_rows}, now

@@ -47,17 +47,18 @@ class SlotMemory:
 class MemoryTier:
     """A pool of `num_slots` blocks of `block_bytes` in page-aligned anonymous memory.
 
-    The checksum of a slot is the xxh3_64 of its bytes, seeded with the digest of its key. So `read` and
-    `verify_slots` detect
+    The checksum of a slot is the xxh3_64 of its bytes, seeded with the digest of its key. `read` and
+    `verify_slots` detect:
 
-    - damaged, zeroed or torn blocks, except one in 2^64. If the checksum itself is damaged, a sound block
-      counts as damaged;
-    - the bytes of another block, even if the other block's checksum was moved with the bytes (swapped slots,
-      an outdated slot number), unless both keys have the same digest (2^-64 a pair);
-    - slots that were never written or were erased, always.
+    - damaged, zeroed or torn blocks, with probability 1 - 2^-64;
+    - the bytes of another block, even if its checksum was moved too, as with swapped slots. Probability
+      1 - 2^-64 for each pair of keys;
+    - slots that were never written, or were erased.
 
-    Three faults are not detected: bytes that were wrong before `write` computed the checksum, damage between
-    the verification and the following copy, and forgery. xxh3 detects accidents, not attacks.
+    If the checksum itself is damaged, a sound block counts as damaged.
+
+    Not detected: bytes that were wrong before `write` computed the checksum, damage between the verification
+    and the following copy, and forgery. xxh3 detects accidents, not attacks.
 
     With ``verify=False`` there are no checksums, and every block counts as sound.
 
@@ -137,8 +138,8 @@ class MemoryTier:
         dest_rows = self._checked_rows("dest_rows", dest_rows, engine, len(slots))
         pool = self.pool
         sound = np.empty(len(slots), np.bool_)
-        # In chunks, so that a block is still in the CPU's cache when it is copied, and a device copies a
-        # chunk while the next chunk is verified.
+        # In chunks: a block is still in the CPU's cache when it is copied, and the device copies one chunk
+        # while the next chunk is verified.
         with contextlib.ExitStack() as in_flight:
             for batch in self._chunks(slots):
                 sound[batch] = good = self.verify_slots(keys[batch], slots[batch])
@@ -153,7 +154,7 @@ class MemoryTier:
             checksums[slots] = self._compute(keys, slots)
 
     def verify_slots(self, keys: Keys, slots: Rows) -> Mask:
-        """Return a mask of slots whose bytes match their keys, ``(n,)`` bool. Copies nothing."""
+        """Return a mask of the sound blocks, ``(n,)`` bool: their bytes match their keys. Copies nothing."""
         checksums, slots = self.checksums, self._checked(keys, slots)
         if checksums is None:
             return np.ones(len(slots), np.bool_)
@@ -174,7 +175,7 @@ class MemoryTier:
         memory, self._memory = self._memory, None
         del self._slots
         if self.checksums is not None:
-            self.checksums = self.checksums[:0].copy()  # was perhaps a view of the memory
+            self.checksums = self.checksums[:0].copy()  # may have been a view of the memory
         # BufferError: a view is in use; the memory is unmapped with the last view.
         with contextlib.suppress(BufferError):
             memory.close()
@@ -239,8 +240,8 @@ def _allocate(num_slots: int, block_bytes: int, num_bytes: int) -> mmap.mmap:
 def available_bytes() -> int:
     """Return the bytes of memory that this process can still use, on the machine and within its cgroup.
 
-    Callers check the limit before an allocation. An anonymous mapping of any size succeeds, and the kernel
-    kills the process later, when the process writes more pages than the machine has.
+    Callers must check this limit before an allocation. An anonymous mapping of any size succeeds, but the
+    kernel kills the process once it has written more pages than the machine has.
     """
     limits = [2**63 - 1]
     with contextlib.suppress(AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Offers of blocks to a tier: charges the write budget, and admits blocks that are offered without a request.
+"""Offers of blocks to a tier: admission, quotas and the write budget.
 
 RAM offers blocks without a request in two cases: when the device has dropped the blocks, and when the blocks
 have waited for a busy tier. One offer may then contain blocks of several requests. These offers do not count
@@ -23,14 +23,14 @@ from kvoffload.tiers.write_budget import WriteBudget
 
 Rows = npt.NDArray[np.intp]
 MOST_QUOTAS = MAX_TENANTS - 2
-"""Largest number of quotas of a tier: without ``other``, and without the owner of earlier runs' blocks."""
+"""Limit of a tier's quotas. Two tenants are reserved: ``other``, and the owner of earlier runs' blocks."""
 
 
 def admitted_rows(manager: OffloadingManager, keys: Keys, request: RequestContext | None) -> tuple[Rows, int]:
     """Return the rows of `keys` that `prepare_offer` may store, and the number of blocks refused here.
 
-    With a request, or without an admission rule, all rows are returned. Otherwise the rule judges each
-    missing block separately, because a block behind a refused block may belong to another request.
+    With a request, or without an admission rule, returns all rows. Otherwise the rule judges each missing
+    block separately, because a block behind a refused block may belong to another request.
     """
     rule = manager.admission
     if rule is None or request is not None:
@@ -41,7 +41,7 @@ def admitted_rows(manager: OffloadingManager, keys: Keys, request: RequestContex
 
 
 class Purse:
-    """A tier's part of a write budget. Reports each offer to the tier's admission rule (`Admission.settle`).
+    """A tier's share of a write budget. Reports each offer to the tier's admission rule (`Admission.settle`).
 
     Args:
         manager: the tier's manager.
@@ -56,7 +56,7 @@ class Purse:
 
     @property
     def room(self) -> int:
-        """Number of blocks that the budget pays for now."""
+        """Number of blocks that may be written now."""
         return self._budget.left_bytes // self._unit_bytes
 
     def pay(self, offered: Keys, num_written: int) -> None:
@@ -95,8 +95,10 @@ class Owners:
             self._owner_of = owner_of
 
     def request_for(self, keys: Keys, request: RequestContext | None = None) -> RequestContext | None:
-        """Return the request of an offer or read of these blocks: `request`, or a new request, of the blocks'
-        tenant. Without quotas: `request`."""
+        """Set the tenant of `request` to the tenant of these blocks. Returns the request.
+
+        If `request` is None, creates a request. Without quotas, returns `request` unchanged.
+        """
         if self._owner_of is None or len(keys) == 0:
             return request
         request = self._manager.begin_request("") if request is None else request

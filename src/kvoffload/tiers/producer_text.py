@@ -1,8 +1,8 @@
-"""Functions to pack a producer's text into a bounded number of bytes, unpack the text, and compare two texts.
+"""Functions that pack the text of a producer into a bounded number of bytes, and compare two texts.
 
 Tiers identify a producer by a hash of the whole text. They store the packed text beside the hash, so that
-``inspect`` can show the differences of two producers. The stored text is untrusted: only the hash decides
-which blocks are served.
+``inspect`` can show how two producers differ. The stored text is untrusted: only the hash decides which
+blocks are served.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMPRESSED = b"\0"
 """First byte of a compressed text. No plain text begins with this byte."""
 _MAX_UNPACKED_BYTES = 1 << 18
 _MOST_NESTED = 64
-"""Limit of nested objects and lists in a text with fields. Functions that recurse would fail on more."""
+"""Deepest nesting of objects and lists in a text. Recursive functions would fail on deeper texts."""
 _LONG_VALUE = 160
 _MORE = "(not stored)"
 _IN_SUMMARY = ("model", "weights", "vllm", "model.dtype", "dtype", "salt")
@@ -88,7 +88,7 @@ def unpack(packed: bytes) -> str:
 
 
 def fields(text: str) -> dict[str, Any]:
-    """Return the fields of a producer's text by dotted names; a text without fields is one field."""
+    """Return the fields of a producer's text by dotted name. A text without fields is one field."""
     named, salt = _parsed(text)
     if not named:
         return {"producer": text}

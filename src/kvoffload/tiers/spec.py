@@ -57,8 +57,8 @@ class TierOwner:
         counts_blocks: True if capacities are numbers of blocks, as in a replay, instead of sizes.
         reports_paths: True if the owner reports paths (`GroupedTier.extend_path`) and offers all blocks of a
             path at its end.
-        on_unavailable: called with the error if a tier, or a directory of a tier, cannot be opened now. With
-            None, the error is raised.
+        on_unavailable: called with the error if a tier, or one of a tier's directories, cannot be opened now.
+            With None, the error is raised.
     """
 
     block_bytes: int
@@ -134,7 +134,7 @@ class TierOptions(ABC):
 
     @property
     def num_blocks(self) -> int:
-        """Capacity in blocks. A kind without a capacity returns a number above the blocks of any trace."""
+        """Capacity in blocks. Without a capacity, a number above the blocks of any trace."""
         return MOST_BLOCKS
 
     @property
@@ -247,7 +247,7 @@ def parse_tiers(field: str, value: object) -> tuple[TierOptions, ...]:
 
 
 def _distinct(field: str, tiers: Sequence[TierOptions]) -> tuple[TierOptions, ...]:
-    """Return the tiers, after a check that no label is the name of another tier. Raises `ConfigError`."""
+    """Return the tiers. Raises `ConfigError` if a label is the name of another tier."""
     names = names_of(tiers)
     for number, (tier, name) in enumerate(zip(tiers, names, strict=True)):
         if tier.label and names.count(name) > 1:
@@ -268,10 +268,9 @@ def names_of(options: Sequence[TierOptions]) -> list[str]:
 
 
 def open_tiers(options: Iterable[TierOptions], owner: TierOwner) -> list[SecondaryTier]:
-    """Open all tiers. If opening one raises, the opened tiers are closed.
+    """Open all tiers. Unavailable tiers are left out if the owner has `on_unavailable`.
 
-    Unavailable tiers are left out if the owner has `on_unavailable`. Raises `ConfigError`,
-    `UnavailableError`.
+    Raises: `ConfigError`, `UnavailableError`; then the opened tiers are closed.
     """
     opened, given = list[SecondaryTier](), list(options)
     with ExitStack() as undo:
@@ -297,17 +296,17 @@ def open_tier(
 ) -> SecondaryTier:
     """Open a tier from the text that the command line takes: a disk, a server, a cluster or a bucket.
 
-    Pass the tier to a `TieredManager`, which closes it. ``disk:/nvme/kv:1TiB`` gives a `DiskTier`, or a
+    Pass the tier to a `TieredManager`, which closes it. ``disk:/nvme/kv:1TiB`` opens a `DiskTier`, or a
     `StripedTier` for several paths. ``valkey://cache:6379/team-a``, ``valkey+cluster://...`` and
-    ``s3://bucket/prefix`` give tiers that machines share. Options follow the text: ``...:1TiB,policy=arc``,
+    ``s3://bucket/prefix`` open tiers that machines share. Options follow the text: ``...:1TiB,policy=arc``,
     ``...team-a?ttl=7d&timeout=1s``.
 
     Args:
         description: the text, or a mapping: ``{"url": "valkey://cache:6379/team-a", "ttl": "7d"}``.
         block_bytes: bytes of a block.
         fingerprint: identifies the producer: model, dtype, layout, parallel shape. Blocks of another
-            producer are never served. For a shared tier the fingerprint must be equal on all machines that
-            compute equal bytes for equal keys, and on no other machine.
+            producer are never served. For a shared tier, two machines must have equal fingerprints if and
+            only if they compute equal bytes for equal keys.
         key_bytes: length of every key.
         must_answer: False to open a shared tier even if its server does not reply yet. The tier is used once
             the server replies.
@@ -346,8 +345,10 @@ Tiers: TypeAlias = Annotated[tuple[TierOptions, ...], _TiersParser()]
 
 
 def _fields_of_text(field: str, text: str) -> dict[str, Any]:
-    """Parse the text of a tier into a mapping. After ``policy=`` or ``admission=``, settings that are not
-    options of the tier are parameters of the policy or rule."""
+    """Parse the text of a tier into a mapping.
+
+    Unknown settings after ``policy=`` or ``admission=`` are parameters of the policy or rule.
+    """
     if match := _SCHEME.match(text):
         return {"type": _kind_of_scheme(field, match[1], text), "url": text}
     place, *settings = text.split(",")
@@ -412,5 +413,5 @@ def _with_query(field: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shown(name: str, value: object) -> object:
-    """Replace the value of a secret option by ``***``; the name of a file with a secret is not secret."""
+    """Replace the value of a secret option by ``***``. Options that name a file are not secret."""
     return _HIDDEN if _SECRET.search(name) and not name.endswith("_file") else value

@@ -1,7 +1,4 @@
-"""Several tiers of one machine as one tier. Each key belongs to one tier, and the tiers work in parallel.
-
-Owns the assignment of keys to tiers. Does not know the contents of a tier.
-"""
+"""Several tiers of one machine as one tier. Each key belongs to one tier, and the tiers work in parallel."""
 
 from __future__ import annotations
 
@@ -23,9 +20,10 @@ class StripedTier(DividedTier[SecondaryTier]):
     Each key belongs to the tier with the highest random weight (Thaler and Ravishankar, "Using name-based
     mappings to increase hit rates", IEEE/ACM Transactions on Networking 6(1), 1998). The weights depend on
     the tiers' identities, not on the order of the tiers. A new tier takes an equal share of the keys from
-    each old tier, and no key moves between old tiers. Each tier gets its keys of a prefix in order. If a tier
-    fails, only its own blocks are misses. While a tier hangs, jobs with its blocks do not end, so a
-    `TieredManager` reads nothing from the whole stripe.
+    each old tier, and no key moves between old tiers. Each tier gets its keys of a prefix in order.
+
+    If a tier fails, only its own blocks are misses. While a tier hangs, jobs with its blocks do not end.
+    A `TieredManager` then reads nothing from the whole stripe.
 
     Args:
         tiers: tiers of one block size. The stripe owns the tiers and closes them in `close`.
@@ -35,8 +33,8 @@ class StripedTier(DividedTier[SecondaryTier]):
         stored_bytes: the largest `stored_bytes` of the tiers.
 
     Thread: one, as for its tiers. Cost: 50 ns a key with four tiers, for a digest and a weight per tier.
-    Raises: `ConfigError` if `tiers` is empty, if the tiers differ in `block_bytes`, if two tiers have one
-        identity, or if machines share a tier.
+    Raises: `ConfigError` if `tiers` is empty, if the tiers differ in `block_bytes`, if two tiers have equal
+        identities, or if machines share a tier.
     """
 
     def __init__(self, tiers: Sequence[SecondaryTier]) -> None:
@@ -60,7 +58,7 @@ class StripedTier(DividedTier[SecondaryTier]):
         self.stored_bytes = max(tier.stored_bytes for tier in tiers)
 
     def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
-        """Divide the quotas equally among the tiers, as the keys."""
+        """Divide each quota equally among the tiers."""
         parts = {name: quota.divided(len(self._tiers)) for name, quota in quotas.items()}
         for tier in self._tiers:
             tier.set_tenants(parts, owner_of)
@@ -83,7 +81,7 @@ class StripedTier(DividedTier[SecondaryTier]):
     def homes(self, keys: Keys) -> npt.NDArray[np.intp]:
         """Return the number of each key's tier.
 
-        The formula of the weights must not change: blocks that are already on disks would not be found.
+        The formula of the weights must not change, because blocks that are already on disks would be lost.
         """
         weights = keys.digests[:, None] ^ self._identities
         weights *= np.uint64(0x9E3779B97F4A7C15)

@@ -15,13 +15,13 @@ HOUR_S = 3600
 DAY_S = 24 * HOUR_S
 
 _HOURS = 25
-"""Number of hours that count: 24, and the current hour. So no period of 24 hours exceeds the budget."""
+"""Number of hours in the sum: the current hour and the 24 hours before. No 24 hours exceed the budget."""
 
 
 class WriteBudget:
     """A limit of the bytes that tiers write in any 24 hours. Several tiers may share one budget.
 
-    Each write, even a failed one, counts with its bytes on the medium. Writes before a restart count, too.
+    A write counts with its bytes on the medium, even if it fails. Writes before a restart count, too.
 
     Args:
         max_bytes_per_day: 0 for tiers that are only read.
@@ -29,7 +29,7 @@ class WriteBudget:
         is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). Writes then
             never exceed the bytes that the rate has earned so far.
 
-    Thread: the scheduler's. Raises: `ConfigError` for a budget below 0 or without end.
+    Thread: the scheduler's. Raises: `ConfigError` for a negative or infinite budget.
     """
 
     def __init__(
@@ -76,16 +76,16 @@ class WriteBudget:
 
     @property
     def left_bytes_each(self) -> int:
-        """Share of one tier in `left_bytes`. All shares are equal, so that the tiers' counters add up."""
+        """One tier's share of `left_bytes`. All shares are equal, so that the tiers' counters add up."""
         return self.left_bytes // max(1, self._num_tiers)
 
     @property
     def bytes_each(self) -> float:
-        """Share of one tier in the bytes of a day. All shares are equal."""
+        """One tier's share of a day's budget, in bytes. All shares are equal."""
         return self._max_bytes / max(1, self._num_tiers)
 
     def earned_bytes_each(self, seconds: float) -> float:
-        """Return the bytes that each tier's share earns in `seconds` at the mean rate."""
+        """Return one tier's share of the budget of `seconds`, in bytes."""
         return self.bytes_each * seconds / DAY_S
 
     def now_s(self) -> float:
@@ -99,9 +99,9 @@ class WriteBudget:
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
     """Create the budget of a replay, spent at an even rate over the time of the recording.
 
-    In a recording of minutes, a day's budget would never be exhausted. A budget scaled to the length of the
-    recording, but available at once, would be spent on the first blocks. All sessions share those blocks, and
-    a tier that has run for days already has them.
+    In a recording of minutes, a day's budget would never be exhausted. A budget for the length of the
+    recording would be spent on the first blocks, if it were available at once. All sessions share those
+    blocks, and a tier that has run for days already has them.
 
     Args:
         max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.

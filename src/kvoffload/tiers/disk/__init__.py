@@ -2,10 +2,11 @@
 
 A directory has a *slab* for each producer: a file of block slots with a journal.
 
-`tier` implements `SecondaryTier`. `placement` maps blocks to slots, `pipeline` moves blocks, and `committer`
-makes blocks durable. `slab` reads and writes slots; `journal` and `recovery` record which blocks exist.
-`directory`, `room` and `lock` share a directory among producers, with one owner at a time. `format` defines
-every byte (docs/formats.md); `files` makes all system calls.
+- `disk_tier` implements `SecondaryTier`.
+- `placement` maps blocks to slots, `pipeline` moves blocks, and `committer` makes blocks durable.
+- `slab` reads and writes slots. `journal` and `recovery` record which blocks exist.
+- `slab_directory`, `room` and `lock` share a directory among producers. One process at a time owns it.
+- `slab_format` and `slab_layout` define every byte (docs/formats.md). `files` makes all system calls.
 """
 
 from kvoffload.tiers.disk.disk_tier import DiskTier

@@ -22,11 +22,11 @@ class Chunk:
     """Blocks that one thread reads or writes together, in ascending order of slots.
 
     Attributes:
-        owner: the job of these blocks; the pipeline ignores the owner.
+        owner: the job of these blocks.
         index: rows of these blocks in the owner's arrays.
         writes: True for a write, False for a read.
         outcomes: outcome of each block; set before the chunk is delivered.
-        checksums: for a read, the expected checksums; for a write, set before the chunk is delivered.
+        checksums: the expected checksums of a read. A write sets them before the chunk is delivered.
         stamps: access stamps of written blocks.
         gate: number of removals that must be durable before a write starts.
         written_at_s: time of the write, in seconds since 1970.

@@ -6,8 +6,7 @@ Owns the order of operations on which the guarantees after a crash depend:
 2. A block's entry is appended to the journal only after the block's data are durable.
 3. A write is reported only after the block's entry is durable.
 
-If another batch waits, one sync makes two things durable: the entries of a batch and the data of the next
-batch. Does not move blocks.
+If another batch waits, one sync makes the entries of a batch and the data of the next batch durable.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ COMMIT_INTERVAL_S = 0.002
 """Shortest pause between two commits while writes are in progress, in seconds. Each commit fills at least one
 page of the log."""
 COMMIT_PACE = 32
-"""Pause between two commits, as a multiple of the last commit's duration, because a sync delays other
-writes."""
+"""Pause between two commits, as a multiple of the last commit's duration. A sync delays other writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
 """Pause after a failed write of the superblocks."""
@@ -44,8 +42,7 @@ _NO_SLOTS = np.empty(0, np.uint32)
 
 
 class Movers(Protocol):
-    """Interface to the threads that move blocks. Callers of all methods except `end` must hold the
-    committer's lock."""
+    """Interface to the threads that move blocks. All methods except `end` require the committer's lock."""
 
     num_threads: int
     """Number of threads."""
@@ -56,7 +53,7 @@ class Movers(Protocol):
         """Return the number of queued write chunks."""
 
     def release(self, chunk: Chunk) -> None:
-        """Queue a held write chunk, because its slots may be written now."""
+        """Queue a held write chunk, whose slots may be written now."""
 
     def cancel_queued(self) -> list[Chunk]:
         """Remove and return the queued write chunks."""
@@ -79,9 +76,9 @@ class _Batch:
 
 
 class Committer:
-    """Collects changes of slots and writes the changes to the journal in batches.
+    """Collects changes of slots and writes them to the journal in batches.
 
-    After a failure of the journal nothing more is committed: `broken` is set, and unreported writes fail.
+    A failure of the journal sets `broken`. Afterwards nothing more is committed, and unreported writes fail;
     `void` still works.
 
     Thread: `start`, `remove`, `void` and `access` on the scheduler's thread; they do not wait for the disk.
@@ -117,8 +114,10 @@ class Committer:
     # ---- the scheduler's side
 
     def remove(self, slots: SlabSlots) -> int:
-        """Record emptied slots; returns their gate: the number of removals that must be durable before the
-        slots are written again."""
+        """Record emptied slots; returns their gate.
+
+        The gate is the number of removals that must be durable before the slots are written again.
+        """
         with self.lock:
             if not self.broken:
                 self._pending.removed.append(slots)
@@ -127,7 +126,7 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Make all blocks with a generation below `generation` void, including blocks in flight.
+        """Make all blocks with a lower generation void, including blocks in flight.
 
         The change is durable once `is_settled` is True. To reuse the blocks' slots, call `remove` afterwards.
         """
@@ -136,8 +135,7 @@ class Committer:
             self._wake.notify()
 
     def access(self, slots: SlabSlots, stamps: Stamps) -> None:
-        """Queue accesses to slots for the next commit. An access counts as a use if its slot number has the
-        flag `REUSE`.
+        """Queue accesses to slots for the next commit. The flag `REUSE` of a slot number marks a use.
 
         Drops the accesses if too many are queued or the journal is broken.
         """
@@ -153,8 +151,7 @@ class Committer:
     # ---- the movers' side, with the lock held
 
     def hold(self, chunk: Chunk) -> bool:
-        """Hold a write chunk until its slots may be written. Returns False, without holding the chunk, if the
-        slots may be written now."""
+        """Hold a write chunk until its slots may be written; returns False if they may be written now."""
         if chunk.gate <= self._durable_removals:
             return False
         self._gated.append(chunk)
@@ -162,7 +159,7 @@ class Committer:
         return True
 
     def note_started(self) -> None:
-        """Report that a thread has taken a write chunk. Wakes the committer if other chunks are held."""
+        """Wake the committer if chunks are held. Called when a thread has taken a write chunk."""
         if self._gated:
             self._wake.notify()
 
@@ -183,13 +180,13 @@ class Committer:
 
     @property
     def is_settled(self) -> bool:
-        """True if all recorded changes are durable. With a broken journal only the last `void` counts."""
+        """True if all changes are durable. With a broken journal, True if the last `void` is durable."""
         if self._void_before > self._void_durable:
             return False
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Set whether pending accesses are committed without delay: True while a caller drains."""
+        """Set whether pending accesses are committed without delay. True while a caller drains."""
         self._flushing = flushing
         self._wake.notify()
 
@@ -220,7 +217,7 @@ class Committer:
                 self._wake.wait_for(self._writes_need_a_commit, pause)
 
     def _take_batch(self) -> bool:
-        """Wait for a batch and move it to the batches in flight; returns False if the thread must end."""
+        """Wait for a batch and add it to the batches in flight; returns False if the thread must end."""
         with self.lock:
             while not self._has_work():
                 # Writes in flight must still be made durable.
@@ -252,8 +249,10 @@ class Committer:
             self._end_batch(batch)
 
     def _make_void(self) -> None:
-        """Write the void generation to the superblocks, if due. After a failure, `VOID_RETRY_S` passes before
-        the next attempt. Works with a broken journal, too."""
+        """Write the void generation to the superblocks, if due. Works with a broken journal, too.
+
+        Repeats a failed write after `VOID_RETRY_S`.
+        """
         with self.lock:
             if not self._must_make_void():
                 return
@@ -274,7 +273,7 @@ class Committer:
         return bool(self._void_before > self._void_durable) and time.monotonic() >= self._void_again
 
     def _writes_need_a_commit(self) -> bool:
-        """Return True if a commit should not wait for further writes."""
+        """Return True if the next commit should start now instead of waiting for more writes."""
         if self._stopping:
             return True
         if self._gated:
@@ -289,7 +288,7 @@ class Committer:
         return bool(pending.accesses) and (self._flushing or self._stopping or is_time)
 
     def _seconds_to_wait(self) -> float | None:
-        """Return the seconds until the next timed work; None if no work is timed."""
+        """Return the seconds until the next access or void is due; None if none is pending."""
         times = [self._oldest_access + ACCESS_INTERVAL_S] if self._pending.accesses else []
         if self._void_before > self._void_durable:
             times.append(self._void_again)
@@ -307,7 +306,8 @@ class Committer:
         self._journal.append(removed, entries, accessed, first_stamp)
 
     def _entries_of(self, chunk: Chunk) -> Records:
-        # Read `_void_before` after taking the batch: a batch must not fill a slot that it empties.
+        # `_void_before` must be read after the batch was taken, because a batch must not fill a slot that it
+        # empties.
         written = (chunk.outcomes == SOUND) & (chunk.generations >= self._void_before)
         entries: Records = np.empty(int(np.count_nonzero(written)), self._no_entries.dtype)
         entries["slot"], entries["generation"] = chunk.slots[written], chunk.generations[written]
@@ -317,7 +317,7 @@ class Committer:
         return entries
 
     def _end_batch(self, batch: _Batch) -> None:
-        """Deliver the writes of a durable batch, and release held writes to slots emptied by the batch."""
+        """Deliver the writes of a durable batch, and release writes that waited for its removals."""
         with self.lock:
             self._in_flight.remove(batch)
             self._durable_removals += sum(map(len, batch.removed))
@@ -326,7 +326,7 @@ class Committer:
         self._movers.end(batch.chunks)
 
     def _break(self, error: Exception) -> None:
-        """Stop writing after a failure of the journal, since the state of the medium is unknown."""
+        """Stop writing after a failure of the journal, because the state of the medium is unknown."""
         self._log.warn("journal", "disk tier: the journal failed, no more blocks are written: %s", error)
         with self.lock:
             self.broken = True

@@ -1,7 +1,7 @@
 """The disk tier on the scheduler's thread: decisions and jobs.
 
-Owns the jobs, and a manager that decides which blocks the slab keeps. Never waits for the disk: other threads
-move and commit blocks, and `finished` collects their chunks.
+Owns the jobs, and the manager that decides which blocks the slab keeps. Never waits for the disk: other
+threads move and commit blocks, and `finished` collects the results.
 """
 
 from __future__ import annotations
@@ -65,25 +65,29 @@ from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 READ_CHUNK_BYTES = 512 * 1024
-"""Smallest chunk when a read is split among threads. Passing a chunk to a thread costs as much as reading and
-verifying 128 KiB."""
+"""Smallest chunk of a read that is split among threads. To pass a chunk to a thread costs as much as to read
+and verify 128 KiB."""
 
 REFUSED_READS_S = 60.0
-"""Seconds for which a block survives refused reads (ENOMEM, ESTALE), counted from the first refused read.
-Such errors often pass."""
+"""Seconds for which refused reads (ENOMEM, ESTALE) of a block are repeated. Then the block is forgotten."""
 _MAX_REFUSED = 1 << 16
 
 _NO_GENERATIONS = np.empty(0, np.uint64)
 _LATEST_NS = MAX_NUMBER - (1 << 60)
-"""Limit of the time that generations begin at, in nanoseconds since 1970: the year 2079. So a clock that is
-centuries ahead leaves 2^60 generations."""
+"""Limit of the first generation, which is a time in nanoseconds since 1970. Even if the clock is centuries
+ahead, 2^60 generations remain."""
 _MOST_THREADS = 1024
 _MEMORY_PER_BLOCK = 210
 
 
 @dataclass(eq=False)
 class _Request:
-    """The tier's record of a request: (1) its keys, and (2) the generations of the blocks that it wrote."""
+    """The tier's record of a request.
+
+    Attributes:
+        context: the keys of the request.
+        written: generations of the blocks that the request wrote.
+    """
 
     context: RequestContext
     written: list[npt.NDArray[np.uint64]] = field(default_factory=list)
@@ -97,7 +101,7 @@ class Job:
         plan: the blocks, pinned or in flight until the job ends.
         ok: result mask, one row for each block of the job.
         at: for each block of the plan, the block's row in `ok`.
-        generations, checksums: for a read, the expected values. A write sets the checksums as chunks end.
+        generations, checksums: the expected values of a read. A write sets the checksums as chunks end.
         outcomes: outcome of each block.
         began: start time in seconds of the monotonic clock.
         remaining: number of chunks that have not been delivered.
@@ -120,8 +124,8 @@ class DiskTier(SecondaryTier):
     Beyond the contract of `SecondaryTier`:
 
     - A write is reported as finished only when its blocks survive a power loss.
-    - After a crash at any instant, the tier opens with every block whose write was reported. Blocks that were
-      evicted or removed since are absent. The order of the blocks in the tier's policy is restored.
+    - After a crash at any instant, the tier opens with every block whose write was reported, except evicted
+      and removed blocks. The order of the blocks in the tier's policy is restored.
     - A block is served only if key, producer, length, generation and checksum match its write. Any other
       block is forgotten and counted.
 
@@ -137,7 +141,7 @@ class DiskTier(SecondaryTier):
             slab and never gets blocks of another producer. Other producers' slabs stay until their space is
             needed.
         policy, admission: eviction policy and admission rule, as for `OffloadingManager`.
-        num_threads: number of threads that move blocks. With two or more, one thread only reads.
+        num_threads: number of threads that move blocks. With two or more threads, one thread only reads.
         queue_bytes: limit of queued writes in bytes; further writes are dropped.
         write_budget: limit of the bytes written in a day, against wear of the disk.
         progress: called at opening, with the bytes of metadata read so far and the total.
@@ -182,7 +186,7 @@ class DiskTier(SecondaryTier):
 
         layout = Layout.within(capacity_bytes, block_bytes, key_bytes)
         _check_memory(capacity_bytes, layout)
-        # First, because its options may be invalid, and nothing is open yet.
+        # Before anything is open, because the options may be invalid.
         self._manager = manager_of(layout)
         self._directory, self._log = _directory_of(path), RateLimitedLog("kvoffload.disk")
         self._files = files or Files()
@@ -200,7 +204,7 @@ class DiskTier(SecondaryTier):
             if self._slab.layout.num_blocks != layout.num_blocks:
                 # After changes of the capacity the journal may be longer than a new slab's.
                 self._manager = manager_of(self._slab.layout)
-            # Also above generations that a crashed process may have written without an entry.
+            # The time, too, because a crashed process may have written generations without an entry.
             now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
             next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
             self._placement = Placement(self._slab.layout, next_generation)
@@ -260,7 +264,7 @@ class DiskTier(SecondaryTier):
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if request is not None:
-            # Protects blocks of a request from eviction by its own writes.
+            # Protects the request's blocks from eviction by the request's own writes.
             self._request_of(request).context.extend(keys)
         present: Mask = self._manager.ready_slots_of(keys) >= 0
         return present
@@ -289,8 +293,10 @@ class DiskTier(SecondaryTier):
     def submit_write(
         self, keys: Keys, pool: Blocks, rows: Rows, request: object | None = None
     ) -> tuple[int, Mask]:
-        """Queue a write, as `SecondaryTier.submit_write`. If a batch exceeds the queue or the write budget,
-        only its first blocks are accepted."""
+        """Queue a write, as `SecondaryTier.submit_write`.
+
+        If the blocks exceed the room in the queue or the write budget, only the first blocks are accepted.
+        """
         checked = self._checked(keys, pool, rows)
         record = self._request_of(request) if request is not None else None
         self._follow_file_growth(len(keys))
@@ -316,7 +322,7 @@ class DiskTier(SecondaryTier):
         if plan is None or count == 0:
             return NO_JOB, accepted
         if len(plan.evicted):
-            # New blocks get the places that were emptied first: their removals are probably durable.
+            # New blocks get the places that were emptied first, because their removals are probably durable.
             evicted = plan.slots[-len(plan.evicted) :]
             self._forget(evicted)
             self._placement.rotate(evicted)
@@ -395,7 +401,7 @@ class DiskTier(SecondaryTier):
         )
 
     def close(self) -> None:
-        """Close the tier, as `SecondaryTier.close`; returns after `close_timeout_s` even if the disk hangs.
+        """Close the tier, as `SecondaryTier.close`. Waits at most `close_timeout_s`.
 
         If the disk hangs, file and lock stay open until the disk responds or the process ends.
         """
@@ -458,8 +464,10 @@ class DiskTier(SecondaryTier):
         return job.number
 
     def _chunks(self, job: Job, pool: Blocks, rows: Positions) -> list[Chunk]:
-        """Split a job into chunks, in the order of places in the slab. A read is split evenly among the
-        threads, into chunks of at least `READ_CHUNK_BYTES`."""
+        """Split a job into chunks, in the order of places in the slab.
+
+        A read is split evenly among the threads, into chunks of at least `READ_CHUNK_BYTES`.
+        """
         plan, writes = job.plan, isinstance(job.plan, StorePlan)
         places = self._placement.places(plan.slots)
         order = np.argsort(places, kind="stable")
@@ -526,8 +534,9 @@ class DiskTier(SecondaryTier):
     def _follow_file_growth(self, num_blocks: int) -> None:
         """Raise a confined capacity as far as the file allows.
 
-        While the file cannot grow, the slots in the file are used. Once the file may grow, `num_blocks` more
-        slots are used. Once the file has grown, all slots are used.
+        - While the file cannot grow: the slots in the file.
+        - When the file may grow again: `num_blocks` more slots.
+        - When the file has grown: all slots.
         """
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:
@@ -564,8 +573,7 @@ class DiskTier(SecondaryTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refused to read a block, and the block's first refusal is less than
-        `REFUSED_READS_S` ago."""
+        """Return True if the system refused to read a block, and not for longer than `REFUSED_READS_S`."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

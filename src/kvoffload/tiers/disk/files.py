@@ -1,6 +1,6 @@
 """System calls of the disk tier: all reads, writes and syncs of a slab, and all clocks.
 
-Tests replace `Files` by a class that records, tears, delays or refuses calls, or has its own clocks.
+Tests replace `Files` by a class that injects faults or has its own clocks.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Files:
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep. Called while another process holds the lock of the directory."""
+        """Sleep. Called to wait for another process that holds the lock of the directory."""
         time.sleep(seconds)
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file, with direct I/O if its file system supports direct I/O. A new file gets mode 0600.
+        """Open a file, with direct I/O if the file system supports it. A new file gets mode 0600.
 
         Refuses a symbolic link, because its target may be outside of the directory.
         """
@@ -54,7 +54,7 @@ class Files:
         if num_bytes <= start:
             return
         if hasattr(os, "posix_fallocate"):
-            # Only the new part: some libraries emulate this call with writes, and other threads write blocks.
+            # Only the new part: some C libraries emulate this call with writes, while threads write blocks.
             os.posix_fallocate(fd, start, num_bytes - start)
         os.ftruncate(fd, num_bytes)
 

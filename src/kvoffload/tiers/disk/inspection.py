@@ -1,7 +1,4 @@
-"""Maintenance of slabs: report, check every block, compact the journal, delete.
-
-Only `inspect` accepts slabs that a tier has open.
-"""
+"""Maintenance of slabs: report, verify, compact, delete. Only `inspect` accepts a slab that is in use."""
 
 from __future__ import annotations
 
@@ -28,10 +25,10 @@ class SlabReport:
     """Report of a slab. Sizes in bytes, times in seconds since 1970.
 
     Attributes:
-        problem: reason why the slab is unusable; empty for a usable slab. With a problem, only `name` and
-            `file_bytes` are set.
-        owner: pid of the process that has the directory open, or None. With an owner, the report may be
-            slightly outdated.
+        problem: reason why the slab is unusable; empty for a usable slab. Only `name` and `file_bytes` are
+            set beside a problem.
+        owner: pid of the process that has the directory open, or None. The report may be slightly outdated if
+            there is an owner.
         written_at_s: earliest, median and latest write time of the blocks; empty without blocks.
         log_used: used share of the log, 0 to 1.
         journal_damage: number of unreadable parts of the journal.
@@ -132,8 +129,7 @@ def opened(
 
     Args:
         path: a slab, or a directory with one slab.
-        wait_s: longest wait for another owner, in seconds. 0 by default, because a command should fail at
-            once while an engine runs.
+        wait_s: longest wait for another owner, in seconds. With 0, fails at once while an engine runs.
 
     Raises: `ConfigError`, `UnavailableError`.
     """
@@ -159,7 +155,7 @@ def opened(
 
 
 def delete(slabs: list[Path]) -> None:
-    """Delete slabs of one directory. The lock file stays, because another process may wait for the lock.
+    """Delete slabs of one directory. The lock file stays, because another process may wait for it.
 
     Raises:
         ConfigError: a path is a link, or does not have the name of a slab; no file is deleted.
@@ -213,6 +209,6 @@ def verify(
 def compact(slab: Slab, recovered: Recovered) -> None:
     """Write a new checkpoint of the readable blocks, and clear the log. Raises `OSError`."""
     Journal(slab, recovered).checkpoint(recovered.contents)
-    # The checkpoint replaces the log; writing zeros makes unreadable pages of the log readable.
+    # Zeros make unreadable pages of the log readable again.
     slab.write_zeros(slab.layout.log_offset, slab.layout.slots_offset)
     slab.sync()

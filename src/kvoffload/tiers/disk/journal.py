@@ -1,8 +1,8 @@
 """The journal of a slab: a crash-safe record of the block in each slot.
 
-Owns the end of the log and the epochs of the journal. Records are appended in *groups* of whole pages. A
-durable page is not rewritten until a checkpoint has replaced the log. When the log is full, a checkpoint of
-all blocks overwrites the older of two checkpoints, and the log restarts empty in the next epoch.
+Records are appended to a log in *groups* of whole pages. When the log is full, a checkpoint of all blocks
+overwrites the older of two checkpoints, and the log restarts empty in the next epoch. A durable page of the
+log is not rewritten before.
 
 The committer decides the order of groups, syncs and data.
 """
@@ -35,13 +35,12 @@ MAX_GROUP_BYTES = 1024 * 1024
 class Journal:
     """Appends groups to the log of an open slab, as the log's only writer.
 
-    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`; after an error the state of the
-    medium is unknown, and the caller must not append.
+    Thread: one at a time. `append`, `checkpoint` and `sync` raise `OSError`. The state of the medium is then
+    unknown, and the caller must not append again.
 
     Args:
-        slab: the slab of the log.
-        recovered: the result of `recover`. If it is damaged or corrected, the constructor writes a checkpoint
-            and starts a new epoch, so that later readers cannot mix old groups with new groups.
+        recovered: the result of `recover(slab)`. If the journal is damaged or was corrected, the constructor
+            writes a checkpoint and starts a new epoch. Later readers then cannot mix old and new groups.
 
     Attributes:
         bytes_written: bytes of groups and checkpoints written since opening.
@@ -63,8 +62,8 @@ class Journal:
     def append(self, removed: SlabSlots, entries: Records, accessed: Records, first_stamp: int) -> None:
         """Append records as one group, or as several groups if they exceed the limit of a group.
 
-        The last group is durable after `sync`. Earlier groups must have been synced before the call, so that
-        a log ends in at most one torn group.
+        The last group is durable after `sync`. Groups of earlier calls must have been synced before this
+        call, so that a log ends in at most one torn group.
         """
         layout = self._layout
         for number, (removals, blocks, accesses) in enumerate(self._split(removed, entries, accessed)):
@@ -87,8 +86,8 @@ class Journal:
     ) -> Iterator[tuple[SlabSlots, Records, Records]]:
         """Yield (removals, entries, accesses) for each group to write.
 
-        If all records fit in one group, yields one group. Otherwise each group has one kind of records: first
-        removals, then entries, then accesses.
+        If all records fit in one group, yields one group. Otherwise each group has records of one kind.
+        Groups of removals come first, then groups of entries, then groups of accesses.
         """
         if group_bytes(self._layout, len(removed), len(entries), len(accessed)) <= self._max_group_bytes:
             yield removed, entries, accessed
@@ -102,7 +101,7 @@ class Journal:
                 yield pieces[0], pieces[1], pieces[2]
 
     def checkpoint(self, contents: Contents) -> None:
-        """Write `contents` as a durable checkpoint over the older checkpoint, and restart the log.
+        """Overwrite the older checkpoint with `contents`, durably, and restart the log.
 
         Cost: a write of 80 bytes a block, and two syncs.
         """

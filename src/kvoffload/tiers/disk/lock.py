@@ -1,10 +1,9 @@
 """A lock for a directory. A second process waits for a while, and then gets an error with the owner's pid.
 
-Uses `flock`. The system releases the lock when the process ends for any reason. The pid in the lock file is
-only for messages. Does not know slabs.
+Uses `flock`, so the system releases the lock when the process ends for any reason. The pid in the lock file
+is only for messages.
 
-A forked process closes its copies of the parent's locks at once. So a lock ends when the parent releases the
-lock or dies.
+A forked process closes its copies of the parent's locks at once. Otherwise the lock would outlive the parent.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ LOCK_NAME = "kvoffload.lock"
 
 LOCK_WAIT_S = 30.0
 """Longest wait of a tier, in seconds. A killed process keeps its locks until the system has released its
-memory. With hundreds of pinned GiB this takes seconds, and the next process often starts at once."""
+memory, which takes seconds for hundreds of pinned GiB."""
 
 _RETRY_S = 0.25
 
 # The locks of this process, by device and inode. The pid in the file does not identify this process, because
 # a restarted container reuses pids.
 _held: dict[tuple[int, int], DirectoryLock] = {}
-# Includes locks that a thread waits for: a forked process closes its copies of them, too.
+# Includes locks that a thread still waits for, because a forked process closes its copies of these, too.
 _open_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 
 
@@ -41,7 +40,7 @@ class DirectoryLock:
     """A lock of a directory, held from construction to `release`.
 
     Waits while another process holds the lock, and logs one line. If this process holds the lock, fails at
-    once, because the waiting thread may be the thread that must release the lock.
+    once, because the waiting thread may be the one that must release the lock.
 
     Args:
         wait_s: longest wait in seconds; 0 for a single attempt.
@@ -87,21 +86,21 @@ class DirectoryLock:
         return bool(self._fds) and self._file in _held
 
     def include(self, path: Path) -> None:
-        """Lock a file in the directory as well, because another directory may have a hard link to the file.
+        """Lock a file of the directory, because another directory may have a hard link to it.
 
         Raises: `OSError`.
         """
         self._fds.append(lock_file(path))
 
     def exclude(self) -> None:
-        """Unlock and close the included files. Call before a deletion: an open file keeps its disk space."""
+        """Unlock and close the included files. Needed before a deletion, to free the files' disk space."""
         while len(self._fds) > 1:
             unlock_file(self._fds.pop())
 
     def release(self) -> None:
         """Release the lock, even if a forked process has a copy of the descriptor. Idempotent."""
         if self._fds:
-            # Before unlocking: another thread may then acquire the lock and record it.
+            # Before the lock is released, because another thread may then acquire it and record itself.
             _held.pop(self._file, None)
             while self._fds:
                 unlock_file(self._fds.pop())
@@ -155,7 +154,7 @@ def unlock_file(fd: int) -> None:
 
 
 def owner_of(directory: Path) -> str | None:
-    """Return the pid, as text, of the process that has this directory open; None without such a process."""
+    """Return the pid of the process that has this directory open, as text; None if no process has."""
     try:
         fd = _open(directory, os.O_RDONLY)
     except ConfigError:

@@ -25,7 +25,7 @@ class Pipeline:
     wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
-    thread. Raises `RuntimeError` if the system cannot start a thread; the other threads have then ended.
+    thread. Raises: `RuntimeError` if a thread cannot be started. No thread runs then.
 
     Attributes:
         num_threads: number of threads that move blocks.
@@ -92,11 +92,9 @@ class Pipeline:
                 self._committer.flush(False)
 
     def close(self, timeout_s: float | None) -> bool:
-        """Drain, and end the threads. Returns False if a thread still runs after `timeout_s`, for example
-        because a system call hangs.
+        """Drain, and end the threads. Returns False if a thread still runs, for example in a hanging call.
 
-        Args:
-            timeout_s: longest wait in seconds; None for no limit.
+        `timeout_s`: longest wait in seconds; None for no limit.
         """
         deadline = time.monotonic() + (threading.TIMEOUT_MAX if timeout_s is None else timeout_s)
         if not self._stopping:
@@ -118,9 +116,9 @@ class Pipeline:
         return len(self._writes)
 
     def release(self, chunk: Chunk) -> None:
-        """Queue a held write chunk, because its slots may be written now."""
+        """Queue a held write chunk, whose slots may be written now."""
         self._writes.append(chunk)
-        # While stopping, every thread waits for the last released write.
+        # While stopping, all threads wait until the last held write is released.
         self._work.notify(self.num_threads if self._stopping else 1)
 
     def cancel_queued(self) -> list[Chunk]:
@@ -155,7 +153,7 @@ class Pipeline:
             try:
                 self._move(chunk, scratch)
             except Exception as error:
-                # Not a failure of the medium, which is an outcome: a closed pool, a lack of memory, or a bug.
+                # A closed pool, lack of memory, or a bug. A failure of the medium is an outcome instead.
                 fail([chunk])
                 self._log.warn("chunk", "disk tier: blocks could not be moved: %r", error)
             has_ended = not chunk.writes

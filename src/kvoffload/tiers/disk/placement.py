@@ -1,8 +1,8 @@
-"""The mapping from the manager's slots to the slab's slots, called *places*.
+"""The mapping from the manager's slots to the slab's slots, called *places*. Owns the metadata of each block.
 
-Owns the metadata of each block. The slab has more places than the manager has slots; the difference is the
-*reserve*. A write gets the places that have been empty longest. So the write need not wait until the removal
-of the evicted blocks is durable. Does no I/O.
+The slab has more places than the manager has slots; the difference is the *reserve*. A write gets the places
+that have been empty longest, so that it need not wait until the removal of evicted blocks is durable.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvoffload.tiers.disk.slab_layout import Layout
 
 _RESTORE_BLOCKS = 65536
 _RESTORED_REQUEST = 1024
-"""Blocks per call of the policy when uses are restored. Some policies are slow with long batches."""
+"""Blocks per call of the policy during a restoration. Some policies are slow with long batches."""
 
 
 class Placement:
@@ -30,7 +30,7 @@ class Placement:
     The *gate* of a place is the number of removals that must be durable before the place is written again.
 
     Args:
-        layout: layout of the slab. The manager has `Layout.num_blocks` slots; the other slots of the slab
+        layout: layout of the slab. The manager has `Layout.num_blocks` slots; the slab's other usable slots
             form the reserve.
         next_generation: a number above every generation in the slab.
 
@@ -56,8 +56,8 @@ class Placement:
     def restore(self, contents: Contents, manager: OffloadingManager) -> SlabSlots:
         """Store the recovered blocks in an empty manager; returns the places of blocks that do not fit.
 
-        Stores the blocks in the order of their writes, then reports their uses in the order of use. So every
-        policy restores its order, whether it orders blocks by insertion or by use.
+        Stores the blocks in the order of their writes, then reports their uses in the order of use. In this
+        way policies that order blocks by insertion and policies that order by use both restore their order.
         """
         newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.
@@ -91,8 +91,7 @@ class Placement:
     def confine(self, end: int, manager: OffloadingManager) -> None:
         """Use only places before `end`, because the file is too short for later places.
 
-        Withholds free slots from the manager, which then evicts from the other slots. Blocks and writes in
-        flight keep their places. Cost: O(slots).
+        Withholds free slots from the manager. Blocks and writes in flight keep their places. Cost: O(slots).
         """
         slots = manager.slots
         slots.release(self._withheld)
@@ -106,7 +105,7 @@ class Placement:
             num_used = len(free)
         self._withheld = slots.withhold(len(free) - num_used)
         used = slots.stack[: slots.num_free][::-1]
-        # Slots that are used next get neighbouring places, as in a new slab.
+        # Slots that are used consecutively get neighbouring places, as in a new slab.
         within = np.concatenate([np.sort(within[: len(used)]), within[len(used) :]])
         self._place[used], self._reserve = within[: len(used)], within[len(used) :]
         self._place[self._withheld] = beyond[: len(self._withheld)]

@@ -1,10 +1,10 @@
 """Recovery of a journal: reads the newest complete checkpoint and the later log. Writes nothing.
 
-Groups record facts about slots (emptied, written, used). Later facts about a slot replace earlier facts. If a
-group is lost, the earlier facts about its slots count again. An outdated entry is harmless, because its
+A group records facts about slots: emptied, written, used. Later facts about a slot replace earlier facts. If
+a group is lost, earlier facts about its slots count again. An outdated entry is harmless, because its
 checksum does not match when the slot is read.
 
-A page that the medium fails to read is an error and not damage, because a later attempt may succeed.
+A page that cannot be read is an error, not damage, because a later attempt may succeed.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class Contents:
         return np.flatnonzero(self.generation)
 
     def newest_slots(self) -> npt.NDArray[np.int64]:
-        """Return one slot for each key: the slot with the key's newest block. The slots are ascending.
+        """Return the slot of each key's newest block, ascending. A key has two slots only after damage.
 
-        A key is in two slots only after damage. Cost: a sort of one hash per key.
+        Cost: a sort of one hash per key.
         """
         slots = self.slots()
         words = self.words[slots, 0].copy()
@@ -110,7 +110,7 @@ class Contents:
         self.uses[slots] = 0
 
     def move(self, slots: npt.NDArray[np.int64], to: npt.NDArray[np.int64], checksums: Checksums) -> None:
-        """Record that blocks were moved to the slots `to`; a block's checksum changes with its slot."""
+        """Record that blocks were moved to the slots `to`. A block's checksum depends on its slot."""
         for values in (self.generation, self.stamp, self.uses, self.written_at_s, self.words):
             values[to] = values[slots]
         self.checksum[to] = checksums
@@ -166,11 +166,10 @@ class Recovered:
         epoch: epoch of the checkpoint and the log.
         sequence: number of the next group in the log.
         log_end: offset of the next group in the log.
-        damaged: number of lost groups, heads and pages.
-        unreadable: number of pages that the medium failed to read, if no other copy exists. `damaged`
-            includes the groups and heads lost with these pages.
-        unfinished: True if the log ends in an incomplete group, as after a crash; this is no damage.
-        corrected: True if `contents` differ from the journal, so that a new checkpoint is needed.
+        damaged: number of lost groups, heads and pages, including losses from unreadable pages.
+        unreadable: number of pages that the medium failed to read. Pages with another copy do not count.
+        unfinished: True if the log ends in an incomplete group, as after a crash. This is no damage.
+        corrected: True if `contents` differ from the journal. A new checkpoint is then needed.
     """
 
     contents: Contents
@@ -188,7 +187,7 @@ def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = Fal
 
     Args:
         progress: called after each 16 MiB of the checkpoint, and at the end.
-        salvage: True to count pages that the medium fails to read as damage, instead of raising `OSError`.
+        salvage: True to count unreadable pages as damage, False to raise `OSError` for them.
 
     Cost: reads the checkpoint and the log once, 80 bytes a block; a few seconds for 16 million blocks.
     """
@@ -217,7 +216,7 @@ def recover(slab: Slab, progress: Progress | None = None, *, salvage: bool = Fal
 def _correct_hours(contents: Contents, now_s: int) -> bool:
     """Move write counts of future hours to the present hour; returns True if there were future hours.
 
-    A wrong clock causes future hours. They would reduce write budgets until the clock has passed them.
+    A wrong clock causes future hours. They would reduce write budgets until these hours have passed.
     """
     now = now_s // HOUR_S
     ahead = [hour for hour in contents.written if hour > now]
@@ -240,7 +239,7 @@ def _heads(slab: Slab, recovered: Recovered) -> list[Head]:
                 num_sound += 1
         recovered.damaged += unreadable
         if num_sound == 0:
-            # The unreadable checkpoint may be the newest.
+            # This checkpoint may be the newest.
             recovered.unreadable += unreadable
     return sorted(heads, reverse=True)
 
@@ -299,9 +298,9 @@ def _read_log(slab: Slab, recovered: Recovered) -> None:
 
 
 def _candidates(slab: Slab, memory: Bytes) -> tuple[list[int], list[int]]:
-    """Find the pages of the log with which a group of this slab may start.
+    """Find the pages of the log at which a group of this slab may start.
 
-    Returns two lists of equal length: the offsets of these pages, and the epochs of the groups.
+    Returns two lists of equal length: the offsets of the pages, and the epochs of the groups.
     """
     heads = np.ndarray((len(memory) // PAGE_BYTES,), GROUP, memory, strides=(PAGE_BYTES,))
     rows = np.flatnonzero((heads["magic"] == GROUP_MAGIC) & (heads["slab_id"] == slab.identity.slab_id))

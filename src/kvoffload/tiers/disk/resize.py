@@ -19,10 +19,10 @@ from kvoffload.tiers.disk.slab_layout import Layout
 
 
 def resize(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> Recovered | None:
-    """Change the layout of a slab without changing slot offsets; returns the slab's new contents.
+    """Change the capacity of a slab; returns the slab's new contents. Slot offsets stay unchanged.
 
-    Drops the coldest blocks if the space is too small. Returns None, with an unchanged slab, if the journal
-    must grow and the disk or directory has no space for a longer journal now.
+    Drops the coldest blocks if the space is too small. If there is no space now for a longer journal, returns
+    None and leaves the slab unchanged.
 
     Args:
         target: the new layout: ``slab.layout.with_capacity(capacity_bytes)``.
@@ -81,7 +81,7 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
     """Copy blocks to other slots, with keys, generations and uses. Forgets blocks that cannot be copied.
 
     Raises:
-        OSError: the system refuses a read. The error may be transient, so the block is not forgotten.
+        OSError: the system refuses a read. The block is kept, because the error may be transient.
     """
     layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]
@@ -104,14 +104,14 @@ def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) 
 
 
 def _move_journal_behind(slab: Slab, recovered: Recovered, target: Layout, capacity_bytes: int) -> bool:
-    """Write the journal behind the slots, so that a longer journal can later take the old journal's place.
+    """Move the journal behind the slots, to make space for a longer journal in the old place.
 
-    Then writes the new capacity to the superblock. Returns False, with an unchanged slab, if the space behind
-    the slots is too small.
+    Writes the new capacity to the superblock. If the space behind the slots is too small, returns False and
+    leaves the slab unchanged.
     """
     layout = slab.layout
     num_slots = max(slab.num_reserved, target.first_slot + min(len(recovered.contents), target.num_blocks))
-    # From slot 0: after a crash a smaller capacity may use slots below the present first slot.
+    # `first_slot` 0: after a crash a smaller capacity may use slots below the present first slot.
     moved = replace(layout, num_slots=num_slots, first_slot=0, journal_offset=layout.slot_offset(num_slots))
     while slab.room is not None and slab.room.own_bytes < moved.journal_end:
         if not slab.room.make(moved.journal_end - slab.room.own_bytes):

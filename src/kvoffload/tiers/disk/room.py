@@ -15,8 +15,8 @@ from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES
 class Room:
     """Space for one slab in a directory with other slabs.
 
-    All files together take at most the capacity. Among the other slabs, the slab that was least recently
-    opened or written shrinks first. It loses its coldest blocks, and is deleted when few blocks remain.
+    All files together take at most the capacity. The other slab that was least recently opened or written
+    shrinks first. It loses its coldest blocks, and is deleted when few blocks remain.
 
     Args:
         capacity_bytes: capacity of the directory.
@@ -35,13 +35,13 @@ class Room:
 
     @property
     def own_bytes(self) -> int:
-        """Size in bytes that the slab may have without shrinking other slabs."""
+        """Largest size of the slab in bytes while the other slabs keep their sizes."""
         return self._capacity_bytes - LOCK_FILE_BYTES - sum(size for _, size in self._other_sizes)
 
     def make(self, num_bytes: int) -> bool:
-        """Shrink the first other slab by at least `num_bytes`, or delete that slab.
+        """Shrink the first other slab by at least `num_bytes`, or delete it.
 
-        Returns: False if no other slab exists. Raises `OSError`.
+        Returns: False if no other slab exists. Raises: `OSError`.
         """
         if not self._other_sizes:
             return False

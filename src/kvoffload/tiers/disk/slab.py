@@ -1,7 +1,7 @@
 """A slab: a file of slots of one size, read and written in runs of consecutive slots.
 
-Owns the file and verifies blocks. The journal and the tier own the metadata: which slots hold blocks, the
-checksums, and when a slot may be overwritten.
+Owns the file and verifies blocks. The journal and the tier own the metadata. They decide when a slot may be
+overwritten.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from kvoffload.transfer.copies import address_of
 UNFINISHED = ".new"
 """Suffix of the file name of an incomplete slab."""
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Limit of bytes per system call. Larger calls move no more bytes a second, and block a thread for longer."""
+"""Limit of bytes per system call. Larger calls are not faster, and block a thread for longer."""
 MAX_RUN_BLOCKS = 1000
 """Limit of blocks per system call. A call accepts at most 1024 buffers."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
-"""First and longest pause after failed writes. Without pauses a failing disk would lose all blocks, because
+"""First and longest pause after failed writes, in seconds. Without pauses all blocks would be lost, because
 each write evicts a block."""
 
 SOUND, UNREADABLE, MISMATCH, REFUSED = 0, 1, 2, 3
@@ -151,8 +151,8 @@ class Slab:
     def open(cls, path: Path, files: Files, log: RateLimitedLog, *, read_only: bool = False) -> Slab | str:
         """Open a slab, or return the reason why this version cannot use the file.
 
-        Raises: `OSError`, also if one superblock cannot be read and the other is unusable. The caller must
-            not replace the file then, because a later attempt may succeed.
+        Raises: `OSError`, for example if one superblock cannot be read and the other is unusable. The caller
+            must then keep the file, because a later attempt may succeed.
         """
         fd = files.open(path, os.O_RDONLY if read_only else os.O_RDWR)
         reason, sound, unreadable = "it is too short to be a slab", list[Bytes](), None
@@ -195,19 +195,19 @@ class Slab:
 
     @property
     def num_reserved(self) -> int:
-        """Number of slots that lie in the file, counted from slot 0. Further slots need a longer file."""
+        """Number of slots in the file, counted from slot 0. Further slots need a longer file."""
         return self._num_reserved
 
     @property
     def may_grow(self) -> bool:
-        """False during the back-off after the file could not grow; only `num_reserved` slots are usable."""
+        """False during the back-off after a failed growth. Only `num_reserved` slots are usable then."""
         return self._files.monotonic_s() >= self._may_grow_at_s
 
     def reserve_all(self) -> None:
-        """Extend the file to its full length, or to the limit of `room` if that is less.
+        """Extend the file to its full length, or to the limit of `room` if the limit is less.
 
-        While the disk is too full, or the limit has no space for one slot, shrinks other slabs of the
-        directory. Raises `OSError` if no other slab is left to shrink.
+        Shrinks other slabs of the directory while the disk is too full, or the limit has no space for one
+        slot. Raises `OSError` if no other slab is left to shrink.
         """
         while not self._lengthen(self._allowed_bytes):
             lacking = self.layout.slot_offset(self.layout.first_slot + 1) - self._allowed_bytes
@@ -217,10 +217,8 @@ class Slab:
     def reserve(self, num_slots: int) -> None:
         """Extend the file to at least `num_slots` slots, and up to the limit of `room` if the disk has space.
 
-        Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. `may_grow` is False
-        for a while after this call in two cases: the call failed, or the disk had no space up to the limit.
-
-        Raises `OSError`.
+        Shrinks other slabs of the directory if `num_slots` slots do not fit otherwise. If the file does not
+        reach the limit, `may_grow` is False for a while. Raises `OSError`.
         """
         has_all = False
         try:
@@ -244,7 +242,7 @@ class Slab:
                 raise _no_room()
 
     def lengthen_to(self, num_bytes: int) -> bool:
-        """Extend the file to `num_bytes`; False, with an unchanged file, if the disk is full.
+        """Extend the file to `num_bytes`. If the disk is full, returns False and leaves the file unchanged.
 
         Raises `OSError`.
         """
@@ -269,7 +267,7 @@ class Slab:
     def _lengthen(self, num_bytes: int) -> bool:
         """Extend the file to the last whole slot within `num_bytes`.
 
-        Returns: False, with an unchanged file, if the disk is full or no usable slot fits.
+        If the disk is full or no usable slot fits, returns False and leaves the file unchanged.
         """
         end = self.layout.slots_before(num_bytes)
         if end <= self.layout.first_slot or not self.lengthen_to(self.layout.slot_offset(end)):
@@ -295,8 +293,8 @@ class Slab:
     ) -> tuple[Mask, Checksums]:  # fmt: skip
         """Write ``pool[rows[i]]`` into ``slots[i]``; returns a mask of written blocks, and the checksums.
 
-        `slots` must ascend and have at most `chunk_blocks` elements. Blocks are durable after `sync`. Cost: a
-        pass over the bytes for checksums, then one system call per run of consecutive slots.
+        `slots` must ascend and have at most `chunk_blocks` elements. Blocks are durable after `sync`. Cost:
+        one pass over the bytes, and one system call per run of consecutive slots.
         """
         written, sums = np.zeros(len(slots), np.bool_), np.zeros(len(slots), np.uint64)
         count = self._num_with_room(slots)
@@ -313,7 +311,7 @@ class Slab:
         return written, sums
 
     def _num_with_room(self, slots: Positions) -> int:
-        """Extend the file for these slots, if possible; returns the number of slots that lie in the file."""
+        """Extend the file for these slots, if possible; returns the number of these slots in the file."""
         if slots[-1] >= self._num_reserved:
             try:
                 self._grow(int(slots[-1]) + 1)
@@ -349,7 +347,7 @@ class Slab:
         return checksums(address_of(memory) + at * memory.strides[0], block_bytes, seeds)
 
     def _in_place(self, pool: Blocks) -> bool:
-        """Return True if direct I/O accepts the pool's rows: address, stride and block are whole pages."""
+        """Return True if direct I/O accepts the pool's rows: their addresses and sizes are whole pages."""
         address: int = pool.__array_interface__["data"][0]
         return (address | pool.strides[0] | self.layout.block_bytes) % PAGE_BYTES == 0
 
@@ -358,8 +356,8 @@ class Slab:
     ) -> Outcomes:
         """Read or write ``memory[at[i]]`` for ``slots[i]``, with one call per run; returns the outcomes.
 
-        A run with a failed read is read again block by block, so that a bad sector or a transient error costs
-        no other block. A run with a failed write is repeated only if the medium failed (EIO).
+        A run with a failed read is read again block by block, so that the other blocks are not lost. A run
+        with a failed write is repeated only if the medium failed (EIO).
         """
         outcomes: Outcomes = np.full(len(slots), SOUND, np.uint8)
         for first, end in _runs(slots):
@@ -433,8 +431,7 @@ class Slab:
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make blocks of generations below `generation` void. Deletes the slabs of other producers, because
-        they may hold the same data.
+        """Make blocks with a lower generation void, and delete the slabs of other producers.
 
         Durable on return, even if one superblock is damaged later. Raises `OSError` if another slab cannot be
         deleted, or neither superblock can be written.
@@ -473,9 +470,9 @@ class Slab:
         return None
 
     def repair_superblocks(self) -> None:
-        """Rewrite a superblock that differs from the valid copy. Later updates write this superblock first.
+        """Rewrite a superblock that differs from the valid copy. A failed write is logged.
 
-        A failed write is logged.
+        Later updates write this superblock first, because the other one is sound.
         """
         for at in (PAGE_BYTES, 0):
             if not np.array_equal(self.read_pages(at, PAGE_BYTES)[0], self._superblock):
@@ -494,7 +491,7 @@ class Slab:
 
 
 def transfer(operation: Callable[[int, Buffers, int], int], fd: int, buffers: Buffers, offset: int) -> None:
-    """Read or write all buffers, in several calls if necessary. Raises `OSError`, also at the file's end."""
+    """Read or write all buffers, in several calls if necessary. Raises `OSError`, even at the file's end."""
     remaining = sum(len(buffer) for buffer in buffers)
     while True:
         moved = operation(fd, buffers, offset)

@@ -1,4 +1,4 @@
-"""A directory of slabs, one for each producer. One owner at a time has the directory open.
+"""A directory of slabs, one for each producer. One process at a time has the directory open.
 
 Owns the names of slabs, and decides which slab shrinks to make space for another slab. A slab stays for the
 next start of its producer. All slabs together take at most the capacity.
@@ -34,8 +34,7 @@ SLABS = "kvoffload*.slab"
 """Glob pattern of slab names."""
 SMALLEST_SHARE = 16
 """Divisor of a slab's number of slots, for two rules. A slab that shrinks loses up to a sixteenth of its
-slots more than necessary, as a margin. A slab is deleted instead if its file has at most a sixteenth of the
-slots."""
+slots in addition, as a margin. If its file has at most a sixteenth of the slots, the slab is deleted."""
 
 
 class Geometry(NamedTuple):
@@ -147,8 +146,8 @@ class _Opening:
     def shrink_other(self, path: Path, num_bytes: int) -> int:
         """Shrink another slab by at least `num_bytes`, or delete it; returns its new size, 0 if deleted.
 
-        The coldest blocks are lost. Cost: reads and writes the slab's journal, 160 bytes a block, and copies
-        at most as many blocks as are lost.
+        The coldest blocks are lost. Cost: 160 bytes of journal I/O a block, and copies of at most as many
+        blocks as are lost.
         """
         if not path.exists():
             return 0
@@ -168,7 +167,7 @@ class _Opening:
         return 0
 
     def _open_existing(self) -> Slab | None:
-        """Open the producer's slab; returns None after deleting a slab that this version cannot use."""
+        """Open the producer's slab. If this version cannot use it, delete it and return None."""
         path, geometry = self._path, self._geometry
         check_private(path)
         _check_is_file(path)
@@ -192,18 +191,18 @@ class _Opening:
     def _prepare(self, slab: Slab, progress: Progress | None) -> Recovered | None:
         """Recover a slab and resize it to the capacity; returns its contents.
 
-        If the capacity is too small for the slab's journal, deletes the slab and returns None. Closes the
-        slab in this case and after an exception.
+        If the capacity is too small for the slab's journal, closes and deletes the slab and returns None. An
+        exception closes the slab, too.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(slab.close)
             recovered = recover(slab, progress)
-            # Before any write: a stale superblock may name a journal where blocks will be. The newer copy is
-            # synced first, because a killed process may have left it in the page cache.
+            # Before any write, because a stale superblock may name a journal where blocks will be. The newer
+            # copy is synced first, because a killed process may have left it in the page cache.
             slab.sync()
             slab.repair_superblocks()
             if self._forget_cut_blocks(slab, recovered):
-                # Durable before the file grows again: keys of lost blocks may then get new entries.
+                # Durable before the file grows again, because keys of lost blocks may then get new entries.
                 Journal(slab, recovered)
                 recovered = recover(slab)
             slab.room = self._room()
@@ -218,7 +217,7 @@ class _Opening:
         return recovered
 
     def _resize(self, slab: Slab, recovered: Recovered) -> Recovered | None:
-        """Resize a slab to the capacity, or as near as possible; None if the slab's journal does not fit."""
+        """Resize a slab as near to the capacity as possible. Returns None if its journal does not fit."""
         before, wanted = slab.capacity_bytes, self._geometry.capacity_bytes
         if slab.layout.is_moving and before < wanted:
             # The slots of the interrupted change end where the moved journal begins.
@@ -265,8 +264,7 @@ class _Opening:
         return len(missing) > 0
 
     def _fit_into_room(self, slab: Slab, recovered: Recovered) -> None:
-        """Fit the slab into the directory's free space. Other slabs shrink only if the slab's blocks need
-        their space."""
+        """Fit the slab into the directory's space. Other slabs shrink only if its blocks need their space."""
         slab.trim(slab.num_reserved)
         room = slab.room
         assert room is not None
@@ -328,16 +326,16 @@ class _Opening:
 def _end_of_blocks(slab: Slab, recovered: Recovered) -> int:
     """Return the number of slots up to the last block, counted from slot 0.
 
-    Without blocks, the first usable slot counts as the last block.
+    Without blocks, counts up to the first usable slot.
     """
     slots = recovered.contents.slots()
     return 1 + (int(slots[-1]) if len(slots) else slab.layout.first_slot)
 
 
 def _slots_to_keep(slab: Slab, num_bytes: int) -> int:
-    """Return the number of usable slots that a slab keeps if it shrinks by `num_bytes`; 0 to delete the slab.
+    """Return the number of slots to keep if a slab shrinks by `num_bytes`; 0 to delete the slab.
 
-    A margin is subtracted, so that the slab need not shrink again at once.
+    Subtracts a margin, so that the slab need not shrink again at once.
     """
     layout, num_slots = slab.layout, slab.num_reserved - slab.layout.first_slot
     share = layout.num_usable // SMALLEST_SHARE
@@ -348,7 +346,7 @@ def _slots_to_keep(slab: Slab, num_bytes: int) -> int:
 
 
 def _check_is_file(path: Path) -> None:
-    """Raise `ConfigError` if the path with a slab's name is a directory, named pipe, socket or device."""
+    """Raise `ConfigError` if the path is a directory, named pipe, socket or device."""
     mode = path.lstat().st_mode
     if stat.S_ISREG(mode) or stat.S_ISLNK(mode):
         return

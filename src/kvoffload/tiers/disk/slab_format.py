@@ -1,6 +1,7 @@
 """Encodings of a slab: superblock, journal groups, checkpoint heads and block headers, with checksums.
 
-`layout` has the offsets; docs/formats.md describes the format. All integers are little-endian. Does no I/O.
+`slab_layout` has the offsets; docs/formats.md describes the format. All integers are little-endian. Does no
+I/O.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from kvoffload.tiers.producer_text import pack, unpack
 FORMAT_VERSION = 4
 LOG, CHECKPOINT = 1, 2
 REUSE = np.uint32(1 << 31)
-"""Flag in the slot number of an access. An access with the flag counts as a use; an access without it only
-changes the order."""
+"""Flag in the slot number of an access. An access with the flag counts as a use. An access without the flag
+only changes the order."""
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Records: TypeAlias = npt.NDArray[Any]
@@ -61,9 +62,9 @@ class Identity(NamedTuple):
     """Identity of a slab and of its producer.
 
     Attributes:
-        slab_id: random number in every journal group and head; identifies the slab.
-        fingerprint: first 16 bytes of SHA-256 of the producer's text; part of every block's checksum.
-        text: the producer's text, for reports; shortened in the superblock.
+        slab_id: random number that identifies the slab. Every journal group and head contains it.
+        fingerprint: first 16 bytes of SHA-256 of the producer's text. Part of every block's checksum.
+        text: the producer's text, for reports. The superblock contains a shortened text.
         created_at_s: seconds since 1970.
     """
 
@@ -312,7 +313,10 @@ def block_seeds(
 
 
 def chained_checksum(header: Any, payload: Any) -> int:
-    """Compute xxh3_64 of the payload, seeded with xxh3_64 of the header. The header's checksum must be 0."""
+    """Compute xxh3_64 of the payload, seeded with xxh3_64 of the header.
+
+    The checksum field of the header must be 0.
+    """
     return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(header))
 
 

@@ -1,7 +1,4 @@
-"""Offsets and sizes of the regions of a slab, and of their records.
-
-Pure arithmetic; `format` encodes and decodes the contents.
-"""
+"""Offsets and sizes of a slab's regions and records. `slab_format` encodes and decodes the contents."""
 
 from __future__ import annotations
 
@@ -19,8 +16,8 @@ MAX_BLOCK_BYTES = 1 << 30
 MAX_SLOTS = 1 << 30
 MAX_CAPACITY_BYTES = 1 << 62
 RESERVE_BYTES, RESERVE_SHARE = 256 * 1024 * 1024, 16
-"""Size of the reserve: 256 MiB of slots, at most a sixteenth of all slots. The tier writes new blocks into
-the reserve while the removal of evicted blocks is not durable yet."""
+"""Size of the reserve: 256 MiB of slots, at most a sixteenth of all slots. New blocks are written into the
+reserve until the removal of evicted blocks is durable."""
 LOCK_FILE_BYTES = PAGE_BYTES
 """Size of the lock file; it counts towards the capacity."""
 
@@ -52,7 +49,7 @@ def entry_dtype(key_bytes: int) -> np.dtype[Any]:
 
 @functools.cache
 def header_dtype(key_bytes: int) -> np.dtype[Any]:
-    """Return the type of a block's header. The block's checksum covers the header, which is not stored."""
+    """Return the type of a block's header. The header is part of the block's checksum, but not stored."""
     return record_type(
         "fingerprint:16u1 slot:<u8 generation:<u8 block_bytes:<u8 key_bytes:<u8 "
         f"key:({words_per_key(key_bytes)},)<u8"
@@ -68,15 +65,16 @@ def pages(num_bytes: int) -> int:
 class Layout:
     """Layout of a slab: ``[superblock | its copy | checkpoint 0 | checkpoint 1 | log | slots]``.
 
-    A change of the capacity adds or removes slots at the end; the offsets of slots never change. A longer
-    journal takes the space of the first slots.
+    A change of the capacity adds or removes slots at the end. The offsets of slots never change. If the
+    journal must become longer, it takes the space of the first slots.
 
     Attributes:
         num_slots: number of slots, including slots below `first_slot`.
         first_slot: lowest slot that may hold a block.
         origin: offset of slot 0.
-        journal_slots: number of slots that determines the sizes of the checkpoints and the log.
-        journal_offset: offset of checkpoint 0. While the journal becomes longer, it is behind the last slot.
+        journal_slots: number of slots for which the checkpoints and the log are dimensioned.
+        journal_offset: offset of checkpoint 0. While the journal is replaced by a longer journal, the offset
+            is behind the last slot.
     """
 
     block_bytes: int
@@ -145,7 +143,7 @@ class Layout:
 
     @property
     def checkpoint_group_bytes(self) -> int:
-        """Bytes of one group in a checkpoint; at most 64 KiB, because one flipped bit costs a whole group."""
+        """Bytes of one group in a checkpoint; at most 64 KiB, because one flipped bit destroys a group."""
         return min(64 * 1024, pages(GROUP.itemsize + self.journal_slots * self.entry_bytes))
 
     @property
@@ -169,10 +167,10 @@ class Layout:
 
     @property
     def log_bytes(self) -> int:
-        """Bytes of the log: half the bytes of a checkpoint's entries, or a larger minimum in a small slab.
+        """Bytes of the log: half the bytes of a checkpoint's entries, or a larger minimum.
 
-        The minimum is 1/64 of the bytes of all slots, between 16 and 1,024 pages. A full log causes a
-        checkpoint.
+        The minimum is 1/64 of the bytes of all slots, but at least 16 and at most 1,024 pages. A full log
+        causes a checkpoint.
         """
         share = min(1024 * PAGE_BYTES, self.journal_slots * self.slot_bytes // 64)
         return max(16 * PAGE_BYTES, pages(share), pages(self.journal_slots * self.entry_bytes // 2))
@@ -188,7 +186,7 @@ class Layout:
 
     @property
     def is_moving(self) -> bool:
-        """True if the journal lies behind the slots, because a change of the capacity is unfinished."""
+        """True if the journal is behind the slots, because a change of the capacity is unfinished."""
         return self.journal_offset >= self.slot_offset(self.num_slots)
 
     def checkpoint_offset(self, epoch: int) -> int:
@@ -219,9 +217,9 @@ class Layout:
     def with_capacity(self, capacity_bytes: int) -> Layout | None:
         """Return the layout for another capacity, with unchanged slot offsets; None if no block would fit.
 
-        More slots may need a longer journal, which takes the space of the first slots. During the change the
-        journal lies behind the last slot. If the capacity has no space for the change, the old journal stays
-        and limits the number of slots.
+        More slots may need a longer journal in the space of the first slots. During this change the journal
+        is behind the last slot. If the capacity is too small for the change, the old journal stays and limits
+        the number of slots.
         """
         room = (capacity_bytes - LOCK_FILE_BYTES - self.origin) // self.slot_bytes
         end = min(MAX_SLOTS, max(0, room))
@@ -237,8 +235,10 @@ class Layout:
         return kept if kept.num_usable > 0 else None
 
     def _with_new_journal(self, end: int) -> Layout | None:
-        """Return the layout that uses as many slots before slot `end` as possible, and has a long enough
-        journal in front of these slots. Returns None if no such layout fits."""
+        """Return the layout with the most slots before slot `end` whose journal fits in front of these slots.
+
+        Returns None if no such layout exists.
+        """
         low, high = 0, end
         while low < high:
             middle = (low + high) // 2

@@ -30,7 +30,7 @@ class _PathsParser:
         ):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
         texts = tuple(map(str, paths))
-        # In text | separates paths, and , precedes options.
+        # In a text, | separates paths, and a comma precedes options.
         is_ambiguous = any(sign in path for path in texts for sign in "|,")
         if is_ambiguous or not texts or len(set(map(Path, texts))) < len(texts):
             raise ConfigError(field, value, f"allowed: {self.allowed}")
@@ -47,7 +47,7 @@ class DiskOptions(SizedTierOptions):
 
     Attributes:
         max_write_bytes_per_day: limit for all directories together; None for no limit.
-        salt: part of the producer's identity; change it if the weights change but not the model's name.
+        salt: part of the producer's identity. Change it if the weights change but the model's name does not.
     """
 
     name = "disk"

@@ -23,7 +23,7 @@ from kvoffload.tiers.spec import TierOwner, redacted
 MOST_IN_AN_OBJECT = 32
 """Limit of blocks in an object. Blocks at the end of a path that do not fill an object are not written."""
 _REFUSALS = {"301", "400", "401", "403"}
-"""HTTP statuses that mean that no later attempt will succeed."""
+"""HTTP statuses of permanent errors."""
 
 
 class _URLParser:
@@ -33,7 +33,7 @@ class _URLParser:
     )
 
     def parse(self, field: str, value: object) -> str:
-        # A client would resolve the parts . and .. of a path.
+        # Not . and .., because a client would resolve them.
         pattern = r"s3://[a-z0-9][a-z0-9.-]{1,62}(/(?!\.{1,2}(/|$))[\w.-]{1,64}){1,8}"
         if not re.fullmatch(pattern, str(value), re.ASCII):
             raise ConfigError(field, redacted(value), f"allowed: {self.allowed}")
@@ -65,18 +65,18 @@ Price: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
 
 @dataclass(frozen=True, kw_only=True)
 class S3Options(SharedTierOptions):
-    """A bucket of Amazon S3 or of a compatible server. A rule of the bucket expires blocks.
+    """A bucket of Amazon S3 or of a compatible server. A lifecycle rule of the bucket expires blocks.
 
     Attributes:
-        url: the bucket, and the prefix of all names; an access rule can restrict a user to the prefix.
+        url: the bucket, and the prefix of all object names. An access rule can restrict a user to the prefix.
         endpoint: URL of the server; by default Amazon's.
         region: region of the bucket.
-        pack: size of an object. An object holds as many consecutive blocks of a path as fit, at most 32. 0:
-            one block in each object. Must be equal on all machines.
+        pack: size of an object. An object holds as many consecutive blocks of a path as fit, at most 32. With
+            0, each object holds one block. Must be equal on all machines.
         credentials_file: a file in the format of ``~/.aws/credentials``; the section ``default`` is read. By
             default the keys come from the environment or from the machine's role.
-        price_per_1000_puts, price_per_1000_gets, price_per_gb_read: prices for the cost counter; by default
-            Amazon's list prices in dollars within a region.
+        price_per_1000_puts, price_per_1000_gets, price_per_gb_read: prices for the cost counter. By default
+            Amazon's list prices in dollars, for traffic within a region.
     """
 
     name = "s3"
@@ -123,7 +123,7 @@ class S3Options(SharedTierOptions):
         return max(1, min(self.pack // owner.block_bytes, MOST_IN_AN_OBJECT))
 
     def warn_if_unencrypted(self) -> None:
-        """Log a warning if blocks, which reveal prompts, are sent to another machine without TLS."""
+        """Log a warning if blocks are sent to another machine without TLS. Blocks reveal prompts."""
         parts = urlsplit(self.endpoint)
         if parts.scheme == "http" and not is_loopback(parts.hostname or ""):
             text = "kvoffload: the tier at %s is used without TLS: prompts can be read on the network"

@@ -1,4 +1,4 @@
-"""The kind ``simulated:CAPACITY``: a tier that decides about blocks and stores no bytes."""
+"""The kind ``simulated:CAPACITY``: a tier for replays that stores no bytes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class SimulatedOptions(SizedTierOptions):
     """Options of a simulated tier, for replays of decisions, sweeps and plans.
 
     Attributes:
-        max_write_blocks_per_day: as a disk's ``max_write_bytes_per_day``, in blocks of the trace; None for no
-            limit. Spent evenly over the recording (`budget_of_recording`).
+        max_write_blocks_per_day: write limit in blocks of the trace, spent evenly over the recording
+            (`budget_of_recording`); None for no limit.
     """
 
     name = "simulated"
@@ -54,8 +54,8 @@ class SimulatedOptions(SizedTierOptions):
 def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
     """Return the options of a simulated tier with the capacity, policy and admission rule of `tier`.
 
-    Raises: `ConfigError` if `tier` has no capacity, or limits the written bytes. A simulated tier counts
-        blocks instead of bytes.
+    Raises: `ConfigError` if `tier` has no capacity, or has a write limit in bytes. A simulated tier has no
+        bytes.
     """
     if isinstance(tier, SimulatedOptions):
         return tier

@@ -26,12 +26,12 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""Number of threads of each type (reads, writes, probes): one thread verifies while the other receives. In a
+"""Number of threads for reads, for writes and for probes: one thread verifies while the other receives. In a
 cluster, each node has one thread of each type."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
-"""Error codes that mean that no later attempt will succeed."""
+"""Codes of permanent errors."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
-"""Error codes of a cluster node that was configured as a single server."""
+"""Error codes that show that a server is a node of a cluster."""
 
 
 class _URLParser:
@@ -59,9 +59,9 @@ class ValkeyOptions(SharedTierOptions):
 
     Attributes:
         url: the server, or some nodes of the cluster, and the namespace.
-        ttl: seconds until the server forgets a block; by default the server decides.
-        password_file: a file that contains only the password, read again for each connection. By default the
-            password is in the environment.
+        ttl: lifetime of a block on the server in seconds; by default the server decides.
+        password_file: file that contains only the password. It is read again for each connection. By default
+            the password comes from the environment.
         ca: file with the certificate of the CA that signed the server's certificate.
         cert, cert_key: files with the client's certificate and its key.
     """
@@ -110,9 +110,9 @@ class ValkeyOptions(SharedTierOptions):
         return str(error) if error.code in _REFUSALS else None
 
     def connector(self, silence_s: float | None = None) -> Connector:
-        """Return a new connector that uses the present login. Raises `ConfigError`.
+        """Return a new connector with the present login. `silence_s`: as for `Connector`.
 
-        `silence_s`: see `Connector`.
+        Raises: `ConfigError`.
         """
         tls = None
         if parse_url(self.url).has_tls:

@@ -1,7 +1,4 @@
-"""Resolution of host names on background threads, and connections within one deadline.
-
-Owns addresses and connection attempts. Knows no protocol.
-"""
+"""Host name resolution on background threads, and connection attempts with a deadline."""
 
 from __future__ import annotations
 
@@ -34,12 +31,12 @@ def getaddrinfo(host: str, port: int) -> list[SocketAddress]:
 class Addresses:
     """A cache of host addresses, renewed in the background.
 
-    The first `connected` for a host waits for the lookup of the host, at most until its deadline. Later calls
-    use the cached addresses without waiting. If the addresses are older than 30 s, or if none of them
-    accepted the last connection, the call also starts a new lookup in the background. A failed lookup leaves
-    the cached addresses unchanged.
+    The first `connected` for a host waits for the host's lookup, at most until the deadline. Later calls use
+    the cached addresses without waiting. If the addresses are older than 30 s, or the last connection failed
+    at all of them, the call also starts a new lookup in the background. A failed lookup leaves the cached
+    addresses unchanged.
 
-    A lookup that hangs occupies one daemon thread, even if many connections need the host.
+    Each host has at most one lookup in progress, on a daemon thread. The lookup may hang.
 
     Args:
         resolve, clock: for tests.
@@ -90,7 +87,7 @@ class Addresses:
             return [*kept]
 
     def renew(self, host: str, port: int) -> None:
-        """Mark the cached addresses as outdated, because none accepts; the next call starts a lookup."""
+        """Mark the cached addresses as outdated. The next call for the host starts a lookup."""
         with self._changed:
             if (host, port) in self._kept:
                 self._kept[host, port] = self._kept[host, port][0], 0.0
@@ -154,9 +151,9 @@ class Addresses:
 def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.socket, SocketAddress]:
     """Connect to the first address that accepts, with one deadline for all addresses (as RFC 8305).
 
-    Attempts run concurrently and start 0.25 s apart. With a short deadline they start closer together, so
-    that all attempts start in the first half of the time. When no attempt is in progress, the next one starts
-    at once.
+    Attempts run concurrently and start 0.25 s apart. With a short deadline the interval is shorter, so that
+    all attempts start in the first half of the time. If all attempts so far have failed, the next attempt
+    starts at once.
 
     Returns: a non-blocking socket, and its address. Raises: `TimeoutError`, or the last `OSError`.
     """
@@ -171,7 +168,7 @@ def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.so
                 raise TimeoutError("no address of the host has answered in time")
             if waiting and (now >= next_at or not selector.get_map()):
                 candidate = waiting.pop(0)
-                next_at = min(next_at, now) + head_start_s  # a late start delays no later one
+                next_at = min(next_at, now) + head_start_s  # a late start does not delay the next
                 try:
                     _begin(candidate, selector, stack)
                 except OSError as problem:

@@ -15,20 +15,20 @@ from kvoffload.tiers.shared.remote_errors import QueuedTooLongError
 _FAILURES = 3
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _JITTER = 1.0, 60.0, 0.5
 LONGEST_SERVER_PAUSE_S = 3.0
-"""Longest pause of a server's breaker in seconds, before jitter. With jitter it is at most 4.5 s, so that a
-recovered server is used within 5 s. A handshake takes 200 bytes."""
+"""Longest pause of a server's breaker in seconds, before jitter. With jitter the pause is at most 4.5 s, so
+that a recovered server is used within 5 s."""
 
 
 class CircuitBreaker:
     """A circuit breaker: closed while calls succeed. Three consecutive failures open it for a pause.
 
-    After the pause the breaker is half open: one attempt is sent, which no request waits for. Its success
-    closes the breaker, its failure opens the breaker again. Pauses double from one second, with jitter, so
-    that machines do not retry at the same instant.
+    After the pause the breaker is half open, and one attempt is sent. Success closes the breaker; failure
+    opens it again. No request waits for an attempt. Pauses double from one second, with jitter, so that
+    machines do not retry at the same instant.
 
     Args:
         clock: monotonic seconds.
-        chance: random numbers in [0, 1).
+        chance: returns a random number in [0, 1).
         longest_pause_s: limit of a pause, before jitter.
 
     Attributes:
@@ -55,7 +55,7 @@ class CircuitBreaker:
 
     @property
     def may_attempt(self) -> bool:
-        """True if the breaker is half open: open, with its pause over."""
+        """True if the breaker is half open: the pause is over."""
         return self.next_attempt is not None and self._clock() >= self.next_attempt
 
     def succeeded(self) -> None:
@@ -72,10 +72,10 @@ class CircuitBreaker:
             self._num_failures, self.next_attempt = _FAILURES - 1, None
 
     def failed(self) -> None:
-        """Count a failed call. The third consecutive failure opens the breaker; a half-open breaker opens
-        again.
+        """Count a failed call. The third consecutive failure opens the breaker.
 
-        Failures during a pause do not lengthen the pause, because these calls were sent before.
+        A failure of a half-open breaker opens it again. Failures during a pause do not lengthen the pause,
+        because these calls were sent before.
         """
         self._num_failures += 1
         if self._num_failures >= _FAILURES and (not self.is_open or self.may_attempt):
@@ -87,7 +87,7 @@ class CircuitBreaker:
         self.next_attempt = self._clock() + self._backoff.next_s()
 
     def end_pause(self) -> None:
-        """Allow an attempt now."""
+        """Make an open breaker half open now."""
         if self.is_open:
             self.next_attempt = 0.0
 
@@ -95,9 +95,10 @@ class CircuitBreaker:
 class Breakers:
     """Circuit breakers of a server: one for the server, and one for each type of operation.
 
-    Three consecutive failures of any types open the server's breaker; a handshake closes it. Three
-    consecutive failures of one type open the breaker of that type; only an operation of the type closes it.
-    The server's breaker alone would not suffice: a server that answers handshakes but hangs on values would
+    - Three consecutive failures of any types open the server's breaker. A handshake closes it.
+    - Three consecutive failures of one type open the type's breaker. Only an operation of the type closes it.
+
+    The server's breaker alone would not suffice. A server may answer handshakes but hang on values, and would
     be retried endlessly.
 
     Attributes:
@@ -105,7 +106,7 @@ class Breakers:
         operations: breakers by type; their pauses are at most 60 s, before jitter.
         attempts: for each type, the job of the attempt in flight.
         retry_keys: for each type, the block to use in the next attempt.
-        num_outages: times that reads stopped because the breaker of the server or of reads opened.
+        num_outages: number of outages. An outage begins when the breaker of the server or of reads opens.
     """
 
     def __init__(self, clock: Callable[[], float], chance: Callable[[], float] = random.random) -> None:
@@ -121,7 +122,7 @@ class Breakers:
 
     @property
     def is_any_open(self) -> bool:
-        """True if a breaker is open, so that an attempt may become due."""
+        """True if a breaker is open or half open."""
         return self.server.is_open or any(breaker.is_open for breaker in self.operations.values())
 
     @property
@@ -131,7 +132,7 @@ class Breakers:
 
     @property
     def outage_s(self) -> float:
-        """Seconds without reads: all outages, and the last wait before each outage."""
+        """Duration of all outages in seconds. Includes the last exchange before each outage."""
         return self._outage_s + (0.0 if self._out_since is None else self._clock() - self._out_since)
 
     def open_kinds(self) -> set[str]:
@@ -139,8 +140,11 @@ class Breakers:
         return {kind for kind, breaker in self.operations.items() if self.server.is_open or breaker.is_open}
 
     def may_attempt(self, kind: str) -> bool:
-        """Return True if an attempt of this type may be sent. Three conditions: the type's breaker is half
-        open, no attempt of the type is in flight, and the server's breaker is closed."""
+        """Return True if an attempt of this type may be sent.
+
+        Conditions: the type's breaker is half open, no attempt of the type is in flight, and the server's
+        breaker is closed.
+        """
         is_reachable = not self.server.is_open and kind not in self.attempts
         return is_reachable and self.operations[kind].may_attempt
 
@@ -149,21 +153,21 @@ class Breakers:
         return self.attempts.get(exchange.kind) == exchange.job
 
     def note_success(self, exchange: BlockExchange) -> None:
-        """Close the breaker of the exchange's type. If the breaker is open, only an attempt closes it."""
+        """Record a success of the exchange's type. Only an attempt closes an open breaker."""
         self._succeeded_at[exchange.kind] = exchange.ended
         breaker = self.operations[exchange.kind]
         if breaker.is_open and not self.is_attempt(exchange):
             return
         if exchange.kind == READ and not exchange.ok.any():
-            breaker.answered()  # inconclusive: a server that hangs on values may report absent blocks
+            breaker.answered()  # inconclusive: a server may report absent blocks but hang on values
         else:
             breaker.succeeded()
 
     def note_failure(self, exchange: Exchange, error: Exception) -> bool:
         """Count a failure in the breakers; returns True if it counted.
 
-        A time-out in the queue does not count if another exchange of the type has succeeded meanwhile,
-        because the server is only slow.
+        A time-out in the queue does not count if another exchange of the type has succeeded meanwhile. The
+        server is then only slow.
         """
         if isinstance(exchange, BlockExchange):
             has_answered = exchange.submitted < self._succeeded_at[exchange.kind]
@@ -177,7 +181,7 @@ class Breakers:
     def note_outage(self, waited_s: float) -> None:
         """Record the start or end of an outage, if any.
 
-        `waited_s`: duration of the last exchange; added to `outage_s` at the start of an outage.
+        At a start, adds `waited_s`, the duration of the last exchange, to `outage_s`.
         """
         if self.is_out and self._out_since is None:
             self.num_outages += 1
@@ -188,6 +192,6 @@ class Breakers:
             self._out_since = None
 
     def end_pauses(self) -> None:
-        """Allow an attempt of every open breaker now."""
+        """Make every open breaker half open now."""
         for breaker in (self.server, *self.operations.values()):
             breaker.end_pause()

@@ -1,8 +1,4 @@
-"""A thread with one connection, which performs exchanges one after the other. Knows no blocks.
-
-Each exchange has its own deadline and ends on its own. Writes of the disk tier differ: several writes end
-together, after a common sync.
-"""
+"""A thread with one connection, which performs exchanges one after the other. Knows no blocks."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class ConnectionThread(Generic[C]):
 
     An exchange ends by its deadline, even if the network fails. The connection is closed before a failed
     exchange is delivered, so that nothing writes to the exchange's rows afterwards. Exchanges that the tier
-    has claimed are skipped.
+    has claimed (`Exchange.claim`) are skipped.
 
     Args:
         name: name of the thread.
@@ -75,8 +71,7 @@ class ConnectionThread(Generic[C]):
             self._thread.start()
 
     def submit(self, exchange: Exchange) -> None:
-        """Queue an exchange; starts the thread if necessary. If the thread cannot be started, the exchange
-        ends with the error."""
+        """Queue an exchange; starts the thread if necessary. If the start fails, the exchange fails."""
         try:
             self.start()
         except RuntimeError as error:
@@ -88,7 +83,7 @@ class ConnectionThread(Generic[C]):
 
     @property
     def load(self) -> int:
-        """Number of exchanges that have not ended, approximately."""
+        """Approximate number of exchanges that are queued or in progress."""
         return self._queue.qsize() + self._is_busy
 
     def stop(self) -> None:
@@ -141,8 +136,8 @@ class ConnectionThread(Generic[C]):
                 self._perform(self._connection, exchange)
                 return
             except ConnectionError:
-                # Servers and proxies close idle connections, which shows at the next request. A second
-                # attempt on a new connection detects a server that is gone.
+                # Servers and proxies close idle connections. Only the next request notices it, so the
+                # exchange is repeated once on a new connection.
                 if self._connection.has_received:
                     raise
                 self._close()

@@ -1,4 +1,4 @@
-"""Interface of a protocol, which performs exchanges over connections."""
+"""Interface of a server's protocol."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ C = TypeVar("C", contravariant=True)
 
 
 class Dialect(Protocol[C]):
-    """The client side of a server's protocol. Methods run on connection threads, except `add_costs`.
+    """The client side of a server's protocol.
 
-    Each method performs one exchange within the exchange's deadline and writes the results into the exchange.
-    Raises `OSError`, `ProtocolError`, `ServerError`, `CacheResetError`; then the caller closes the
-    connection.
+    Each method except `add_costs` performs one exchange by the exchange's deadline, and writes the results
+    into the exchange. Thread: a connection thread. Raises: `OSError`, `ProtocolError`, `ServerError`,
+    `CacheResetError`; the caller then closes the connection.
 
     Attributes:
-        reports_persistence: True if the server can report its persistence.
+        reports_persistence: True if the server can report whether it saves its contents to a disk.
     """
 
     reports_persistence: bool

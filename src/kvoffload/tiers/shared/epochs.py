@@ -1,7 +1,7 @@
 """Epochs that this process has seen: the present number of each epoch key, and all ended numbers. No I/O.
 
-A server may return to an ended epoch and its blocks in two cases: it has restored a snapshot or backup, or a
-replica that missed a reset has taken over. The tier then resets the cache again instead of using the epoch.
+A server may return to an ended epoch in two cases: it has restored a backup, or a replica without the last
+reset has taken over. The tier then resets the cache again, because the blocks of the epoch are outdated.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ resets."""
 class EpochHistory:
     """Present and ended epoch numbers. All nodes of a cluster share one history.
 
-    An epoch ends when this process resets the cache or reads another number under the epoch's key, for
-    example after a reset by another machine. Numbers are random and never reused, so a server with an ended
-    number is outdated.
+    An epoch ends when this process resets the cache, or reads another number under the epoch's key. Another
+    number appears, for example, after a reset by another machine. Numbers are random and never reused.
 
     Args:
         most_ended: limit of remembered ended numbers; the oldest are forgotten first.
@@ -37,9 +36,9 @@ class EpochHistory:
         self.has_warned = False
 
     def record(self, names: Sequence[bytes], numbers: Sequence[int | None], now: float) -> None:
-        """Record the present number of each key. If the number has changed, the key's former number ends.
+        """Record the present number of each key. If the number has changed, the former number has ended.
 
-        A key with number None stays unchanged.
+        None leaves the key's number unchanged.
         """
         for name, number in zip(names, numbers, strict=True):
             if number is not None and self._present.get(name) != number:
@@ -63,15 +62,15 @@ class EpochHistory:
             del self._ended[next(iter(self._ended))]
 
     def has_ended(self, number: int, since: float) -> bool:
-        """Return True if this number ended at or before `since`, the time when a request was sent.
+        """Return True if this number had ended when a request was sent, at `since`.
 
-        If the request then reads the number, the server has restored an old epoch.
+        If the request has read the number, the server has restored an old epoch.
         """
         return self._ended.get(number, float("inf")) <= since
 
     def is_outdated(self, number: int, since: float) -> bool:
-        """Return True if this number ended after `since`, the time when a request was sent.
+        """Return True if this number ended after a request was sent, at `since`.
 
-        The request may have read the number before its end, without a fault of the server.
+        The request may have read the number before the number ended. The server is not at fault.
         """
         return number in self._ended and not self.has_ended(number, since)

@@ -33,7 +33,7 @@ class Exchange:
 
     Attributes:
         submitted, ended: times of `time.monotonic`.
-        deadline: latest end (of `time.monotonic`), time in the queue included.
+        deadline: latest end, in time of `time.monotonic`. Time in the queue counts.
         error: reason of a failure or an abort, or None.
         closes_connection: True to close the connection after this exchange.
     """
@@ -46,9 +46,10 @@ class Exchange:
     _unclaimed: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
-        """Claim the exchange: a connection thread before it performs the exchange, a tier before it drops it.
+        """Claim the exchange; returns True in the first call, False in later calls.
 
-        Returns True in the first call, False in later calls. Thread: any, because `pop` of a list is atomic.
+        A connection thread claims an exchange before it performs it, a tier before it drops it. Thread: any,
+        because `pop` of a list is atomic.
         """
         try:
             self._unclaimed.pop()
@@ -65,9 +66,9 @@ class Handshake(Exchange):
         epoch_keys: the keys that hold the epochs.
         is_reset: True to replace the epochs, so that no earlier block is found.
         about: text about the producer, stored beside the epoch for ``inspect``; empty for none.
-        num_replicas: number of replicas that must confirm a reset. A replica without the reset could take
-            over and serve earlier blocks.
-        numbers: result: the epochs, in the order of `epoch_keys`; None for an epoch on another node.
+        num_replicas: number of replicas that must confirm a reset. Otherwise a replica without the reset
+            could take over and serve earlier blocks.
+        numbers: result: the number of each of `epoch_keys`; None if another node has the key.
     """
 
     epoch_keys: Sequence[bytes]
@@ -92,7 +93,7 @@ class Persistence(Enum):
 
 @dataclass(eq=False, kw_only=True)
 class PersistenceQuestion(Exchange):
-    """Asks a server about its persistence. Without permission the result stays `UNKNOWN`, without a failure.
+    """Asks a server about its persistence. Without permission the result is `UNKNOWN`; this is no failure.
 
     Attributes:
         reasons: the settings that turn persistence on: ``save "3600 1"``.
@@ -110,8 +111,9 @@ class BlockExchange(Exchange):
         job: number of the job.
         num_rows: number of rows in the job's result. The blocks of this exchange are the first rows.
         objects: the objects of a bucket that hold these blocks.
-        current: mask of the blocks whose epoch the server has confirmed; no other block counts.
-        ok: mask of the blocks that are present (probe), were read and verified, or are stored (write).
+        current: mask of the blocks whose epoch the server has confirmed. Results of other blocks do not
+            count.
+        ok: mask of the present blocks (probe), the verified blocks (read), or the stored blocks (write).
         refused: last error reply about a single block, or None.
     """
 
@@ -162,7 +164,7 @@ class Read(Transfer):
     Attributes:
         absent: mask of the blocks that the server does not have.
         damaged: mask of the blocks with a wrong header or checksum; the read deletes them on the server.
-        deleted: for a bucket, mask of all blocks in objects with a damaged block. The read deletes the
+        deleted: for a bucket, mask of all blocks in objects with a damaged block. The read deletes these
             objects.
     """
 
@@ -182,7 +184,7 @@ class Write(Transfer):
     """Stores the blocks that the server does not have.
 
     Attributes:
-        ttl_s: seconds until the server forgets the blocks; 0 if the server decides.
+        ttl_s: lifetime of the blocks on the server in seconds; 0 if the server decides.
         was_there: mask of the blocks that the server already had.
     """
 

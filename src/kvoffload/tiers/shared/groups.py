@@ -38,7 +38,12 @@ class ObjectPart(NamedTuple):
 
 @dataclass(eq=False)
 class ReportedPath:
-    """Progress along a request's path: number of added blocks, and the generation of the first addition."""
+    """Progress along a request's path.
+
+    Attributes:
+        num_added: number of blocks whose groups have been added.
+        generation: generation at the first addition.
+    """
 
     num_added: int = 0
     generation: int = 0
@@ -47,8 +52,8 @@ class ReportedPath:
 class BlockGroups:
     """Groups of recently reported paths.
 
-    The name of a group is a digest of its blocks' keys, in order. So a sequence of blocks has one name on all
-    machines, and different sequences have different names, even if keys are not chained.
+    The name of a group is a digest of its blocks' keys, in order. Equal sequences of blocks have equal names
+    on all machines. Different sequences have different names, even if keys are not chained.
 
     Args:
         group_blocks: blocks in an object; with 1, each object holds one block, and no path is needed.
@@ -69,7 +74,7 @@ class BlockGroups:
         return len(self._young) + len(self._old)
 
     def add_path(self, reported: ReportedPath, path: Keys) -> None:
-        """Add the whole groups that a request's path has gained since the last call for `reported`."""
+        """Add the new whole groups of a request's path, since the last call with `reported`."""
         length = len(path) - len(path) % self.group_blocks
         if self.group_blocks == 1 or length == 0:
             return
@@ -80,7 +85,7 @@ class BlockGroups:
             reported.num_added = length
 
     def add(self, keys: Keys) -> None:
-        """Add the groups of `keys`, whose number is a multiple of `group_blocks`."""
+        """Add the groups of `keys`. The number of keys must be a multiple of `group_blocks`."""
         size = self.group_blocks
         digests, joined, width = keys.digests.tolist(), b"".join(keys), size * keys.key_bytes
         for number, start in enumerate(range(0, len(keys), size)):
@@ -107,8 +112,8 @@ class BlockGroups:
     def cut(self, keys: Keys, room: int) -> int:
         """Return the number of leading blocks to offer, at most `room`.
 
-        If all blocks fit into `room`, returns their number. Otherwise returns the number of blocks up to the
-        last end of a group within `room`, or `room` if no group ends there.
+        If all blocks fit into `room`, returns their number. Otherwise cuts after the last group that ends
+        within `room`. If no group ends within `room`, returns `room`.
         """
         count = min(room, len(keys))
         if self.group_blocks == 1 or count == len(keys):

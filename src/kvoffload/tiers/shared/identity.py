@@ -1,4 +1,4 @@
-"""Names of blocks in a shared server, and the header that binds the bytes of a block to the block's name.
+"""Names of blocks on a shared server, and the header that binds a block's bytes to its name.
 
 Owns the formats of names and headers (docs/formats.md). Does no I/O.
 """
@@ -49,12 +49,12 @@ _LEAST_CUT, _MOST_LOST = 16 << 10, 0.1
 
 @cache
 def head_bytes(block_bytes: int) -> int:
-    """Return the number of bytes of a block that the block's first value holds behind the header.
+    """Return the number of a block's bytes in its first value, behind the header.
 
     The remaining bytes, if any, are in a second value (`rest_names`). Servers allocate memory in jemalloc's
     size classes, four for each doubling. A value with a header and a block of 2^n bytes would waste a quarter
-    of its memory. So a block that would waste more than a tenth is split: the second value fills a size
-    class.
+    of its memory. A block that would waste more than a tenth is therefore split, so that the second value
+    fills a size class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:
@@ -112,7 +112,7 @@ class Epoch(ABC):
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """Return two arrays: each block's epoch number, and the epoch's part of the block's checksum seed."""
+        """Return two arrays: the epoch number of each block, and the epoch's part of its checksum seed."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""
@@ -135,10 +135,10 @@ class Epoch(ABC):
 
 @dataclass(frozen=True)
 class SingleEpoch(Epoch):
-    """Epoch of a store with one epoch number for all blocks of a producer: a server or a bucket.
+    """Epoch of a single server or bucket: one number for all blocks of a producer.
 
     Attributes:
-        namespace: letters, digits, and ``._-``; an access rule can restrict a user to a namespace.
+        namespace: letters, digits, and ``._-``. An access rule can restrict a user to a namespace.
         producer: 16 bytes that identify the producer of the blocks.
         number: 64 random bits, never reused. If the store loses the number, the blocks of this epoch are
             never found again.
@@ -159,7 +159,7 @@ class SingleEpoch(Epoch):
         return seed_of(self.namespace, self.producer, self.number)
 
     def names(self, keys: Keys) -> list[bytes]:
-        """Return the name of each block: the prefix and 72 hexadecimal digits for vLLM's keys."""
+        """Return the name of each block: the prefix, and the key in hexadecimal digits."""
         return [self.prefix + digits for digits in hexadecimal(keys)]
 
     def epoch_keys(self, keys: Keys) -> EpochKeys:
@@ -232,5 +232,5 @@ def producer_of(fingerprint: str) -> bytes:
 
 
 def epoch_number(reply: object) -> int | None:
-    """Parse an epoch: 16 hexadecimal digits in lower case; None for anything else."""
+    """Parse an epoch number, 16 hexadecimal digits in lower case. Return None for anything else."""
     return int(reply, 16) if isinstance(reply, bytes) and _EPOCH.fullmatch(reply) else None

@@ -1,4 +1,4 @@
-"""Exchanges in flight, which the scheduler's thread sends to the connection threads.
+"""Exchanges in flight, and the connection threads that perform them.
 
 Owns the threads and the limit of bytes in flight. Does not evaluate results.
 """
@@ -19,18 +19,20 @@ _EXPIRE_EVERY_S = 0.005
 
 
 class Jobs:
-    """Exchanges about blocks in flight, and the connection threads of each type of operation.
+    """Exchanges about blocks in flight, and their connection threads.
 
-    Each type of operation has its own threads. The thread with the fewest exchanges gets the next exchange.
+    Reads, writes and probes have separate threads. The thread with the fewest exchanges gets the next
+    exchange.
 
     Args:
-        name: tier's name, part of the threads' names.
+        name: the tier's name, part of the threads' names.
         num_threads: number of threads for reads, for writes and for probes.
-        group_blocks: blocks that are written together. This number is always in the limit.
+        group_blocks: number of blocks that are written together. The limit of blocks in flight is never
+            below this number.
 
     Attributes:
         in_flight: exchanges by job number.
-        ended: exchanges that have ended and are not processed yet; connection threads append here.
+        ended: unprocessed exchanges that have ended; connection threads append here.
         in_flight_bytes: limit of the blocks in flight, in bytes, for reads and for writes separately.
 
     Thread: the scheduler's.
@@ -82,7 +84,7 @@ class Jobs:
         min(self._threads[kind], key=lambda thread: thread.load).submit(exchange)
 
     def take_ended(self) -> Iterator[Exchange]:
-        """Yield the exchanges that have ended. First drops queued exchanges past their deadlines."""
+        """Yield the exchanges that have ended. Queued exchanges past their deadlines are dropped first."""
         if self.in_flight and (now := time.monotonic()) >= self._expire_at:
             self._expire_at = now + _EXPIRE_EVERY_S
             late = [exchange for exchange in self.in_flight.values() if now >= exchange.deadline]

@@ -33,7 +33,7 @@ _RETRY_S = 1.0
 
 
 class Forget(Protocol):
-    """Type of a callback for the case that known blocks may be gone."""
+    """Type of the callback that a peer calls when known blocks may be gone."""
 
     def __call__(self, *, same_epoch: bool) -> None:
         """Clear the presence cache. In a new epoch, also report all blocks in the write log as gone."""
@@ -42,8 +42,8 @@ class Forget(Protocol):
 class Peer:
     """A server that holds the epochs of a keyspace.
 
-    The peer never enters an ended epoch again. A server that returns an ended epoch has restored a snapshot,
-    so the peer resets the cache once more and logs an error.
+    The peer never enters an ended epoch again. If a server returns an ended epoch, it has restored a
+    snapshot. The peer then resets the cache once more and logs an error.
 
     Args:
         name, place: the tier and the server, for the log.
@@ -51,11 +51,11 @@ class Peer:
         send: sends an exchange over a connection for a type of operation.
         forget: called when known blocks may be gone.
         clock: monotonic seconds, for pauses.
-        history: for a node of a cluster, the epochs that this process has seen of all nodes. Blocks may then
-            move to another node; this is no failure. None for any other server.
+        history: for a node of a cluster, the history that all nodes share. None for any other server. With
+            a history, an error reply that a block is on another node is no failure.
         asks_persistence: True to ask the server once about its persistence.
         gives_up_at_once: True if a single exceeded deadline opens the circuit breaker.
-        chance: random numbers in [0, 1), for jitter.
+        chance: returns a random number in [0, 1), for jitter.
 
     Attributes:
         epoch: the epoch in use; None while the epoch is unknown or a reset is not confirmed.
@@ -63,8 +63,8 @@ class Peer:
         has_begun: True once handshakes may be sent.
         reset_wanted: True until the server confirms a reset.
         num_replicas: number of replicas that must confirm a reset.
-        num_troubles: number of exchanges that failed or found blocks on another node. If the number has
-            grown, the map of the cluster is read again.
+        num_troubles: number of exchanges that failed, or found a block on another node. When it grows, the
+            cluster tier reads the map again.
         last_error: last failure, for messages.
         handshake: the handshake in flight, or None.
 
@@ -114,7 +114,7 @@ class Peer:
         return self.epoch is None or self.is_partial or self.breakers.is_any_open
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of type `kind` may be sent; with None, if the server is usable at all."""
+        """Return True if operations of type `kind` may be sent. With None, if the server is usable at all."""
         if self.epoch is None or self.breakers.server.is_open:
             return False
         return kind is None or not self.breakers.operations[kind].is_open
@@ -131,7 +131,10 @@ class Peer:
         self._shake_hands()
 
     def maintain(self) -> None:
-        """Send a handshake if an epoch is unknown or the server's breaker is half open, after a pause."""
+        """Send a handshake if an epoch is unknown or the server's breaker is half open.
+
+        Sends nothing in the first second after a handshake.
+        """
         if self._clock() < self._next_handshake:
             return
         server = self.breakers.server
@@ -144,7 +147,7 @@ class Peer:
         self.breakers.end_pauses()
 
     def reset(self) -> None:
-        """Forget all blocks: at once in this process, and for all machines once the server confirms."""
+        """Forget all blocks: at once in this process, and on all machines once the server confirms."""
         self.history.end(self.keyspace.epoch_keys, time.monotonic())
         self.close_epoch()
         self.reset_wanted = True
@@ -191,8 +194,8 @@ class Peer:
     def take_reset(self) -> None:
         """Leave the epoch, because an exchange has found another epoch or none."""
         self.close_epoch()
-        # An epoch is entered only when a second exchange confirms it. Otherwise a reply that the network has
-        # garbled would end the present epoch and reset the cache for all machines.
+        # An epoch is entered only when a second exchange confirms it. Otherwise a garbled reply would end the
+        # present epoch and reset the cache for all machines.
         self._shake_hands()
 
     def _accept(self, handshake: Handshake) -> None:
@@ -207,8 +210,10 @@ class Peer:
         self.reset_wanted, self.is_partial, self.epoch = False, is_partial, epoch
 
     def _may_enter(self, handshake: Handshake) -> bool:
-        """Return True if no epoch of a handshake has ended. Otherwise start a reset or another handshake, and
-        return False."""
+        """Return True if no epoch of a handshake has ended.
+
+        Otherwise starts a reset or another handshake, and returns False.
+        """
         numbers, since = handshake.known_numbers, handshake.submitted
         if any(self.history.has_ended(number, since) for number in numbers):
             text = (
@@ -219,7 +224,8 @@ class Peer:
             self.close_epoch()
             self.reset_wanted = True
             if not handshake.is_reset:
-                self._shake_hands()  # at once, before other machines enter it; a failed reset waits a second
+                # At once, before other machines enter the epoch. After a failed reset, a second later.
+                self._shake_hands()
             return False
         if any(self.history.is_outdated(number, since) for number in numbers):
             if self.epoch is None:
@@ -250,7 +256,7 @@ class Peer:
     # ---- health
 
     def note(self, exchange: Exchange) -> set[str]:
-        """Record the outcome of an exchange; returns the types of operations that a failure has stopped."""
+        """Record the outcome of an exchange; returns the types of operations whose breakers it has opened."""
         if self._is_node and self._is_elsewhere(exchange):
             return set()
         error = exchange.error
@@ -270,9 +276,9 @@ class Peer:
         return self.breakers.open_kinds() - before
 
     def _is_elsewhere(self, exchange: Exchange) -> bool:
-        """Update `num_troubles`: count a failure of a node, or a reply that another node has a block.
+        """Return True if an exchange failed because another node has its blocks.
 
-        Returns: True if the exchange as a whole failed because another node has its blocks.
+        Counts in `num_troubles` every failure, and every reply that another node has a block.
         """
         reply = exchange.error or getattr(exchange, "refused", None)
         is_elsewhere = isinstance(reply, ServerError) and reply.is_elsewhere

@@ -41,8 +41,8 @@ class PresenceCache:
         absent_s: float = ABSENT_S,
     ) -> None:
         self._clock, self._present_s, self._absent_s = clock, present_s, absent_s
-        # Digest xor the number of `clear` calls, so that earlier entries do not match. The number changes
-        # only low bits, and digests that differ only in low bits have different entries.
+        # Digest xor the number of `clear` calls, so that entries from before `clear` do not match. The number
+        # changes only low bits of a digest. No other digest of the same entry differs only in low bits.
         self._keys = _small_pages(num_entries).view(np.uint64)
         self._times_cleared = np.uint64(0)
         # End of the entry's lifetime; negative for an absent block; 0 for an empty entry.
@@ -50,13 +50,13 @@ class PresenceCache:
         self._mask = np.uint64(num_entries - 1)
 
     def present(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks whose unexpired entry says that they are present."""
+        """Return a mask of the blocks that were present at the last answer. Expired answers are False."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (self._until[at] > self._clock())
         return mask
 
     def known(self, digests: U64Array) -> Mask:
-        """Return a mask of the blocks that have an unexpired entry. It may say present or absent."""
+        """Return a mask of the blocks with an unexpired answer, present or absent."""
         at = self._entries(digests)
         mask: Mask = self._matches(at, digests) & (np.abs(self._until[at]) > self._clock())
         return mask
@@ -73,12 +73,12 @@ class PresenceCache:
         self._until[at[self._matches(at, digests)]] = 0.0
 
     def clear(self) -> None:
-        """Drop all entries. Cost: O(1). Does not free or zero the pages, which could take 20 ms."""
+        """Drop all entries. Cost: O(1), because pages are neither freed nor zeroed."""
         self._times_cleared += np.uint64(1)
 
     def _entries(self, digests: U64Array) -> I64Array:
-        # Signed, because numpy releases the GIL to index with unsigned numbers, and the scheduler's thread
-        # would wait milliseconds to get it back.
+        # Signed: numpy releases the GIL to index with unsigned numbers, and the scheduler's thread would wait
+        # milliseconds for the GIL.
         entries: I64Array = (digests & self._mask).view(np.int64)
         return entries
 

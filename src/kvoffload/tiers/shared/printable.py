@@ -9,9 +9,9 @@ MASK = "***"
 def printable(text: object, *secrets: str) -> str:
     """Reduce a text to one line of printable ASCII, at most 200 characters, without `secrets`.
 
-    Every text that a server has sent must pass through this function before the text is logged, raised or
-    printed. A line feed would forge a log line, an escape sequence would reach the terminal, and some servers
-    echo the password. Idempotent.
+    Pass every text from a server through this function before it is logged, raised or printed. A line feed
+    would forge a log line, an escape sequence would reach the terminal, and some servers echo the password.
+    Idempotent.
 
     Args:
         text: bytes, or anything that `str` accepts.

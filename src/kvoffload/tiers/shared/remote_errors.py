@@ -29,7 +29,7 @@ class ServerError(KVOffloadError):
         secrets: passwords to mask in the message.
 
     Attributes:
-        code: first word of the text; empty if it has characters besides capitals, digits and underscores.
+        code: first word of the text, of capitals, digits and underscores; empty if the word is different.
     """
 
     def __init__(self, text: str, *secrets: str) -> None:

@@ -30,7 +30,7 @@ class SharedTierOptions(TierOptions):
         identity: name of the weights, equal on all machines; by default it is detected.
         admission: chooses the blocks to write.
         start_s: longest wait for the server at opening.
-        engine_start_s: longest wait of an engine, which then starts without the server.
+        engine_start_s: longest wait of an engine for the server. Afterwards the engine starts without it.
     """
 
     start_s: ClassVar[float]
@@ -47,7 +47,7 @@ class SharedTierOptions(TierOptions):
 
     @abstractmethod
     def refusal(self, error: BaseException) -> str | None:
-        """Return the reason of a permanent refusal; None for an error after which a retry may succeed."""
+        """Return the reason of a permanent error, or None if a retry may succeed."""
 
     def remote_options(self, owner: TierOwner, namespace: str, ttl_s: int = 0) -> RemoteOptions:
         """Return the options of a `RemoteTier` for this owner.
@@ -67,9 +67,9 @@ class SharedTierOptions(TierOptions):
     def open(self, owner: TierOwner) -> ConnectingTier:
         """Open the tier and wait for the server.
 
-        An owner with `on_unavailable` waits up to `engine_start_s`. If the server does not reply in time, the
-        owner gets a tier that is empty until the server replies. Other owners wait up to `start_s`, and then
-        get the error.
+        With `owner.on_unavailable`, waits up to `engine_start_s`. If the server does not reply in time,
+        returns a tier that is empty until the server replies. Without `on_unavailable`, waits up to `start_s`
+        and then raises.
 
         Raises: `ConfigError` for an invalid option or a permanent refusal; `UnavailableError`.
         """

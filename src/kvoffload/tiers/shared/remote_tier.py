@@ -65,13 +65,13 @@ class RemoteOptions:
     """Options of a remote tier.
 
     Attributes:
-        namespace: prefix of the blocks' names; an access rule of the server can restrict a user to a prefix.
+        namespace: prefix of the blocks' names. The server can restrict a user to a prefix.
         timeout_s: longest duration of a read.
         probe_timeout_s: longest duration of a probe, and longest wait of a request for probes.
-        ttl_s: seconds until the server forgets a block; 0 if the server decides.
+        ttl_s: lifetime of a block on the server in seconds; 0 if the server decides.
         write_timeout_s: longest duration of a write; None for five times `timeout_s`.
-        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker: for replays, whose
-            deadlines are long.
+        gives_up_at_once: True if the first exceeded deadline opens the circuit breaker. For replays, which
+            have long deadlines.
         num_threads: number of connections for reads, for writes and for probes.
     """
 
@@ -86,7 +86,12 @@ class RemoteOptions:
 
 @dataclass(eq=False)
 class RemoteRequest:
-    """Record of a request: keys that the admission rule has counted, and the reported part of its path."""
+    """Record of a request.
+
+    Attributes:
+        counted: keys that the admission rule has counted.
+        reported: progress along the reported path.
+    """
 
     counted: set[bytes] = field(default_factory=set)
     reported: ReportedPath = field(default_factory=ReportedPath)
@@ -114,16 +119,16 @@ class RemoteTier(ConnectingTier, GroupedTier):
     - A block is served only if name, producer, namespace, epoch, key, length and checksum match its write.
       Any other block is a miss, is counted, and is deleted on the server. Equal keys mean equal bytes, so
       the order of writes by several machines does not matter.
-    - A job ends by its deadline, with the blocks that have been received and verified. Nothing writes to the
-      job's rows after its end.
+    - A job ends by its deadline. Its result contains the blocks that were received and verified in time.
+      Nothing writes to the job's rows after its end.
     - Three consecutive failures open the circuit breaker of the server. While the breaker is open, every
       block is a miss at once, queued jobs end, and only handshakes are sent, every few seconds.
     - Three consecutive failures of probes, reads or writes open a breaker of that type alone. After a pause
-      one attempt, which no request waits for, closes the breaker or opens it again.
-    - Once a reset is confirmed, a read that starts on any machine returns no block from before the reset.
-      Until the reset is confirmed, this tier is empty.
+      one attempt is sent, and no request waits for it. The attempt closes the breaker or opens it again.
+    - After a confirmed reset, new reads on all machines return no block from before the reset. Until the
+      reset is confirmed, this tier is empty.
     - Each exchange about blocks checks the epoch. If a server loses its epoch, the next handshake creates a
-      new epoch, and the server's earlier blocks are never found again.
+      new epoch. Earlier blocks of the server are never found again.
     - The server evicts blocks. The tier never lists the server's contents and deletes only damaged blocks.
     - With `groups`, consecutive blocks of a path share an object. Only whole groups are written, and only
       blocks of reported paths (`extend_path`) can be found.
@@ -131,16 +136,16 @@ class RemoteTier(ConnectingTier, GroupedTier):
     Args:
         name: name in reports and metrics.
         place: the server, for the log.
-        connect: makes a connection to the server, within a deadline.
+        connect: connects to the server, by a deadline.
         dialect: performs exchanges over connections.
         keyspace: epoch keys and names of blocks.
         fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         admission: chooses the blocks to write; None for all.
         groups: groups of blocks that share an object; None if each block has its own name.
         clock: monotonic seconds, for the presence cache and pauses.
-        chance: random numbers in [0, 1), for the jitter of pauses.
-        history: for a node of a cluster, the epochs that this process has seen of all nodes. A node sends
-            nothing before `begin`. None for any other server.
+        chance: returns a random number in [0, 1), for the jitter of pauses.
+        history: for a node of a cluster, the history that all nodes share. A node sends nothing before
+            `begin`. None for any other server.
 
     Memory: 16 MiB for the presence cache; 150 bytes for each ended epoch. Thread: the scheduler's; the tier
     runs ``3 * options.num_threads`` threads. Raises: `MisuseError` in a process forked from the tier's
@@ -369,9 +374,9 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- availability
 
     def is_open(self, kind: str | None = None) -> bool:
-        """Return True if operations of type `kind` may be sent; with None, if the server is usable at all.
+        """Return True if operations of type `kind` may be sent. With None, if the server is usable at all.
 
-        If the server is unusable, processes replies and reconnects as far as the circuit breakers allow.
+        If the server is unusable, processes replies and reconnects as the circuit breakers allow.
         """
         if os.getpid() != self._pid:
             raise MisuseError("this process was forked from the process that has the tier and cannot use it")
@@ -430,7 +435,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return Write(num_rows=len(keys), pool=pool, rows=rows, ttl_s=self.options.ttl_s, **common)
 
     def _common(self, keys: Keys, timeout_s: float) -> dict[str, Any]:
-        """Return the arguments that all exchanges about blocks have, with the number of a new job."""
+        """Return the arguments that all exchanges about blocks share. Allocates a job number."""
         return {
             "job": self.jobs.next_job(),
             "keys": keys,
@@ -441,7 +446,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         }
 
     def _awaited(self) -> list[BlockExchange]:
-        """Return the exchanges in flight that callers wait for. Attempts to probe or read are left out."""
+        """Return the exchanges in flight, without attempts to probe or read. No caller waits for these."""
         attempts = {job for kind, job in self.peer.breakers.attempts.items() if kind != WRITE}
         return [exchange for exchange in self.jobs.in_flight.values() if exchange.job not in attempts]
 
@@ -488,7 +493,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         if isinstance(exchange.error, TimeoutError):
             self._stats.timeouts += len(exchange.keys) - int(np.count_nonzero(exchange.ok))
         if is_awaited:
-            # Blocks beyond the room were not requested, so they are neither present nor stale.
+            # Blocks beyond the limit were not requested, so they are neither present nor stale.
             ok, stale = (_padded(mask, exchange.num_rows) for mask in (exchange.ok, stale))
             assert ok is not None
             self._results.append(JobResult(exchange.job, ok, exchange.ended - exchange.submitted, stale))
@@ -549,18 +554,18 @@ class RemoteTier(ConnectingTier, GroupedTier):
     # ---- groups and admission
 
     def _not_being_written(self, keys: Keys) -> Mask:
-        """Return a mask of the blocks that no write in flight has. Of equal keys only the first is True."""
+        """Return a mask of the blocks without a write in flight. Of equal keys only the first is True."""
         new = dict.fromkeys(key for key in keys if key not in self._writing)
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Return `wanted` without the blocks in no known group. The names of their objects are unknown."""
+        """Clear the blocks of `wanted` that are in no known group: the names of their objects are unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:
         """Drop the entries of partial groups from the presence cache.
 
-        An object has all blocks of its group or none, so a cache that lists only some of them is wrong.
+        An object contains its whole group. A cache that lists only some blocks of a group is wrong.
         """
         if self.groups is not None and self.group_blocks > 1:
             for group in self.groups.whole(keys):
@@ -577,7 +582,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return rows
 
     def _count_use(self, request: object, keys: Keys) -> None:
-        """Count blocks of a request in the admission rule, each block once per request."""
+        """Count a request's blocks in the admission rule, each block once."""
         assert isinstance(request, RemoteRequest)
         assert self._admission is not None
         new = np.array([key not in request.counted for key in keys], np.bool_)

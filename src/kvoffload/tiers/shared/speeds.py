@@ -46,7 +46,10 @@ class Speeds:
     def worth_from_bytes(self, computed_bytes_per_s: float) -> float | None:
         """Return the break-even size of a read in bytes: larger reads are faster than computing.
 
-        Returns None if computing is always faster. `computed_bytes_per_s`: speed of computing blocks.
+        Returns None if computing is always faster.
+
+        Args:
+            computed_bytes_per_s: bytes of blocks that the engine computes in a second.
         """
         gained = 1.0 / computed_bytes_per_s - 1.0 / self.get_bytes_per_s
         return self.seconds_for(0.0) / gained if gained > 0 else None
@@ -58,7 +61,7 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
     Args:
         timeout_s: longest wait for a reset or a job.
 
-    Raises: `UnavailableError` if the tier loses or accepts no blocks, or exceeds `timeout_s`.
+    Raises: `UnavailableError` if the tier loses a block, accepts no block, or exceeds `timeout_s`.
     """
     size = tier.block_bytes
     group = tier.group_blocks if isinstance(tier, GroupedTier) else 1
@@ -100,7 +103,7 @@ def measure_speeds(tier: SharedTier, rounds: int, timeout_s: float) -> Speeds:
 def _wait(tier: SharedTier, job: int, timeout_s: float, all_there: bool = True) -> JobResult:
     """Wait for the only job in flight; returns its result.
 
-    Raises: `UnavailableError` on time-out, for `NO_JOB` and, with `all_there`, for lost blocks.
+    Raises: `UnavailableError` on time-out, for `NO_JOB`, and for lost blocks if `all_there` is True.
     """
     until = time.monotonic() + timeout_s
     while job != NO_JOB and time.monotonic() < until:

@@ -12,8 +12,8 @@ MOST_KEYS = 1 << 20
 class WriteLog:
     """Blocks that this process has written, until a probe or read finds them missing.
 
-    Blocks of other processes are not logged. A block that the server has evicted stays logged until a probe
-    or read of the block. Logging starts with the first `take`.
+    Blocks of other processes are not logged. A block that the server has evicted stays in the log until a
+    probe or read of the block. Logging starts with the first `take`.
 
     Args:
         most_keys: limit of logged blocks. Beyond the limit, the oldest blocks are reported as gone.

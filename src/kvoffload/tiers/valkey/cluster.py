@@ -1,8 +1,8 @@
 """A cluster of servers as one tier.
 
 Owns the map from blocks to nodes. Each node is a separate tier with its own connections and circuit breaker.
-If a node is dead or hangs, only its blocks are misses. A block that has moved to another node is a miss until
-a background thread has read the new map.
+If a node is dead or hangs, only its blocks are misses. If a block moves to another node, it is a miss until a
+background thread has read the new map.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _MAINTAIN_EVERY_S = 0.005
 _NO_NODE = -1
 _FIRST_ROW = np.zeros(1, np.int64)
 _NODES_AT_ONCE = 8
-"""Limit of nodes that one call creates, starts or stops; eight take about 2 ms of CPU time."""
+"""Limit of nodes that one call creates, starts or stops. Eight nodes take about 2 ms of CPU time."""
 _MOST_NODES = 2 * MOST_MASTERS
 """Limit of all nodes: nodes in the map, and former nodes with jobs in flight."""
 
 
 @dataclass(eq=False)
 class _MapChange:
-    """A new map of the cluster, which takes effect when all new nodes have been created.
+    """A new map of the cluster. It takes effect when all new nodes have been created.
 
     Attributes:
         question: the exchange that read the map.
-        kept: for each address of a node with unchanged divisions, the node's number.
-        new: addresses of nodes that are not created yet.
-        made: for each new address so far, the created node, which is not in use yet.
+        kept: numbers of the nodes with unchanged divisions, by address.
+        new: addresses of nodes that must still be created.
+        made: new nodes created so far, by address. They are not in use yet.
     """
 
     question: MapQuestion
@@ -65,17 +65,17 @@ class _MapChange:
 class ClusterTier(DividedSharedTier, ConnectingTier):
     """Blocks in a cluster that several machines share. Each node is a `RemoteTier`. In addition:
 
-    - Each division of the blocks has a separate epoch, stored in the hash slot of the division. A reset is
-      confirmed when all masters and all connected replicas have the reset.
+    - Each division of the blocks has its own epoch, stored in the division's hash slot. A reset is confirmed
+      when all masters and all connected replicas have the reset.
     - A block is a miss if its node is dead or unknown, or has lost the block. While nodes or exchanges fail,
       a background thread reads the map about once a second, from any node.
-    - If the divisions of a node change, the presence of all its blocks becomes unknown.
+    - If the divisions of a node change, the presence of all the node's blocks becomes unknown.
 
     Args:
         name: name in reports and metrics.
         place: the cluster, for the log.
         seeds: nodes from which the first map is read.
-        connect: makes a connection to a node, with login, within a deadline.
+        connect: connects to a node and logs in, by a deadline.
         fingerprint: identifies the producer of the blocks; equal on all machines that share the blocks.
         admission: chooses the blocks to write; None for all.
         clock: monotonic seconds.
@@ -131,16 +131,16 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._candidates: list[Address] = list(seeds)
         self._pid, self._closed = os.getpid(), False
         self.last_error: Exception = TimeoutError("no node has answered")
-        tags()  # takes 50 ms once, not when the first map arrives
+        tags()  # computed now (50 ms), so that the first map is not delayed
         self._thread = ConnectionThread(
             f"kvoffload-{name}-map", self._connect_to_any, _ask, self._ended.append
         )
         self._maintain()
 
     def wait_until_open(self, timeout_s: float) -> None:
-        """Wait for the replies of all nodes. After `timeout_s`, the nodes that have replied are used.
+        """Wait for the replies of all nodes, at most `timeout_s`. Afterwards the tier uses any healthy node.
 
-        Raises: `UnavailableError` if no node has replied; its cause is the error of a node or the network.
+        Raises: `UnavailableError` if no node has replied. Its cause is the error of a node or the network.
         """
 
         def is_complete() -> bool:
@@ -169,7 +169,8 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
 
     @property
     def queue_room(self) -> int:
-        # A hanging node has no room, and must not keep the others idle. Without nodes, offers are dropped.
+        # The maximum, because a hanging node without room must not stop the others. Without nodes, offers are
+        # dropped.
         rooms = [self.nodes[number].queue_room for number in self.numbers.values()]
         return max(rooms, default=sys.maxsize)
 
@@ -194,7 +195,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
                 node.process_ended()
             for number in self.numbers.values():
                 self.nodes[number].is_open()
-            # A node that has left the map never confirms a reset; the node that has its divisions now does.
+            # A former node never confirms a reset. The present node of its divisions does.
             return all(node.has_no_jobs for node in self.nodes.values()) and not self.is_reset_wanted.any()
 
         return wait_until(is_drained, timeout_s)
@@ -233,7 +234,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         )
 
     def end_pauses(self) -> None:
-        """Allow requests for the map and to all nodes now, without waiting for pauses to end."""
+        """End all pauses now: of requests for the map, and of requests to nodes."""
         self._ask_at = self._maintain_at = 0.0
         for node in self.nodes.values():
             node.end_pauses()
@@ -241,7 +242,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
     def _maintain(self) -> None:
         """Switch to a new map, start and remove nodes, and request the map again after failures.
 
-        Called for each block; does nothing within 5 ms of the last run unless a map has arrived.
+        Called often. Does nothing within 5 ms of the last run, unless a map has arrived.
         """
         now = self._clock()
         if (now < self._maintain_at and not self._ended) or self._closed or os.getpid() != self._pid:
@@ -270,7 +271,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._thread.submit(self._question)
 
     def _remove_some_nodes(self) -> None:
-        """Stop and remove a few former nodes that have no job in flight."""
+        """Stop and remove a few former nodes without a job in flight."""
         idle = [number for number in self._leaving() if self.nodes[number].is_idle]
         for number in idle[:_NODES_AT_ONCE]:
             node = self.nodes.pop(number)
@@ -281,14 +282,14 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
             self._removed_stats = _sum([self._removed_stats, stats])
 
     def _leaving(self) -> list[int]:
-        """Return the numbers of the nodes that have left the map, the oldest first."""
+        """Return the numbers of former nodes, the oldest first."""
         return sorted(self.nodes.keys() - {*self.numbers.values()})
 
     def use_map(self, question: MapQuestion) -> None:
-        """Begin to switch to a new map. Jobs of nodes that leave the map end normally.
+        """Start to switch to a new map. Jobs of nodes that leave the map end normally.
 
-        If former and new nodes together would be too many, ignores the map. Some nodes that are leaving are
-        stopped, and the map is read again later.
+        If there would be more than `_MOST_NODES` nodes, ignores the map and stops some former nodes. The map
+        is then read again later.
         """
         kept = {
             address: number
@@ -305,7 +306,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self.make_some_nodes()
 
     def make_some_nodes(self) -> None:
-        """Create a few of the new nodes. After the last new node, the new map replaces the old map."""
+        """Create a few of the new nodes. When all exist, the new map replaces the old map."""
         change = self._change
         if change is None:
             return
@@ -334,7 +335,7 @@ class ClusterTier(DividedSharedTier, ConnectingTier):
         self._candidates = [*well, *numbers, *self._seeds]
 
     def _start_some_nodes(self) -> None:
-        """Start the threads of a few nodes. If threads cannot be started, a later call tries again."""
+        """Start the threads of a few nodes. A later call repeats a failed start."""
         waiting = [node for n in self.numbers.values() if not (node := self.nodes[n]).peer.has_begun]
         for node in waiting[:_NODES_AT_ONCE]:
             try:
@@ -376,6 +377,6 @@ def _ask(connection: Connection, exchange: Exchange) -> None:
 
 
 def _sum(several: list[TierStats]) -> TierStats:
-    """Sum counters over nodes; `write_budget_bytes` is None."""
+    """Sum the counters of nodes. `write_budget_bytes` of the result is None."""
     counters = [counter.name for counter in fields(TierStats) if counter.name != "write_budget_bytes"]
     return TierStats(**{name: sum(getattr(stats, name) for stats in several) for name in counters})

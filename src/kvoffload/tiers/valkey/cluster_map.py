@@ -1,7 +1,4 @@
-"""The map of a cluster: requests it from a node, and checks it before use.
-
-Owns the limits of a map. Does not know tiers.
-"""
+"""The map of a cluster: the request to a node, and the checks of the reply. Does not know tiers."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Address = tuple[str, int]
 _HOST = re.compile(
     r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?|[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?"
 )
-"""A DNS name or an IP address. Any other host in a map never reaches the resolver or the log."""
+"""A DNS name or an IP address. Any other host in a map is refused, so it never reaches resolver or log."""
 _MOST_PORTS = 1 << 16
 MOST_MASTERS = 128
 """Limit of masters, because this process runs three threads for each master."""
@@ -30,12 +27,12 @@ MOST_MASTERS = 128
 class MapQuestion(Exchange):
     """Asks one node for the slots of all nodes, on a new connection.
 
-    A node that cannot reach most masters reports the cluster as down. The map of such a node is not used,
-    because the node may not know about a failover.
+    If the node reports the cluster as down, its map is not used. Such a node cannot reach most masters, and
+    may not know about a failover.
 
     Attributes:
-        divisions: for each node with at least one division, the node's divisions in ascending order.
-        num_replicas: for each node, the number of its connected replicas.
+        divisions: divisions of each node, in ascending order. Nodes without a division are left out.
+        num_replicas: number of connected replicas of each node.
     """
 
     closes_connection: bool = True
@@ -72,8 +69,8 @@ def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, in
     Args:
         asked_host: host of the node that sent the reply. A node may not know its own host.
 
-    Raises: `ProtocolError` for a slot outside of 0 to 16,383 or in two ranges, or a master without a port or
-        a plausible host. A valid reply therefore has at most 16,384 ranges.
+    Raises: `ProtocolError` in these cases: a slot is outside of 0 to 16,383, a slot is in two ranges, or a
+        master has no port or no plausible host. A valid reply therefore has at most 16,384 ranges.
     """
     if not isinstance(answer, list):
         raise ProtocolError("the reply to CLUSTER SLOTS is not an array")
@@ -94,7 +91,7 @@ def _ranges(answer: Answer, asked_host: str) -> list[tuple[int, int, Address, in
 
 
 def _address(node: Answer, asked_host: str) -> Address | None:
-    """Parse the address of a master; None if the node that sent the reply does not know the address."""
+    """Parse the address of a master. Return None if the sender of the reply does not know the address."""
     host, port = node[:2] if isinstance(node, list) and len(node) > 1 else (0, 0)
     if not isinstance(port, int) or not 0 < port < _MOST_PORTS:
         raise ProtocolError(f"CLUSTER SLOTS has a node without a port from 1 to {_MOST_PORTS - 1}")

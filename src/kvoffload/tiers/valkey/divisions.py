@@ -1,8 +1,8 @@
 """Distribution of blocks over a cluster: 256 divisions, each with one hash slot and one epoch.
 
-A single epoch would be on one node. That node may be down while other nodes have blocks, or may have a reset
-that other nodes lack. So each division has its own epoch, in the same slot as its blocks: a slot moves, fails
-over and is lost as a whole. Does no I/O.
+Each division has its own epoch, in the same slot as its blocks. A slot moves, fails over and is lost as a
+whole. A single epoch would be on one node, and this node may be down while other nodes serve blocks.
+Does no I/O.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SLOTS_BETWEEN = NUM_SLOTS // NUM_DIVISIONS
 
 
 def slot_of(name: bytes) -> int:
-    """Return the hash slot of a name: CRC16 of the hash tag in braces, else of the name, modulo 16,384."""
+    """Return the hash slot of a name: its CRC16 modulo 16,384. If it has a tag in braces, the tag's CRC16."""
     begin = name.find(b"{")
     end = name.find(b"}", begin + 1)
     return crc_hqx(name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name, 0) % NUM_SLOTS
@@ -68,7 +68,7 @@ def epoch_names(namespace: str, producer: bytes, divisions: Sequence[int]) -> li
 
 @dataclass(frozen=True)
 class DividedEpoch(Epoch):
-    """The epochs of some divisions; blocks of other divisions have no epoch.
+    """The epochs of some divisions. Blocks of other divisions have no epoch.
 
     Attributes:
         divisions: numbers of the divisions.

@@ -26,7 +26,7 @@ _FORGOTTEN_AFTER_S = b"60"
 _ENOUGH_SAMPLES = 64
 _NAMES_A_CALL, _LENGTHS = b"1000", 20
 _REPLY_S = 5.0
-"""Longest wait for replies; a server without a reply after this time counts as hanging."""
+"""Longest wait for replies, in seconds. A server without a reply then counts as hanging."""
 MOST_NAMES = 20_000
 """Limit of scanned names on each node."""
 
@@ -37,7 +37,7 @@ class ServerReport:
 
     Attributes:
         round_trip_s: shortest of five round trips.
-        refused: necessary commands that the server refuses to this user, each with the reply.
+        refused: necessary commands that this user may not run, each with the server's reply.
         warnings: unsuitable settings, as sentences.
         persistence: ``yes``, ``no``, or ``not known``.
         num_names: number of all keys.
@@ -70,13 +70,13 @@ class ServerReport:
 
 @dataclass(kw_only=True)
 class ProducerReport:
-    """Contents of one producer in a namespace, among the scanned names.
+    """Blocks of one producer in a namespace, among the scanned names.
 
     Attributes:
         producer: identity of the producer, 32 hexadecimal digits.
         block_bytes: bytes of a block; None if no block was sampled.
         in_epoch: number of blocks of the present epoch.
-        older: number of blocks from before a reset, which the server will evict.
+        older: number of blocks from before a reset. The server will evict them.
         with_end: 1.0 if any sampled block has a time to live, otherwise 0.0; None without samples.
         about: text about the producer, untrusted; empty if the server has no text.
     """
@@ -109,7 +109,7 @@ class NamespaceReport:
 def nodes_of(seeds: Sequence[Address], connect: Connect, deadline: float) -> dict[Address, list[int]]:
     """Return the masters of a cluster and their divisions, from the first seed that replies.
 
-    Raises: the error of the last seed, if all fail.
+    Raises: the error of the last seed, if all seeds fail.
     """
     error: Exception | None = None
     for seed in seeds:
@@ -177,10 +177,7 @@ def inspect_server(
 
 
 def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """Report the contents of a namespace on these nodes.
-
-    Scans about `MOST_NAMES` keys of each node at most.
-    """
+    """Report the contents of a namespace on these nodes. Scans at most about `MOST_NAMES` keys of each."""
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):
@@ -236,9 +233,9 @@ def _add(
     namespace: str,
     deadline: float,
 ) -> None:
-    """Count the blocks with these names in the reports of their producers: present epoch, or older epochs.
+    """Count the blocks with these names in their producers' reports.
 
-    Reads the size and time to live of the first few blocks, and the texts about producers.
+    Also reads the size and time to live of the first few blocks, and the texts about producers.
     """
     # FORMAT:NAMESPACE:PRODUCER:KIND..., where the kind is `epoch`, `about`, or the number of an epoch.
     by_kind: dict[bytes, list[bytes]] = {b"epoch": [], b"about": [], b"": []}

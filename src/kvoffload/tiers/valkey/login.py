@@ -1,4 +1,4 @@
-"""Login to Valkey servers: passwords, certificates, and connections with them."""
+"""Login to Valkey servers: passwords and certificates."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ def tls_context(ca: str, cert: str, cert_key: str) -> ssl.SSLContext:
 
 
 def password_in(path: str) -> str:
-    """Return the password in a file, without surrounding white space. Raises `OSError`,
-    `UnicodeDecodeError`."""
+    """Return the password in a file, stripped. Raises `OSError`, `UnicodeDecodeError`."""
     return Path(path).read_text().strip()
 
 
 class Connector:
-    """Connects to the servers of one tier. Caches addresses, and uses the present password.
+    """Connects to the servers of one tier, and caches their addresses.
 
     The password file, if any, is read again before each connection. While the file is unreadable or empty,
-    for example during a replacement, the last password is used.
+    for example while it is replaced, the last password is used.
 
     Args:
         password_file: empty if the password does not come from a file.
@@ -64,8 +63,7 @@ class Connector:
         self._addresses = Addresses()
 
     def __call__(self, address: Address, deadline: float) -> Connection:
-        """Return a connection after login, within the deadline (of `time.monotonic`). Raises as
-        `Connection`."""
+        """Connect and log in by a deadline (of `time.monotonic`). Raises as `Connection`."""
         if self._password_file:
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 password = password_in(self._password_file)

@@ -1,7 +1,4 @@
-"""Persistence of a server. After a crash, a persistent server may restore blocks from before a reset.
-
-`tier ping` and engines judge persistence by one function, `persistence_of`.
-"""
+"""Persistence of a server. After a crash, a persistent server may restore blocks from before a reset."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ def ask_persistence(connection: Connection, question: PersistenceQuestion) -> No
 
 
 def persistence_of(facts: Mapping[str, str], settings: Mapping[str, str]) -> tuple[Persistence, list[str]]:
-    """Return the persistence of a server, and the settings that turn persistence on, as unescaped text.
+    """Return the persistence of a server, and the settings that turn it on as unescaped text.
 
     Args:
         facts: reply to ``INFO``; empty without permission.

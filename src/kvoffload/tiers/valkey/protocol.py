@@ -35,10 +35,10 @@ from kvoffload.tiers.valkey.persistence import ask_persistence
 from kvoffload.tiers.valkey.resp import MOST_AT_ONCE, Block, Connection, command
 
 WINDOW_BYTES = 4 << 20
-"""Size of a window: the bytes of blocks requested or sent at a time. A read requests the next window before
-receiving the present window, and verifies received blocks while they are in the CPU's cache."""
+"""Bytes of blocks in a window. A read requests the next window before it receives the present window. The
+blocks of a window are verified while they are in the CPU's cache."""
 _ABOUT_S = b"2592000"
-"""Time to live of a producer's text: 30 days. Engines store their texts again at each handshake."""
+"""Time to live of a producer's text: 30 days. Each handshake stores the text again."""
 
 
 def valkey_tier(
@@ -80,8 +80,8 @@ class Resp:
     # ---- handshake
 
     def handshake(self, connection: Connection, exchange: Handshake) -> None:
-        # If several machines find no epoch at once, the first creates it, and all read it. Of two resets at
-        # once the later counts.
+        # If several machines find no epoch, the first creates it, and all read it. Of two concurrent resets
+        # the later counts.
         first, deadline = exchange.epoch_keys[0], exchange.deadline
         options = () if exchange.is_reset else (b"NX",)
         commands = [command(b"SET", key, b"%016x" % secrets.randbits(64), *options) + command(b"GET", key)
@@ -121,7 +121,7 @@ class Resp:
         finally:
             reading.verify()
         _delete_damaged(connection, exchange, names)
-        # Perhaps the blocks are sound, and the replies belonged to other requests.
+        # The blocks may be sound if the replies belonged to other requests.
         exchange.closes_connection = bool(exchange.damaged.any())
 
     def write(self, connection: Connection, exchange: Write) -> None:
@@ -176,8 +176,8 @@ class _Reading:
     def receive(self, window: slice, most_at_once: int) -> None:
         """Receive and verify the blocks of a window, several at a time.
 
-        An absent block or a block of another length is received alone. After such a block, the number of
-        blocks at a time restarts at one and doubles up to `most_at_once`.
+        An absent block, or a block of another length, is received alone. Afterwards the number of blocks at a
+        time restarts at one and doubles up to `most_at_once`.
         """
         read, row, at_once = self._read, window.start, most_at_once
         while row < window.stop:
@@ -223,7 +223,7 @@ class _Reading:
 
 
 def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
-    """Return one list of the blocks' first names and, if blocks are split, one list of their second names."""
+    """Return the names of the blocks' values: one list, or two lists if blocks have two values."""
     is_whole = head_bytes(exchange.block_bytes) == exchange.block_bytes
     return [names] if is_whole else [names, rest_names(names)]
 
@@ -231,7 +231,7 @@ def _values(exchange: BlockExchange, names: list[bytes]) -> list[list[bytes]]:
 def _check_epoch(connection: Connection, exchange: BlockExchange, keys: EpochKeys) -> Mask:
     """Receive the epoch numbers; returns a mask of the blocks whose epoch is as expected.
 
-    Raises: `CacheResetError` if an epoch has changed; `ServerError`, except from a slot that has moved.
+    Raises: `CacheResetError` if an epoch has changed; `ServerError`, unless the slot has moved.
     """
     confirmed, was_reset = np.zeros(len(keys.names), np.bool_), False
     replies = connection.short_replies(len(keys.names), exchange.deadline)
@@ -277,7 +277,7 @@ def _store(connection: Connection, write: Write, names: list[bytes], at: npt.NDA
 
 
 def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -> list[bytes | memoryview]:
-    """Return the SET commands of the blocks in these rows, as buffers: framing and value in turn."""
+    """Return the SET commands of the blocks in these rows, as buffers. Framing and values alternate."""
     headers = write.epoch.headers(write.keys.take(at), write.addresses(at), write.block_bytes).tobytes()
     options = [b"EX", b"%d" % write.ttl_s] if write.ttl_s else []
     end = b"\r\n" + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in options)
@@ -305,7 +305,10 @@ def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -
 
 
 def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
-    """Encode one command for each row of the lists `names`. All names in one list have equal lengths."""
+    """Encode commands with the names as arguments; one list for each argument.
+
+    All names in a list must have equal lengths.
+    """
     if not names[0]:
         return []
     begin = b"*%d\r\n$%d\r\n%b\r\n" % (1 + len(names), len(verb), verb)
@@ -314,9 +317,9 @@ def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
 
 
 def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
-    """Read the replies to SET and GET of an epoch key; return the epoch.
+    """Read the replies to SET and GET of an epoch key; returns the epoch.
 
-    If the key is on another node, returns the error. Raises other errors, and `ProtocolError` for an invalid
+    If another node has the key, returns the error. Raises: other errors; `ProtocolError` for an invalid
     epoch.
     """
     replies = [connection.reply(deadline) for _ in ("SET", "GET")]
@@ -348,17 +351,17 @@ def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
 
 
 def _rights_commands(epoch_key: bytes) -> bytes:
-    """Return EXISTS and DEL commands on an unused key beside an epoch key, to check permissions.
+    """Return EXISTS and DEL commands on an unused key, to check permissions.
 
-    Without permission for EXISTS every probe would fail; without DEL damaged blocks would remain. A missing
-    permission therefore makes the handshake fail, and ``tier ping`` reports the reason.
+    A missing permission makes the handshake fail. Otherwise every probe would fail later, or damaged blocks
+    would remain.
     """
     name = epoch_key + b":rights"
     return command(b"EXISTS", name) + command(b"DEL", name)
 
 
 def _check_rights(connection: Connection, deadline: float) -> None:
-    """Read the replies to `_rights_commands`. Raises `ServerError`, except from a slot that has moved."""
+    """Read the replies to `_rights_commands`. Raises `ServerError`, unless the slot has moved."""
     for reply in [connection.reply(deadline) for _ in ("EXISTS", "DEL")]:
         if isinstance(reply, ServerError) and not reply.is_elsewhere:
             raise reply

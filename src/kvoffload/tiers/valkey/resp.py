@@ -1,7 +1,7 @@
 """A connection to a server that speaks RESP2, such as Valkey or Redis.
 
-Owns the bytes on a socket. Receives a value of the expected length directly into its destination. Knows
-nothing of keys and checksums, and never retries: after an error the connection must be closed.
+Receives a value of the expected length directly into its destination. Knows neither keys nor checksums. Never
+retries: after an error the connection must be closed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Block: TypeAlias = Sequence[Sequence[memoryview]]
 
 _LINE_BYTES = 4096
 _MOMENT = struct.pack("ll", 0, 5_000)
-"""A time of 5 ms, as a ``timeval``. A call may exceed its deadline by up to 5 ms."""
+"""5 ms as a ``timeval``. A call may exceed its deadline by up to 5 ms."""
 _MOST_ANSWER_BYTES, _MOST_NESTED = 1 << 20, 16
 _MOST_BUFFERS = 512
 """Limit of buffers in one call; `sendmsg` and `recvmsg` accept 1,024."""
@@ -40,10 +40,10 @@ _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
 """Length of ``:1`` with its line end."""
 _ELEMENT_BYTES = 16
-"""Bytes added to the length of each element of an answer, to limit the memory for Python objects."""
+"""Bytes that each element of an answer counts in addition to its length, for its Python object."""
 _MOST_DIGITS = 19
 SHORT_WAIT_S = 0.05
-"""Longest wait, in seconds, for all expected bytes together. Then the bytes that have arrived are read."""
+"""Longest wait for all expected bytes, in seconds. Afterwards the bytes that have arrived are read."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,11 @@ def command(*words: bytes) -> bytes:
 class Connection:
     """A connection to a server, after login.
 
-    The constructor resolves the host, connects and logs in. The constructor and all calls have deadlines (of
-    `time.monotonic`).
+    The constructor resolves the host, connects and logs in. Deadlines are times of `time.monotonic`.
 
     Attributes:
         host: as given to the constructor.
-        has_received: set to True when a byte arrives; the user sets it to False.
+        has_received: set to True when a byte arrives; the caller sets it to False.
 
     Args:
         addresses: cache of resolved hosts; None to resolve the host for this connection alone.
@@ -102,8 +101,8 @@ class Connection:
                 self._socket = login.tls.wrap_socket(self._socket, server_hostname=host)
             self._is_plain = login.tls is None
             if self._is_plain:
-                # The kernel ends each call after 5 ms, and the deadline is checked between calls. With
-                # Python's time-out each call is two system calls, and none can wait for a whole block.
+                # The kernel ends each call after 5 ms, and the deadline is checked between calls. Python's
+                # time-out would need two system calls, and could not wait for a whole block.
                 self._socket.setblocking(True)
                 for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                     self._socket.setsockopt(socket.SOL_SOCKET, option, _MOMENT)
@@ -125,7 +124,7 @@ class Connection:
         self.send([command(b"AUTH", *(word.encode(errors="surrogateescape") for word in words))], deadline)
         reply = self.reply(deadline)
         if isinstance(reply, ServerError):
-            # Servers without AUTH, and proxies, repeat its arguments in the error. So keep only the code.
+            # Keep only the code: proxies, and servers without AUTH, repeat the password in the error.
             why = ": it has no password, or no AUTH command" if reply.code == "ERR" else ""
             raise ServerError(f"{reply.code or 'an error'} in reply to AUTH{why}")
         if reply != b"OK":
@@ -157,7 +156,7 @@ class Connection:
     def is_in_step(self) -> bool:
         """True if the connection is open and no unexpected byte has arrived. Valid between exchanges.
 
-        Over TLS, bytes in the socket are not checked, because they may be messages of TLS itself.
+        Over TLS, bytes in the socket are not checked, because they may be messages of the TLS protocol.
         """
         if self._begin != self._end:
             return False
@@ -172,7 +171,7 @@ class Connection:
     def send(self, buffers: Sequence[Buffer], deadline: float) -> None:
         """Send all buffers in order."""
         if not self._is_plain:
-            # `SSLSocket.sendall` applies the time-out to each record of 16 KiB, not to all of them together.
+            # `SSLSocket.sendall` applies the time-out to each record of 16 KiB, not to the whole call.
             for buffer in buffers:
                 view = memoryview(buffer)
                 for begin in range(0, len(view), _RECORD_BYTES):
@@ -210,7 +209,7 @@ class Connection:
         raise ProtocolError(f"a reply that begins with {kind!r}")
 
     def answer(self, deadline: float) -> Answer:
-        """Read a reply of any type and up to 1 MiB; an array becomes a list. Slow; for rare commands."""
+        """Read a reply of any type, up to 1 MiB. An array becomes a list. Slow; for rare commands."""
         self._answer_bytes_left = _MOST_ANSWER_BYTES
         return self._answer(deadline, _MOST_NESTED)
 
@@ -220,8 +219,8 @@ class Connection:
         Faster than `reply`.
 
         Args:
-            shortest: length of the usual reply, line end included. The thread wakes once when about
-                ``count * shortest`` bytes have arrived, instead of once for each reply.
+            shortest: length of the usual reply, line end included. The thread wakes only when about
+                ``count * shortest`` bytes have arrived.
         """
         lines: list[bytes] = []
         while len(lines) < count:
@@ -240,7 +239,7 @@ class Connection:
         replies: list[Reply] = []
         length = None
         while len(replies) < count:
-            # Each missing reply has at least one line; a reply that has begun is still missing.
+            # Each missing reply has at least one more line. An incomplete reply is missing, too.
             for line in self.lines(count - len(replies), deadline):
                 if length is not None:
                     if len(line) != length:
@@ -287,9 +286,9 @@ class Connection:
     def blocks_into(self, blocks: Sequence[Block], deadline: float) -> int:
         """Receive the values of these blocks with few system calls; returns the number of received blocks.
 
-        Stops before a block with a null, an error or a value of another length. Read the replies of that
-        block with `value_into`. Also stops at the deadline or the end of the connection, if at least one
-        block has arrived. Contents of the other blocks' parts are undefined. Over TLS the result is 0.
+        Stops before a block with a null, an error or a value of another length. Read the replies of this
+        block with `value_into`. If at least one block has arrived, also stops at the deadline or the end of
+        the connection. The memory of the other blocks is undefined. Over TLS, receives nothing and returns 0.
 
         Args:
             blocks: memory of at most `MOST_AT_ONCE` blocks of equal layout.
@@ -319,7 +318,7 @@ class Connection:
     # ---- inside
 
     def _put_back(self, received: bytes) -> None:
-        """Replace the contents of the buffer by `received`, as unused bytes."""
+        """Replace the buffer's contents by `received`, all unused."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)
@@ -391,8 +390,8 @@ class Connection:
     def _wait_for(self, num_bytes: int, deadline: float) -> None:
         """Wait until `num_bytes` can be received, the connection ends, or `SHORT_WAIT_S` is over.
 
-        A server sends the reply to each SET separately, and each wake-up of a thread costs as much CPU time
-        as sending a block. So the kernel wakes this thread once, when all replies have arrived.
+        A server sends the reply to each SET separately. One wake-up of the thread for each reply would cost
+        as much CPU time as sending a block.
         """
         if not self._is_plain or num_bytes <= _SHORTEST_LINE_BYTES:
             return
@@ -411,7 +410,7 @@ class Connection:
         self._end += self.receive([self._buffer[self._end : _LINE_BYTES]], deadline)
 
     def receive(self, into: Sequence[memoryview], deadline: float, flags: int = 0) -> int:
-        """Receive at least one byte into the first of these buffers that has room; returns their number.
+        """Receive at least one byte into these buffers, in order; returns the number of received bytes.
 
         Over TLS only the first buffer is used. `flags`: as for `socket.recvmsg_into`.
         """
@@ -432,7 +431,7 @@ class Connection:
 
 
 class _BlockLayout:
-    """Layout of blocks in a stream without nulls. Each value is a line ``$LENGTH``, the bytes, a line end.
+    """Layout of blocks in a stream without nulls. A value is a line ``$LENGTH``, the bytes, and a line end.
 
     Attributes:
         num_bytes: length of one block in the stream, framing included.
@@ -445,7 +444,7 @@ class _BlockLayout:
         self.num_bytes = sum(lengths) + len(self._framing)
 
     def laid_out(self, blocks: Sequence[Block]) -> tuple[memoryview, list[memoryview]]:
-        """Return new memory for the framing, and the buffers of framing and values in stream order."""
+        """Return new memory for the framing, and all buffers (framing and values) in stream order."""
         framing = memoryview(bytearray(len(self._framing) * len(blocks)))
         buffers: list[memoryview] = []
         begin = end = 0

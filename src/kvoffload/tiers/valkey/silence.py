@@ -15,8 +15,7 @@ _PIECE_BYTES = 64 << 10
 class ImpatientConnection(Connection):
     """A `Connection` whose calls raise `SilentError` after `silence_s` seconds without progress.
 
-    Receiving progresses with every byte. Sending progresses with every piece of 64 KiB that the server
-    accepts.
+    Progress is every received byte, and every piece of 64 KiB that the server accepts.
     """
 
     def __init__(
