@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.tiers.producer_text import ABSENT, MAX_BYTES, differences, fields, pack, summary, unpack
+from kvoffload.errors import ConfigError
+from kvoffload.tiers.disk.slab_directory import slabs_in
+from kvoffload.tiers.producer_text import (
+    ABSENT,
+    MAX_BYTES,
+    add_salt,
+    differences,
+    fields,
+    pack,
+    summary,
+    unpack,
+)
+from kvoffload.tiers.spec import open_tier
 from support.disk_blocks import Disk
 from support.run_cli import kvoffload
 
@@ -17,14 +29,34 @@ def text(salt: str = "", num_fields: int = 150, **changed: object) -> str:
     """A text as large as a real engine's."""
     known = {f"compilation.pass_config.fuse_{number}": number % 2 == 0 for number in range(num_fields)}
     known |= {"model": "org/llama", "vllm": "0.32.0", "model.hf_config.rope_parameters.rope_theta": 10000.0}
-    return json.dumps({**known, **changed}, sort_keys=True) + salt
+    return add_salt(json.dumps({**known, **changed}, sort_keys=True), salt)
 
 
 def test_a_short_text_stays_as_it_is() -> None:
     assert pack("llama bf16 tp1") == b"llama bf16 tp1"
     assert unpack(b"llama bf16 tp1") == "llama bf16 tp1"
     assert fields("llama") == {"producer": "llama"}
-    assert unpack(pack("ä" * MAX_BYTES)) == "ä" * (MAX_BYTES // 2), "no half sign"
+    assert fields("llama\nrun 7") == {"producer": "llama", "salt": "run 7"}
+
+
+def test_a_long_text_without_fields_becomes_a_digest() -> None:
+    found = fields(unpack(pack("ä" * MAX_BYTES)))
+    assert found.keys() == {"producer"}
+    assert found["producer"].startswith("sha256 ")
+
+
+def test_texts_with_different_salts_differ() -> None:
+    """Once the salt was appended: "m1" without a salt was equal to "m" with the salt "1"."""
+    pairs = [("m1", ""), ("m", "1"), ("m", ""), ('{"a":1}', "x"), ('{"a":1}x', ""), ('{"a":1}', "")]
+    assert len({add_salt(*pair) for pair in pairs}) == len(pairs)
+    with pytest.raises(ConfigError, match="allowed: a text of one line"):
+        add_salt("m\n1", "")
+
+
+def test_a_salt_makes_another_producer_of_a_disk(tmp_path: Path) -> None:
+    for fingerprint, options in [("m1", ""), ("m", ",salt=1")]:
+        open_tier(f"disk:{tmp_path}:1MiB{options}", block_bytes=256, fingerprint=fingerprint).close()
+    assert len(list(slabs_in(tmp_path))) == 2
 
 
 def test_a_long_text_is_compressed_and_keeps_its_fields() -> None:

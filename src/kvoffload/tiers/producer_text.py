@@ -20,6 +20,8 @@ MAX_BYTES = 3072
 """Limit of a packed text."""
 _COMPRESSED = b"\0"
 """First byte of a compressed text. No plain text begins with this byte."""
+_BEFORE_SALT = "\n"
+"""Separates the salt from the text. Without a separator, "m1" would be equal to "m" with the salt "1"."""
 _MAX_UNPACKED_BYTES = 1 << 18
 _MOST_NESTED = 64
 """Deepest nesting of objects and lists in a text. Recursive functions would fail on deeper texts."""
@@ -50,27 +52,38 @@ def check_producer_text(field: str, text: object) -> str:
     raise ConfigError(field, text, "allowed: a text that names the producer")
 
 
+def add_salt(text: str, salt: str) -> str:
+    """Return the text of a producer with a salt. Two different pairs never have the same result.
+
+    Args:
+        text: a producer's text, of one line.
+        salt: "" for none.
+
+    Raises: `ConfigError` for a text of several lines.
+    """
+    if _BEFORE_SALT in text:
+        raise ConfigError("fingerprint", text, "allowed: a text of one line that names the producer")
+    return f"{text}{_BEFORE_SALT}{salt}" if salt else text
+
+
 def pack(text: str, max_bytes: int = MAX_BYTES) -> bytes:
     """Encode a producer's text in at most `max_bytes`.
 
     A longer text is compressed, with digests in place of long values. If the result is still too long, the
-    last fields are left out and counted. A text without fields is truncated.
+    last fields are left out and counted.
     """
     plain = text.encode()
     if len(plain) <= max_bytes:
         return plain
     named, salt = _parsed(text)
-    if not named:
-        return plain[:max_bytes].decode(errors="ignore").encode()
     fields = {name: _shortened(value) for name, value in sorted(named.items())}
     kept = len(fields)
     while True:
         included = dict(list(fields.items())[:kept])
         if kept < len(fields):
             included[_MORE] = f"{len(fields) - kept} fields"
-        packed = _COMPRESSED + zlib.compress(
-            (json.dumps(included, separators=(",", ":")) + salt[:256]).encode(), 9
-        )
+        short = add_salt(json.dumps(included, separators=(",", ":")), salt[:256])
+        packed = _COMPRESSED + zlib.compress(short.encode(), 9)
         if len(packed) <= max_bytes or kept == 0:
             return packed
         kept -= max(1, kept // 16)
@@ -88,10 +101,8 @@ def unpack(packed: bytes) -> str:
 
 
 def fields(text: str) -> dict[str, Any]:
-    """Return the fields of a producer's text by dotted name. A text without fields is one field."""
+    """Return the fields of a producer's text by dotted name, and its salt."""
     named, salt = _parsed(text)
-    if not named:
-        return {"producer": text}
     return {**dict(_flat("", named)), **({"salt": salt} if salt else {})}
 
 
@@ -113,12 +124,13 @@ def differences(first: str, second: str) -> list[Difference]:
 
 
 def _parsed(text: str) -> tuple[dict[str, Any], str]:
-    """Split a text into its JSON object and the salt behind it."""
-    try:
-        parsed, end = json.JSONDecoder().raw_decode(text)
-    except (ValueError, RecursionError):
-        return {}, ""
-    return (parsed, text[end:]) if isinstance(parsed, dict) and _is_shallow(parsed) else ({}, "")
+    """Split a text into its fields and its salt. A text that is not a JSON object is one field."""
+    text, _, salt = text.partition(_BEFORE_SALT)
+    with contextlib.suppress(ValueError, RecursionError):
+        parsed = json.loads(text)
+        if isinstance(parsed, dict) and _is_shallow(parsed):
+            return parsed, salt
+    return {"producer": text}, salt
 
 
 def _is_shallow(value: Any) -> bool:

@@ -15,6 +15,7 @@ from kvoffload.settings.read import SizeOrNothing, parse_size
 from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.disk.disk_tier import DiskTier
 from kvoffload.tiers.disk.slab_layout import LOCK_FILE_BYTES, Layout
+from kvoffload.tiers.producer_text import add_salt
 from kvoffload.tiers.spec import SizedTierOptions, TierOwner
 from kvoffload.tiers.striped import StripedTier
 from kvoffload.tiers.write_budget import WriteBudget
@@ -87,7 +88,7 @@ class DiskOptions(SizedTierOptions):
             self._bytes_each(owner),
             owner.block_bytes,
             key_bytes=owner.key_bytes,
-            fingerprint=owner.fingerprint + self.salt,
+            fingerprint=add_salt(owner.fingerprint, self.salt),
             policy=self.policy,
             admission=self.admission,
             write_budget=budget,

@@ -10,6 +10,7 @@ from typing import ClassVar
 from kvoffload.core.admission import DEFAULT_ADMISSION, Admission, AdmissionName, create_admission
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.settings.read import Duration
+from kvoffload.tiers.producer_text import add_salt
 from kvoffload.tiers.shared.remote_tier import ConnectingTier, RemoteOptions
 from kvoffload.tiers.spec import TierOptions, TierOwner
 
@@ -76,7 +77,7 @@ class SharedTierOptions(TierOptions):
         if owner.block_bytes == 0:
             why = "a replay without data has no bytes to store; use simulated:CAPACITY"
             raise ConfigError("tier", str(self), why)
-        fingerprint = owner.fingerprint + self.identity
+        fingerprint = add_salt(owner.fingerprint, self.identity)
         if owner.shared_fingerprint is not None:
             fingerprint = owner.shared_fingerprint(self.identity)
         admission = create_admission(self.admission, owner.key_bytes, _COUNTED_BLOCKS)
