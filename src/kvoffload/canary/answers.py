@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import chain
 
 LEAST_LOGPROB = -100.0
-"""Lower limit of log-probabilities: smaller values are raised to the limit. For a probability of 0, servers
-send various large negative numbers."""
+"""Lower limit of log-probabilities. Smaller values are raised to the limit, because servers send different
+large negative numbers for a probability of 0."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Answer:
 
     Attributes:
         tokens: the generated tokens, as text.
-        logprobs: for each position, the log-probabilities of the most probable tokens.
+        logprobs: log-probabilities of the most probable tokens at each position.
     """
 
     tokens: Sequence[str]
@@ -31,9 +31,8 @@ class Difference:
     Positions after the first different token are not compared, because their contexts differ.
 
     Attributes:
-        size: difference of the log-probabilities of `token`. A lower bound if one answer does not list the
-            token.
-        position: number, from 0, of the generated token with this difference.
+        size: difference of the log-probabilities of `token`; a lower bound if only one answer lists `token`.
+        position: position of the difference among the generated tokens, from 0.
         token: the token whose log-probabilities differ most.
         logprobs: log-probability of `token` in the reference and in the other answer; None if not listed.
         diverges_at: position of the first different token; None if all tokens are equal.
@@ -67,7 +66,7 @@ def compare(reference: Answer, other: Answer) -> Difference:
 def _difference(expected: Mapping[str, float], actual: Mapping[str, float], token: str) -> float:
     """Return the difference between two log-probabilities of a token.
 
-    Returns a lower bound of the difference if one list lacks the token, and 0 if one list is empty.
+    If one list lacks the token, returns a lower bound. If one list is empty, returns 0.
     """
     if not expected or not actual:
         return 0.0

@@ -1,7 +1,7 @@
-"""Prompts of the canary: generated around block and chunk boundaries, or read from a file.
+"""Prompts of the canary: generated, or read from a file.
 
-A generated prompt is a list of records with a question about one of the records. So every part of a prompt's
-KV matters for some answer.
+The lengths of generated prompts are around block and chunk boundaries. A generated prompt is a list of
+records with a question about one of them, so that every part of the KV matters for some answer.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ _CITIES = [
 ]
 _CHARACTERS_PER_TOKEN = 4
 _FAMILY_SHARE = 3
-"""Number of prompts in a family. A family shares a beginning, or consists of the turns of one
-conversation."""
+"""Number of prompts in a family: prompts with a common beginning, or the turns of one conversation."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Prompt:
     Attributes:
         name: for reports.
         content: text or token ids.
-        family: prompts of one family share a beginning, and are sent with the same cache salt.
+        family: prompts of a family share a beginning, and are sent with one cache salt.
     """
 
     name: str
@@ -75,7 +74,7 @@ class PromptSizes:
     Args:
         block_tokens: tokens of a KV block.
         chunk_tokens: chunk sizes of the engine's prefill and of its connector.
-        longest: longest prompt that leaves room for the answer.
+        longest: length of the longest prompt that leaves room for the answer.
     """
 
     block_tokens: int
@@ -102,19 +101,20 @@ def generated(
 ) -> list[Prompt]:
     """Generate prompts.
 
-    Half of the prompts are single prompts, a quarter share beginnings, and a quarter are turns of
-    conversations.
+    Half of the prompts are single, a quarter share beginnings, and a quarter are turns of conversations.
 
-    With `token_ids`, each prompt has random token ids of this range, for servers whose tokenizer knows no
-    English. Raises `ConfigError` if the server's tokenizer maps the generated English text to too few
-    different tokens.
+    Args:
+        token_ids: range of random token ids, for servers whose tokenizer knows no English; None for English
+            text.
+
+    Raises: `ConfigError` if the server's tokenizer maps English text to too few different tokens.
     """
     rng, lengths = random.Random(seed), sizes.lengths()
     build = _Builder(rng, sizes.longest, tokenize, token_ids)
     prompts: list[Prompt] = []
     while len(prompts) < num_prompts:
         number, kind = len(prompts), len(prompts) % (4 * _FAMILY_SHARE)
-        # Every length once before any length twice, in an order that does not favour the short ones.
+        # Use every length once before a length repeats, in an order that mixes short and long.
         length = lengths[(number * 7 + number // len(lengths)) % len(lengths)]
         if kind < 2 * _FAMILY_SHARE:
             prompts.append(Prompt(f"alone-{number}-{length}", build.alone(length), f"alone-{number}"))
@@ -137,7 +137,7 @@ class _Builder:
         return self.turns([length])[0]
 
     def turns(self, lengths: Sequence[int]) -> list[str | tuple[int, ...]]:
-        """Build prompts; each begins with the records of the previous prompt."""
+        """Build prompts. Each begins with the records of the previous prompt."""
         records = self._records(max(lengths))
         return [self._cut(records, length) for length in lengths]
 
@@ -189,7 +189,7 @@ class _Builder:
 
 
 def filler(rng: random.Random, length: int, like: Prompt) -> Prompt:
-    """Return a random prompt that no cache has: about `length` tokens, drawn from the prompt `like`."""
+    """Return a random prompt that is in no cache: about `length` tokens of the prompt `like`."""
     if isinstance(like.content, str):
         pieces = like.content.split() or ["filler"]
         return Prompt("filler", " ".join(rng.choice(pieces) for _ in range(length)), "filler")

@@ -1,4 +1,4 @@
-"""A run of the canary. Each prompt is answered three ways: computed, from the device, and from the tiers."""
+"""A run of the canary: each prompt is answered by computation, from the device, and from the tiers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from kvoffload.canary.verdict import Judgement, Verdict, judge
 from kvoffload.errors import CanaryError
 
 _FILLING = 1.25
-"""Filler tokens for each token of the device's cache. More than 1, because the device may drop new blocks
-before old blocks."""
+"""Number of filler tokens for each token of the device's cache. Above 1, because the device may drop new
+blocks before old blocks."""
 _MOST_DIFFERENCES = 10
 _MOST_FILLER_TOKENS = 4096
 
@@ -32,12 +32,12 @@ class CanaryOptions:
 
     Args:
         seed: seed of the prompts, salts and fillers.
-        answer_tokens: generated tokens compared for each prompt.
-        concurrency: requests at a time in the concurrent phases.
+        answer_tokens: number of generated tokens for each prompt.
+        concurrency: limit of concurrent requests in the concurrent phases.
         may_reset: True to empty the device's cache with ``POST /reset_prefix_cache``; False to use filler
             prompts.
-        device_tokens: size of the device's KV cache in tokens, which fillers must exceed. None: ask the
-            server.
+        device_tokens: size of the device's KV cache in tokens; None to ask the server. Fillers exceed this
+            size.
         filler_tokens: length of a filler prompt, in tokens.
     """
 
@@ -56,7 +56,7 @@ class PhaseReport(msgspec.Struct, frozen=True, kw_only=True):
         requests: prompts sent, without fillers.
         tier_tokens: prompt tokens loaded from the tiers.
         device_tokens: prompt tokens found in the device's cache.
-        differing: number of answers in which a token differs from the reference.
+        differing: number of answers with a token that differs from the reference.
         median, largest: median and largest difference from the reference, in log-probability.
     """
 
@@ -136,7 +136,7 @@ class Canary:
     ) -> None:
         self._server, self._prompts, self._options, self._on_phase = server, prompts, options, on_phase
         self._rng = random.Random(options.seed)
-        # Salts differ between runs, also with one seed: a warm tier would answer the cold phase.
+        # Salts differ between runs with one seed, too. Otherwise a warm tier would answer the cold phase.
         self._run = f"canary-{options.seed}-{time.time_ns():x}"
 
     def run(self) -> CanaryReport:
@@ -178,9 +178,9 @@ class Canary:
         return _Phase(name, answers, self._server.counters().since(before))
 
     def _device_phase(self, salts: Sequence[str]) -> _Phase:
-        """Send each prompt twice in a row; return the second answers.
+        """Send each prompt twice in a row; returns the second answers.
 
-        A second answer that did not come from the device alone is None.
+        None replaces a second answer that did not come from the device alone.
         """
         name = "from the device"
         self._on_phase(name)
@@ -193,7 +193,7 @@ class Canary:
             answer = self._ask(prompt, salt)
             ended = self._server.counters()
             total = total.plus(ended.since(stored))
-            # A small device may have dropped blocks of the family, and then loads them from the tiers.
+            # A small device may have dropped blocks of the family. It then loads them from the tiers.
             if ended.since(begun).used_tiers:
                 from_tiers.add(prompt.family)
             is_device = ended.since(stored).device_tokens and prompt.family not in from_tiers
@@ -258,7 +258,8 @@ class _Phases:
         noise = [size for phase in self._computed for size in self._sizes(phase)]
         on_device = judge(noise, self._sizes(self._device), rounds_alike=False)
         if not on_device.is_alarm:
-            # Answers from the device and from tiers split the prompt at the same place, and round alike.
+            # For answers from the device and from tiers the prompt is split at the same place, so they round
+            # alike.
             noise += self._sizes(self._device)
         measured = [size for phase in self._tiers for size in self._sizes(phase)]
         judgement = judge(noise, measured, rounds_alike=bool(noise))

@@ -27,8 +27,8 @@ class Counters:
     Attributes:
         tier_tokens: prompt tokens loaded from the tiers behind the device.
         device_tokens: prompt tokens found in the device's prefix cache.
-        preemptions: number of times that running requests lost their blocks. The tiers may load these blocks
-            again; vLLM does not count such loads as hits.
+        preemptions: number of preempted requests. The tiers may load their blocks again; vLLM does not count
+            such loads as hits.
     """
 
     tier_tokens: float | None
@@ -51,7 +51,7 @@ class Counters:
 
 
 class Pace:
-    """Limit of tokens sent per second. Thread: any."""
+    """A rate limit of sent tokens. Thread: any."""
 
     def __init__(self, max_tokens_per_s: float | None) -> None:
         self._max_tokens_per_s, self._next, self._lock = max_tokens_per_s, time.monotonic(), threading.Lock()
@@ -71,11 +71,11 @@ class Server:
 
     Args:
         url: with or without ``/v1``.
-        model: None for the first model of the server.
-        timeout_s: for one request.
-        tier_hits_metric: Prometheus counter of tokens loaded from tiers; None: vLLM's counter.
+        model: name of the model; None for the first model of the server.
+        timeout_s: longest duration of a request.
+        tier_hits_metric: Prometheus counter of tokens loaded from tiers; None for vLLM's counter.
 
-    Thread: any. Every method raises `CanaryError` if the server does not answer as needed.
+    Thread: any. Every method raises `CanaryError` if the server gives no usable answer.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Server:
         """Return the completion of a prompt at temperature 0.
 
         Args:
-            salt: value of ``cache_salt``. On servers that know it, the request does not use cached blocks of
-                requests with another salt.
+            salt: value of ``cache_salt``. Servers that support it share no cached blocks between requests
+                with different salts.
         """
         content = prompt.content if isinstance(prompt.content, str) else list(prompt.content)
         num_tokens = len(content) // 4 if isinstance(content, str) else len(content)
@@ -149,7 +149,7 @@ class Server:
         return sums(self._samples())
 
     def device_tokens(self) -> tuple[int | None, int | None]:
-        """Return two sizes in tokens: a block, and the device's KV cache. A size is None if unknown."""
+        """Return the sizes of a block and of the device's KV cache, in tokens. Unknown sizes are None."""
         for sample in self._samples():
             if sample.name == "vllm:cache_config_info":
                 labels = sample.labels
@@ -229,7 +229,7 @@ def _answer(reply: Any, prompt: Prompt) -> Answer:
     try:
         logprobs = reply["choices"][0]["logprobs"]
         tokens = [str(token) for token in logprobs["tokens"]]
-        # Some tokens have no list: the server has sent an empty one.
+        # For some tokens servers send no list.
         most_probable = [dict(row or {}) for row in logprobs["top_logprobs"]]
         for row, token, logprob in zip(most_probable, tokens, logprobs["token_logprobs"], strict=True):
             if logprob is not None:

@@ -10,10 +10,9 @@ from enum import Enum
 NOISE_FACTOR = 4.0
 """A difference is an alarm if it exceeds this multiple of the largest difference between sound answers."""
 LEAST_ALARM = 0.02
-"""Smallest threshold of an alarm, in log-probability. Needed because a noise of 0 can grow in the next
-run."""
+"""Smallest threshold of an alarm, in log-probability. A noise of 0 can grow in the next run."""
 LEAST_DEVICE_ALARM = 0.5
-"""The value in place of `LEAST_ALARM` if no answer in the noise rounds like the answers from the cache."""
+"""Smallest threshold if no answer in the noise rounds like the answers from the cache."""
 _LEAST_SHIFT, _SURE = 0.01, 1 - 1e-6
 
 
@@ -37,10 +36,9 @@ class Judgement:
     """Judgement of answers from a cache: their differences are compared with the noise.
 
     Attributes:
-        is_alarm: True if a difference exceeds `threshold`. Also True if three conditions hold: the answers
-            round like the noise, at least half of their differences exceed all noise, and chance hardly
-            explains so many.
-        threshold: in log-probability.
+        is_alarm: True if a difference exceeds `threshold`. Also True for a shift: the answers round like the
+            noise, at least half of their differences exceed all noise, and `confidence` is almost 1.
+        threshold: limit of a difference, in log-probability.
         noise: largest difference of sound answers.
         largest: largest difference of answers from the cache.
         confidence: 1 minus the probability that as many differences exceed all noise by chance; 0 if no
@@ -60,23 +58,23 @@ def judge(noise: Sequence[float], measured: Sequence[float], *, rounds_alike: bo
     Args:
         noise: differences of sound answers to the same prompts.
         measured: differences of answers from the cache.
-        rounds_alike: False if no answer in the noise rounds like the answers from the cache. Then the
-            threshold is at least `LEAST_DEVICE_ALARM`, and small shifts are no alarm.
+        rounds_alike: False if no answer in the noise rounds like the answers from the cache. The threshold is
+            then at least `LEAST_DEVICE_ALARM`, and small shifts are no alarm.
     """
     loudest, largest = max(noise, default=0.0), max(measured, default=0.0)
     threshold = max(LEAST_ALARM if rounds_alike else LEAST_DEVICE_ALARM, NOISE_FACTOR * loudest)
     confidence = _confidence(noise, measured)
-    # A small shift of most answers, as from one wrong layer, is an alarm although none is large.
+    # A small shift of most answers, for example by one wrong layer, is an alarm.
     shifted = sum(size > max(loudest, _LEAST_SHIFT) for size in measured)
     is_shift = confidence > _SURE and 2 * shifted >= len(measured) and rounds_alike
     return Judgement(largest > threshold or is_shift, threshold, loudest, largest, confidence)
 
 
 def _confidence(noise: Sequence[float], measured: Sequence[float]) -> float:
-    """Return 1 minus the probability that, by chance, the k largest differences are all in `measured`.
+    """Return 1 minus the probability that the k largest differences are all in `measured` by chance.
 
-    This is the exact permutation test. k is the number of measured differences that exceed all noise; if k is
-    0 or there is no noise, returns 0.
+    k is the number of measured differences that exceed all noise. If k is 0, or there is no noise, returns 0.
+    Source: exact permutation test.
     """
     loudest = max(noise, default=0.0)
     above = sum(size > loudest for size in measured)

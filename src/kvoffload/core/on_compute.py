@@ -169,8 +169,7 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Do nothing. In a victim tier: tell a policy written in Python which resident blocks the device has
-        dropped."""
+        """Do nothing. A victim tier reports resident blocks that the device has dropped to the policy."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in this row of a plan."""

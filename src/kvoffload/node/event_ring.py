@@ -1,4 +1,4 @@
-"""The events of all engines of a pool, in a ring that the engines share."""
+"""The events of a pool, in a ring buffer that all engines share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _UNKNOWN = -1
 
 
 class EventRing(EventSink):
-    """One engine's view of the ring. The caller holds the pool's lock.
+    """Reads and writes the events of a pool for one engine. The caller must hold the pool's lock.
 
     Args:
-        file: has the ring and the number of events.
-        contents: returns the keys of the readable blocks, for an engine that has missed events.
+        file: the pool's state, with the ring buffer and the number of events.
+        contents: returns the keys of all ready blocks. Called if this engine has missed events.
         key_bytes, block_size, medium: as for `OffloadingManager`.
     """
 
@@ -31,7 +31,7 @@ class EventRing(EventSink):
         self._next = _UNKNOWN
 
     def ignore_earlier(self) -> None:
-        """Take only later events. For an engine that joins an empty pool, and so misses no event."""
+        """Skip all events so far. For an engine that joins an empty pool, which has missed nothing."""
         self._next = self._numbers.num_events
 
     def add(self, keys: Keys, *, removed: bool) -> None:
@@ -42,14 +42,14 @@ class EventRing(EventSink):
         self._numbers.num_events = start + count
 
     def skip(self) -> None:
-        """Make every engine miss events, so that each receives a reset."""
+        """Mark all events as missed, so that every engine receives a reset."""
         self._numbers.num_events += len(self._words) + 1
 
     def take(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, or has joined a pool with blocks, the list begins with a reset,
-        followed by the current contents.
+        If this engine has missed events, or has joined a pool with blocks, returns a reset and an event with
+        the present contents instead.
         """
         words, stop = self._words, self._numbers.num_events
         start, self._next = self._next, stop

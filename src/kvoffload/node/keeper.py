@@ -1,9 +1,9 @@
-"""The keeper of a pool: a small process that removes the pool when its keep time has passed without use.
+"""The keeper of a pool: a small process that removes the pool after its keep time without use.
 
-Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Owns the parts
-of the file ``members`` that the keeper needs: names, words and byte locks.
+Runs as a script. Imports neither this package nor numpy, so that the process needs only 9 MiB. Command-line
+arguments: the pool's directory, and the seconds between two checks.
 
-Command-line arguments: the pool's directory, and the seconds between two checks.
+Also owns the byte locks and some words of the file ``members``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MEMBERS = "members"
 MAX_MEMBERS = 64
 """Limit of engines that use a pool at the same time. Each engine locks a byte of the file `MEMBERS`."""
 LAST_USED_AT, KEEP_AT = 2, 3
-"""Words of the file `MEMBERS`, float64: time of the last use (`time.monotonic`), and seconds from then
-to the removal."""
+"""Words of the file `MEMBERS`, float64. `LAST_USED_AT`: time of the last use (`time.monotonic`). `KEEP_AT`:
+seconds from the last use to the removal."""
 _KEEPER_BYTE = MAX_MEMBERS
 _LONGEST_INTERVAL_S = 5.0
 _FLOCK = "hhqqi4x"
@@ -51,7 +51,7 @@ def is_named(fd: int, path: str | Path) -> bool:
 
 
 def start(pool: Path, fd: int) -> None:
-    """Start the keeper of a pool, unless one runs. Cost: about 30 ms, the start of a process.
+    """Start the keeper of a pool, unless it runs. Cost: about 30 ms.
 
     Args:
         pool: directory of the pool.
@@ -73,9 +73,9 @@ def start(pool: Path, fd: int) -> None:
 
 
 def keep(pool: str, interval_s: float) -> None:
-    """Wait until the pool has been unused for its keep time, and remove the pool.
+    """Wait until the pool has been unused for its keep time, then remove it.
 
-    Ends early if the pool is gone, or has another keeper.
+    Returns early if the pool is gone, or has another keeper.
     """
     members = os.path.join(pool, MEMBERS)
     with contextlib.suppress(OSError):
@@ -98,7 +98,7 @@ def _is_over(fd: int) -> bool:
 
 
 def _remove(pool: str, fd: int) -> bool:
-    """Remove the pool and return True; False if a process has joined the pool, or holds the pools' lock."""
+    """Remove the pool and return True. Return False if a process has joined it, or holds the pools' lock."""
     root, name = os.path.split(pool)
     path = os.path.join(root, f".{name.rsplit('-', 1)[0]}.lock")
     lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -1,4 +1,4 @@
-"""A lock in memory that processes share. If a process dies while it holds the lock, the kernel reports it.
+"""A lock in memory that processes share. If its owner dies, the next process that acquires it is told.
 
 A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
 `acquire` makes no system call.
@@ -22,9 +22,9 @@ ACQUIRED, OWNER_DIED, BUSY, NEWS = 0, errno.EOWNERDEAD, errno.EBUSY, -1
 _CALLS_WITHOUT_NEWS = 16
 _ROBUST = _SHARED = 1
 _ERROR_CHECK = 2
-"""Type of a mutex that refuses a second lock by its owner; the default type would wait for itself."""
+"""Type of a mutex that refuses a second lock by its owner. With the default type the owner would deadlock."""
 _SPINS = 200
-"""Attempts before a system call: about 5 us, longer than most calls of a manager hold the lock."""
+"""Attempts before a system call: about 5 us. Most calls of a manager hold the lock for less."""
 
 
 class Door(Struct):
@@ -33,8 +33,8 @@ class Door(Struct):
     Attributes:
         mutex: address of the mutex in this process.
         try_lock, unlock: addresses of the C library's functions in this process.
-        news: a number in shared memory that grows with each change that members must read.
-        seen: the last value of `news` that this process has handled.
+        news: number in shared memory that grows with each change that members must read.
+        seen: last value of `news` that this process has handled.
         num_calls: calls of `try_lock` since `NEWS` was returned.
     """
 
@@ -67,7 +67,7 @@ class Mutex:
     def __init__(self, memory: memoryview, news: I64Array, *, create: bool) -> None:
         check_platform()
         self._libc: Any = ctypes.CDLL(None)
-        # Without it (glibc before 2.30, musl) a step of the system's clock changes the length of a wait.
+        # Missing in glibc before 2.30 and in musl. A step of the system's clock then changes a wait's length.
         self._has_clock = hasattr(self._libc, "pthread_mutex_clocklock")
         self._memory = memory
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -88,9 +88,10 @@ class Mutex:
         self.door = self._state.memory
 
     def acquire(self, timeout_s: float) -> int:
-        """Lock; return `ACQUIRED`, `OWNER_DIED` (acquired, but the last owner died inside), or `BUSY`.
+        """Lock; return `ACQUIRED`, `OWNER_DIED` or `BUSY`.
 
-        After `OWNER_DIED` the caller repairs the state and calls `repaired`.
+        `OWNER_DIED`: this thread has the lock, but the last owner died while holding it. The caller must
+        repair the state and call `repaired`.
         """
         result: int = try_lock(self.door)
         return ACQUIRED if result == NEWS else self.wait(timeout_s) if result == BUSY else result
@@ -100,16 +101,15 @@ class Mutex:
         return BUSY if timeout_s <= 0 else self._timed_lock(timeout_s)
 
     def holds(self) -> bool:
-        """Return True if this thread now has the lock; False if another thread has it.
+        """Return True if this thread has the lock, False if another thread has it. Acquires a free lock.
 
         Call this after an exception of a signal handler, which hides the result of `try_lock` or `wait`. If
-        the lock is free, this call acquires it and returns True. After True the state may need a repair, see
-        `needs_repair`.
+        True, the state may need a repair (`needs_repair`).
         """
         return self._timed_lock(0.0) in (ACQUIRED, OWNER_DIED, errno.EDEADLK)
 
     def needs_repair(self) -> bool:
-        """Return True if the last owner died while it held the lock; the lock then counts as repaired.
+        """Return True if the last owner died while it held the lock. The lock then counts as repaired.
 
         This thread must hold the lock.
         """
@@ -127,7 +127,7 @@ class Mutex:
         return BUSY if result == errno.ETIMEDOUT else result
 
     def release(self) -> None:
-        """Release the lock, which this thread holds."""
+        """Release the lock. This thread must hold it."""
         unlock(self.door)
 
     def heard(self) -> None:
@@ -135,11 +135,11 @@ class Mutex:
         self._state.seen = int(self._state.news[0])
 
     def forget(self) -> None:
-        """Mark the news as unread: the next `try_lock` that gets the lock returns `NEWS`."""
+        """Mark the news as unread, so that the next successful `try_lock` returns `NEWS`."""
         self._state.seen = -1
 
     def repaired(self) -> None:
-        """Declare the state consistent after `OWNER_DIED`; the lock stays acquired."""
+        """Mark the state as consistent after `OWNER_DIED`. The lock stays acquired."""
         self._check(self._libc.pthread_mutex_consistent(ctypes.c_void_p(self._address)))
 
     def _check(self, code: int) -> None:
@@ -157,8 +157,8 @@ def check_platform() -> None:
 def try_lock(door: Door) -> int:
     """Lock without waiting; return `ACQUIRED`, `OWNER_DIED`, `BUSY`, or `NEWS`.
 
-    `NEWS` means that the lock is acquired, and either `Door.news` has changed or this is the 16th call since
-    the last `NEWS`.
+    `NEWS`: the lock is acquired, and the caller must catch up. `Door.news` has changed, or this is the 16th
+    successful call since the last `NEWS`.
     """
     result: int = call_c(door.try_lock, door.mutex)
     attempt = 0
@@ -175,6 +175,6 @@ def try_lock(door: Door) -> int:
 
 @kernel
 def unlock(door: Door) -> int:
-    """Release the lock, which this thread holds."""
+    """Release the lock. This thread must hold it."""
     result: int = call_c(door.unlock, door.mutex)
     return result

@@ -49,16 +49,15 @@ PATIENCE_S, RESET_PATIENCE_S = 0.05, 5.0
 """Longest wait for the lock in a call, and in `reset`, in seconds. After a time-out, calls try the lock
 without waiting, until a call gets the lock."""
 MOST_DEFERRED = 1000
-"""Limit of deferred reports of uses. The next call that gets the lock executes all deferred reports, and
-other engines wait meanwhile."""
+"""Limit of deferred reports of uses. Other engines wait while the next call with the lock executes them."""
 REPORT_S = 1.0
 """Seconds without the lock before a warning is logged. Shorter waits are normal on a busy system."""
 CHECK_S, GRACE_S = 0.5, 1.0
-"""Two times in seconds: the interval of the checks for dead engines, and the delay between an engine's end
-and the reuse of its slots. During the delay a device may still copy."""
+"""In seconds: the interval of checks for dead engines, and the delay from an engine's end to the reuse of its
+slots. During the delay a device may still copy."""
 _UNKNOWN = -1
 _BEFORE_A_CHANGE = (MisuseError, ValueError, TypeError)
-"""Exceptions for wrong arguments, which a call raises before it changes the state."""
+"""Exceptions for wrong arguments. A call raises them before it changes the state."""
 logger = logging.getLogger("kvoffload.node")
 
 
@@ -67,26 +66,24 @@ class NodeManager(OffloadingManager):
 
     Every call holds the pool's lock. The differences to a manager of one process:
 
-    - A block may leave between `lookup` and `prepare_load`, because another process evicts it. `prepare_load`
-      and `pin` then raise `GoneError`, and the caller looks the block up again. Pinned blocks do not leave.
+    - Another process may evict a block between `lookup` and `prepare_load`. `prepare_load` and `pin` then
+      raise `GoneError`, and the caller must look the block up again. Pinned blocks are not evicted.
     - A process that is stopped inside a call holds the lock. Calls of other processes then time out: `lookup`
       returns MISS, and `prepare_store` returns None. Reports such as `complete_load` are deferred until a
       later call gets the lock. Once `MOST_DEFERRED` calls are deferred, further reports of uses are lost.
-    - If an engine ends without `close`, its pins and slots stay occupied until another member notices the
-      end, within seconds. If an engine dies inside a call, the pool is emptied, because its state may be
-      inconsistent.
+    - If an engine ends without `close`, another member releases its pins and slots within seconds.
+    - If an engine dies inside a call, the pool is emptied, because its state may be inconsistent.
     - `reset` empties the pool for all engines. Events and `stats` cover all engines, `counters` only this
       engine.
-    - The admission rule of each engine counts only that engine's requests.
-    - Engines can have shares of the pool. A share protects the blocks of an engine as a minimum quota
-      protects the blocks of a tenant (`OffloadingManager.set_tenants`). An engine owns the blocks that it
-      stores. Blocks of ended engines are evicted first; an engine that loads such a block becomes the block's
-      owner.
+    - The admission rule of each engine counts only the engine's own requests.
+    - Engines can have shares of the pool. A share protects an engine's blocks like the minimum quota of a
+      tenant (`OffloadingManager.set_tenants`). An engine owns the blocks that it stores. Blocks of ended
+      engines are evicted first. If an engine loads such a block, the engine becomes its owner.
 
     Args:
         directory: the membership in the pool. `close` does not close it.
         share_blocks: number of blocks of this engine that other engines cannot evict while this engine runs.
-            Other engines may use the part of the share that this engine does not fill.
+            Other engines may use the unfilled part of the share.
         capacity_blocks, policy, key_bytes, block_size: equal in all members.
         admission, enable_events, medium: as for `OffloadingManager`.
         clock: monotonic seconds.
@@ -98,10 +95,10 @@ class NodeManager(OffloadingManager):
     to 64 blocks, and up to 5 us for 1,024 blocks.
 
     Raises:
-        ConfigError: for a policy that is not compiled, and if the shares of the running engines exceed the
-            pool. Also for a victim tier, because a victim tier follows a single device.
-        UnavailableError: if ``/dev/shm`` is full, the pool has another version, or a process is stopped
-            inside a call.
+        ConfigError: the policy is not compiled, the shares of the running engines exceed the pool, or `store`
+            asks for a victim tier, which follows a single device.
+        UnavailableError: ``/dev/shm`` is full, the pool has another version, or a process is stopped inside a
+            call.
     """
 
     def __init__(
@@ -160,7 +157,7 @@ class NodeManager(OffloadingManager):
 
     def _join(self, enable_events: bool, share_blocks: int) -> None:
         with self._locked(RESET_PATIENCE_S):
-            # First, because it fails if no memory is left, and then nothing may have changed for the others.
+            # First, because it may fail for lack of memory. Nothing may have changed for the others then.
             self._holds = self._file.adopt(self._state, self._directory.number)
             self._take_share(share_blocks)
             self._cache = self._state.memory
@@ -173,7 +170,7 @@ class NodeManager(OffloadingManager):
             self._announce()
 
     def _take_share(self, share_blocks: int) -> None:
-        """Set the share of this engine. A `ConfigError` leaves the shares of the other engines unchanged."""
+        """Set the share of this engine. Raises: `ConfigError`; then no share has changed."""
         number, tenants = self._directory.number, self._state.tenants
         living = [other for other in range(MAX_MEMBERS) if self._directory.is_alive(other)]
         take_share(tenants, number, share_blocks, living, self.capacity_blocks)
@@ -184,13 +181,13 @@ class NodeManager(OffloadingManager):
         self._update_owners()
 
     def _update_owners(self) -> None:
-        """Record the existing engines as owners of blocks, after an engine has joined or left."""
+        """Record the present engines as owners of blocks, after an engine has joined or left."""
         numbers = [number for number in range(MAX_MEMBERS) if self._directory.is_member(number)]
         update_owners(self._state.tenants, numbers)
 
     @staticmethod
     def check_policy(policy: EvictionPolicy) -> CompiledPolicy:
-        """Return the policy. Raises `ConfigError` for functions in Python, which could have private state."""
+        """Return the policy. Raises `ConfigError` for a policy in Python, which could have private state."""
         in_python = any(name in vars(type(policy)) for name in ("expect", "observe", "finished"))
         if isinstance(policy, CompiledPolicy) and policy.is_compiled and not in_python:
             return policy
@@ -228,7 +225,7 @@ class NodeManager(OffloadingManager):
             self._look_around()
             self._is_torn = False
         except BaseException:
-            # A state that is not repaired stays locked until this process ends; then another member tries.
+            # A torn state stays locked until this process ends. Another member then repairs it.
             if result != OWNER_DIED:
                 self._interrupted()
             self._exit()
@@ -242,9 +239,9 @@ class NodeManager(OffloadingManager):
             mutex.unlock(self._door)
 
     def _release_after_exception(self) -> None:
-        """Release the lock after an exception while this process acquired it.
+        """Release the lock after an exception during its acquisition.
 
-        A signal handler may raise when the lock is taken and the result is not yet known. Without this
+        A signal handler may raise after the lock was acquired and before the caller knows it. Without this
         method the lock would stay locked until this process ends.
         """
         if self._is_torn or not self._mutex.holds():
@@ -269,7 +266,7 @@ class NodeManager(OffloadingManager):
 
     @contextmanager
     def _locked(self, patience_s: float) -> Iterator[None]:
-        """Hold the lock for a rare operation. Raises `TimeoutError` if the lock is not free in time."""
+        """Hold the lock, for rare operations. Raises `TimeoutError` if the lock is not free in time."""
         if self._is_inside:
             yield
             return
@@ -303,7 +300,7 @@ class NodeManager(OffloadingManager):
             )  # fmt: skip
 
     def _catch_up(self) -> None:
-        """Adopt the resets and burials of other members, then run the deferred calls."""
+        """Apply the changes of other members (`Numbers.news`), then run the deferred calls."""
         if self._stalled_since:
             seconds, self._stalled_since = self._clock() - self._stalled_since, 0.0
             self._patience_s = PATIENCE_S
@@ -326,7 +323,7 @@ class NodeManager(OffloadingManager):
             try:
                 call()
             except Exception as error:
-                # The caller has gone on; the calls after this one must not be lost.
+                # No caller can handle the error, and the next deferred calls must not be lost.
                 logger.exception("kvoffload: a call that waited for the pool's lock has failed")
                 self._failed(error)
 
@@ -338,10 +335,7 @@ class NodeManager(OffloadingManager):
     # ---- ends of other engines
 
     def _look_around(self) -> None:
-        """Release pins and slots of dead engines.
-
-        Cost: a comparison; once in `CHECK_S` also a few system calls.
-        """
+        """Release pins and slots of dead engines, at most once in `CHECK_S`."""
         now = self._clock()
         if now < self._next_check:
             return
@@ -389,16 +383,16 @@ class NodeManager(OffloadingManager):
         return most_expected(self.capacity_blocks) // self.num_members
 
     def _forget_expected(self) -> None:
-        """Clear the expected keys; each member adds the keys of its waiting requests again."""
+        """Clear the expected keys. Each member adds the keys of its waiting requests again."""
         expected = self._state.expected
         expected.keys.clear()
         expected.counts.fill(0)
         self._numbers.generation += 1
 
     def _start_over(self, reason: str) -> None:
-        """Empty the pool because its state may be inconsistent.
+        """Empty the pool, because its state may be inconsistent.
 
-        Slots that a living engine uses stay reserved, as after any reset. All listeners receive a reset.
+        Slots that a live engine uses stay reserved, as after any reset. All listeners receive a reset.
         """
         logger.error("kvoffload: %s of the pool %s: the pool is emptied", reason, self._directory.path.name)
         self._epoch, self._events = self._numbers.epoch, None
@@ -412,7 +406,7 @@ class NodeManager(OffloadingManager):
         self._mutex.forget()
 
     def _empty(self) -> None:
-        """Forget every block; slots that an engine pins or writes stay reserved."""
+        """Forget every block. Slots that an engine pins or writes stay reserved."""
         super().reset(drop_in_flight=False)
         ref_cnt = self.slots.ref_cnt
         ref_cnt.fill(FREE)
@@ -451,27 +445,27 @@ class NodeManager(OffloadingManager):
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget all blocks, their order, the ghosts and the counts, for all engines. Cost: O(capacity).
 
-        Slots that a transfer of any engine uses stay reserved until that transfer is completed.
+        Slots of a transfer in flight, of any engine, stay reserved until the transfer is completed.
 
         Args:
-            drop_in_flight: True if the caller guarantees that no transfer of this engine is under way. Then
-                completing an old plan of this engine does nothing.
+            drop_in_flight: True if the caller guarantees that no transfer of this engine is in flight. The
+                completion of an old plan of this engine then does nothing.
 
-        If the lock is not free in `RESET_PATIENCE_S`, the reset is deferred to the next call of this engine
-        that gets the lock.
+        If the lock is not free in `RESET_PATIENCE_S`, the reset is deferred until a call of this engine gets
+        the lock.
         """
         try:
             with self._locked(self._patience_s and RESET_PATIENCE_S):
                 self._reset(drop_in_flight)
         except TimeoutError:
-            # Nothing is stored before the first reset is made, so a second of the same kind changes nothing.
+            # Nothing is stored before the deferred reset, so a second reset of the same kind is not needed.
             if drop_in_flight not in self._deferred_resets:
                 self._deferred_resets.add(drop_in_flight)
                 self._deferred.append(lambda: self._reset(drop_in_flight))
 
     @property
     def has_deferred_reset(self) -> bool:
-        """True after a `reset` that waits for the lock."""
+        """True while a `reset` waits for the lock."""
         return bool(self._deferred_resets)
 
     def _reset(self, drop_in_flight: bool) -> None:
@@ -492,10 +486,10 @@ class NodeManager(OffloadingManager):
     # ---- reports
 
     def stats(self) -> ManagerStats:
-        """Return a copy of three statistics: counters of all engines, use of the slots, and the policy's own.
+        """Return the counters of all engines, the use of the slots, and the policy's statistics.
 
-        If an engine of the pool has a share, `tenants` has the keys ``own`` (this engine), ``others`` (other
-        running engines) and ``ended``.
+        If an engine of the pool has a share, `tenants` has three keys: ``own`` (this engine), ``others``
+        (other running engines) and ``ended`` (ended engines).
         """
         stats = super().stats()
         if self._state.has_tenants:
@@ -507,16 +501,16 @@ class NodeManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, or has joined a pool with blocks, the list begins with a reset,
-        followed by the current contents. Returns an empty list if the lock is not free in time.
+        If this engine has missed events, or has joined a pool with blocks, returns a reset and an event with
+        the present contents instead. Returns an empty list if the lock is not free in time.
         """
         return self._event_ring.take() if self._listens else []
 
     def close(self) -> None:
-        """Leave the pool. Call it when no transfer is in flight: slots in flight stay reserved until all
-        processes of this engine have ended.
+        """Leave the pool. Idempotent.
 
-        If the lock is not free in time, other members detect the end of this engine like a kill. Idempotent.
+        Call it when no transfer is in flight. Slots in flight stay reserved until all processes of this
+        engine have ended. If the lock is not free in time, other members treat this engine as killed.
         """
         if self._is_closed:
             return
@@ -574,13 +568,11 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "keep": lambda self, keys: len(keys),
     "take_events": lambda self: [],
 }
-"""Calls that must return something, by name, with the value to return if the lock is not free in time."""
+"""Calls with a return value, by name. The functions return the value for a lock that is not free in time."""
 _REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
-"""Calls that report something. If the lock is not free in time, such a call is deferred until another call
-gets the lock."""
+"""Reports. If the lock is not free in time, a report is deferred until another call gets the lock."""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
-"""Calls deferred as `_REPEATED`. At most `MOST_DEFERRED` calls are deferred, because a process that holds the
-lock may be stopped for long."""
+"""Reports that are deferred only up to `MOST_DEFERRED`, because the lock's owner may be stopped for long."""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -620,10 +612,10 @@ def _repeated(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that defers calls of `method`. One argument of `method` is a request.
+    """Return a function that defers calls of `method`, which has a request as argument.
 
-    After `MOST_DEFERRED` deferred calls, only the removal of a request from the queue is deferred; the uses
-    of the request are lost.
+    Beyond `MOST_DEFERRED` calls, only the removal of a request from the queue is deferred. The request's uses
+    are lost.
     """
     name = method.__name__
 
@@ -631,7 +623,7 @@ def _repeated_if_few(method: Callable[..., Any]) -> Callable[..., Any]:
         values = (*arguments, *keywords.values())
         ctx = next((value for value in values if isinstance(value, RequestContext)), None)
         if len(self._deferred) < MOST_DEFERRED:
-            # A request may have ended since; its end was not deferred.
+            # The request may have ended meanwhile, and its end may not have been deferred.
             self._deferred.append(
                 lambda: None if ctx is not None and ctx.finished else method(self, *arguments, **keywords)
             )

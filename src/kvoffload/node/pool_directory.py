@@ -4,8 +4,8 @@ A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with three fi
 
 - ``members``: a header and a record for each engine. A process of engine ``i`` holds a shared lock on byte
   ``i`` of the file. The kernel releases the lock when the process ends, even by a kill.
-- ``state``: the manager (`state`).
-- ``slots``: the bytes of the blocks and their checksums, which belong to the integration.
+- ``state``: the manager's state (`state`).
+- ``slots``: the bytes of the blocks and their checksums. The integration owns this file.
 
 Owns ``members``. A lock for each user guards all changes of directories, so that concurrent starts never
 create two pools.
@@ -40,15 +40,15 @@ from kvoffload.text import size
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "kvoffload-node-"
 FORMAT = 5
-"""Version of the files of a pool; increment it with every change of their layout."""
+"""Version of a pool's files. Increment it with every change of their layout."""
 STATE, SLOTS, FACTS = "state", "slots", "facts.json"
 _MAGIC = 0x6B766F66_6E6F6465
 _MAGIC_AT, _FORMAT_AT, _LAST_USED_AT, _KEEP_AT, _FIRST_RECORD = 0, 1, keeper.LAST_USED_AT, keeper.KEEP_AT, 8
 _RECORD_WORDS = 8
 _ENGINE, _PID, _JOINED, _DEAD_SINCE, _HAS_MANAGER = range(5)
-"""Words of a record: (1) digest of the engine's id, 0 for a free record; (2) pid of the engine's first
-process; (3) start time; (4) time when the engine's end was first noticed, or 0; (5) 1 if the engine has or
-had a manager. Times are float64 seconds since 1970."""
+"""Words of a record. `_ENGINE`: digest of the engine's id, 0 for a free record. `_PID`: pid of the engine's
+first process. `_JOINED`: start time, in seconds since 1970. `_DEAD_SINCE`: time of `time.monotonic` when the
+engine's end was first noticed, or 0. `_HAS_MANAGER`: 1 if the engine has or had a manager."""
 _NUM_WORDS = _FIRST_RECORD + MAX_MEMBERS * _RECORD_WORDS
 _NUM_BYTES = -(-8 * _NUM_WORDS // mmap.PAGESIZE) * mmap.PAGESIZE
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -67,8 +67,8 @@ class PoolDirectory:
 
     Attributes:
         path: the directory.
-        number: number of the engine in the pool, from 0 to `MAX_MEMBERS` - 1; equal in all processes of the
-            engine.
+        number: number of the engine in the pool, from 0 to `MAX_MEMBERS` - 1. All processes of the engine
+            have the same number.
         created: True if this call created the pool.
 
     Thread: any.
@@ -98,12 +98,12 @@ class PoolDirectory:
         Args:
             facts: settings that must be equal in all engines of the pool; texts and numbers.
             engine_id: equal in all processes of an engine, different in other engines.
-            keep_s: seconds for which the pool survives its last process.
+            keep_s: seconds for which the pool stays after its last process has ended.
             has_keeper: True to start a `keeper` process, unless one runs. The keeper removes the pool after
-                `keep_s`. Without a keeper the next start of an engine removes the pool.
+                `keep_s`. Without a keeper, the next start of an engine removes the pool.
 
         Raises:
-            ConfigError: another user has created a file with our name.
+            ConfigError: another user has created a file with this pool's name.
             UnavailableError: the pool has `MAX_MEMBERS` engines, or has another format.
         """
         path = root / f"{PREFIX}{os.geteuid()}-{pool_name(facts)}"
@@ -143,19 +143,18 @@ class PoolDirectory:
 
     @property
     def num_members(self) -> int:
-        """Number of engines with a record: live engines, and dead engines that are not yet buried
-        (`bury`)."""
+        """Number of engines with a record: live engines, and dead engines before `bury`."""
         return sum(self.is_member(number) for number in range(MAX_MEMBERS))
 
     def is_member(self, number: int) -> bool:
-        """Return True if a live engine, or a dead engine that is not yet buried, has this number."""
+        """Return True if an engine with a record has this number, live or dead."""
         return bool(self._record(number)[_ENGINE])
 
     def dead(self, for_s: float = 0.0) -> list[int]:
-        """Return the numbers of dead engines that are not yet buried. All their processes have ended.
+        """Return the numbers of dead engines that still have a record. All their processes have ended.
 
         Args:
-            for_s: return only engines whose end was first noticed at least `for_s` seconds ago.
+            for_s: seconds since the engine's end was first noticed, at least.
 
         Cost: a system call for each engine.
         """
@@ -173,7 +172,7 @@ class PoolDirectory:
     def begin_manager(self) -> None:
         """Record that this process has the engine's manager.
 
-        The caller holds `locked`. Raises: `ConfigError` if a process of this engine has, or had, a manager.
+        The caller must hold `locked`. Raises: `ConfigError` if a process of this engine has or had a manager.
         """
         if self._record(self.number)[_HAS_MANAGER]:
             why = "an engine with this id, or its workers, runs; allowed: a different id for each engine"
@@ -185,14 +184,14 @@ class PoolDirectory:
         self._record(self.number)[_HAS_MANAGER] = 0
 
     def bury(self, number: int) -> None:
-        """Free the record of a dead engine. The caller has released the engine's blocks and pins."""
+        """Free the record of a dead engine. The engine's blocks and pins must have been released."""
         self._record(number)[:] = 0
 
     def close(self) -> None:
         """End the membership of this process. Idempotent.
 
-        The last process removes the pool if the pool's `keep_s` is 0. It also removes a pool without a state
-        file, which results from a failed first start.
+        The last process removes the pool if `keep_s` is 0. It also removes a pool without a state file, which
+        a failed first start leaves behind.
         """
         if self._fd < 0:
             return
@@ -242,7 +241,7 @@ class PoolStatus:
 
     Attributes:
         path: the pool's directory.
-        name: the pool's own part of the directory's name.
+        name: last part of the directory's name.
         is_used: True if a process uses the pool, even a process of another version.
         pids: pid of the first process of each live engine.
         num_bytes: allocated memory.
@@ -262,7 +261,7 @@ class PoolStatus:
             self._read()
         except (OSError, ValueError) as error:
             self.problem = str(error)
-            # Without a file handle or memory nothing is known: the pool may be in use.
+            # Without a file handle or memory the pool cannot be examined, so it counts as used.
             cause = error if isinstance(error, OSError) else error.__context__
             self.is_used |= getattr(cause, "errno", 0) in _NO_ROOM
 
@@ -300,7 +299,7 @@ def pools(root: Path = SHARED_MEMORY) -> list[PoolStatus]:
 
 
 def log_other_pools(pool: PoolDirectory, facts: Mapping[str, Any], log: logging.Logger) -> None:
-    """Log the pools that other engines use, each with the names of its facts that differ from these facts."""
+    """Log each pool of other engines, with the names of its facts that differ from `facts`."""
     for other in pools(pool.path.parent):
         differing = [name for name, value in facts.items() if other.facts.get(name) != value]
         if other.path != pool.path and other.pids and differing:
@@ -312,7 +311,7 @@ def log_other_pools(pool: PoolDirectory, facts: Mapping[str, Any], log: logging.
 
 
 def find(name: str, root: Path = SHARED_MEMORY) -> PoolStatus:
-    """Return the pool with this name. Raises: `ConfigError` for an unknown name, with a list of the pools."""
+    """Return the pool with this name. Raises: `ConfigError` for an unknown name."""
     known = {pool.name: pool for pool in pools(root)}
     if name not in known:
         raise ConfigError("name", name, f"allowed: {', '.join(known) or 'none, there is no pool'}")
@@ -320,9 +319,9 @@ def find(name: str, root: Path = SHARED_MEMORY) -> PoolStatus:
 
 
 def remove_expired(root: Path) -> list[str]:
-    """Remove unused pools that are damaged or past their `keep_s`; return the names of the removed pools.
+    """Remove unused pools that are damaged or past their `keep_s`; returns their names.
 
-    The caller holds `locked`.
+    The caller must hold `locked`.
     """
     expired = [pool for pool in pools(root) if pool.is_expired]
     for pool in expired:
@@ -331,7 +330,7 @@ def remove_expired(root: Path) -> list[str]:
 
 
 def remove(name: str, root: Path = SHARED_MEMORY) -> int:
-    """Remove a pool that no process uses; return its bytes.
+    """Remove a pool that no process uses; returns the freed bytes.
 
     Raises: `ConfigError` for an unknown name; `UnavailableError` while a process uses the pool.
     """
@@ -347,10 +346,10 @@ def remove(name: str, root: Path = SHARED_MEMORY) -> int:
 def locked(root: Path) -> Iterator[None]:
     """Hold the lock of this user's pools: no other process creates, joins or removes pools meanwhile.
 
-    The lock file is deleted before it is unlocked. A process that waited for the deleted file checks the name
-    and tries again.
+    The lock file is deleted before it is unlocked. A process that has waited for the deleted file tries
+    again.
 
-    Raises: `UnavailableError` if another process, probably a stopped one, has held the lock for 30 s.
+    Raises: `UnavailableError` if another process has held the lock for 30 s. It is probably stopped.
     """
     path = root / f".{PREFIX}{os.geteuid()}.lock"
     until = time.monotonic() + LOCK_PATIENCE_S
@@ -459,7 +458,7 @@ def _records(fd: int) -> npt.NDArray[np.uint64]:
 
 
 def _living_record(fd: int, engine_id: str) -> int | None:
-    """Return the number of this engine if a live process of the engine has joined, else None."""
+    """Return the number of this engine, or None if no live process of the engine has joined."""
     for number in np.flatnonzero(_records(fd)[:, _ENGINE] == _digest(engine_id)).tolist():
         if is_locked(fd, number):
             return int(number)
@@ -480,10 +479,9 @@ def _pool_of(engine_id: str, root: Path) -> Path | None:
 
 
 def _claim(fd: int, engine_id: str) -> int:
-    """Return the number of this engine, and lock it for this process.
+    """Lock the number of this engine for this process; returns the number.
 
-    The first process of an engine takes a free record. The records of dead engines stay taken until a manager
-    has released their blocks.
+    The first process of an engine takes a free record. The record of a dead engine is free after `bury`.
     """
     number = _living_record(fd, engine_id)
     if number is not None:

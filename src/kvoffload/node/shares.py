@@ -1,4 +1,4 @@
-"""Shares of engines in a pool. Each engine is a tenant, the owner of its blocks in the pool.
+"""Shares of engines in a pool. Each engine is a tenant, which owns the engine's blocks.
 
 Owns the mapping of engine numbers to tenants. Tenant 0 stands for all engines that cannot have a share.
 """
@@ -15,7 +15,7 @@ from kvoffload.core.tenants import MAX_TENANTS, UNLIMITED, Tenants, TenantStats
 from kvoffload.errors import ConfigError
 
 MAX_OWNERS = MAX_TENANTS - 1
-"""Limit of engines that can own blocks. Engines whose number is `MAX_OWNERS` or larger own no blocks."""
+"""Limit of engines that can own blocks. Engines with numbers from `MAX_OWNERS` on own no blocks."""
 
 KINDS = ("own", "others", "ended")
 """Keys of the dictionary that `shares_of` returns."""
@@ -27,12 +27,12 @@ def owner_of(number: int) -> int:
 
 
 def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int], capacity: int) -> None:
-    """Set the share, in blocks, of an engine that joins. The engine also inherits the blocks of its tenant.
+    """Set the share, in blocks, of an engine that joins. The engine also gets the blocks of its tenant.
 
     A restarted engine usually gets its former number, and therefore its former blocks.
 
     Args:
-        running: numbers of the engines that run.
+        running: numbers of the running engines.
 
     Raises: `ConfigError` if the shares of the running engines exceed the capacity; then nothing has changed.
     """
@@ -51,7 +51,7 @@ def take_share(tenants: Tenants, number: int, share: int, running: Iterable[int]
 
 
 def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
-    """Record the numbers of the existing engines. Blocks of ended engines are evicted first."""
+    """Record the numbers of the present engines. Blocks of ended engines are evicted first."""
     owners = np.zeros(MAX_TENANTS, np.bool_)
     owners[[owner_of(number) for number in numbers]] = True
     owners[0] = False
@@ -64,7 +64,7 @@ def update_owners(tenants: Tenants, numbers: Iterable[int]) -> None:
 def shares_of(tenants: Tenants, own: int) -> dict[str, TenantStats]:
     """Return the counts of one engine (``own``), of all other running engines, and of all ended engines.
 
-    `loaded` and `evicted` are 0 except for ``own``: sums over engines would decrease when an engine ends.
+    `loaded` and `evicted` are counted only for ``own``, because sums would decrease when an engine ends.
     """
     kinds = np.full(MAX_TENANTS, 1)
     kinds[[bool(tenants.orphans >> owner & 1) for owner in range(MAX_TENANTS)]] = 2

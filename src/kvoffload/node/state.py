@@ -1,7 +1,4 @@
-"""The file with a shared manager's state: its lock, its structs, and a record for each engine.
-
-Owns the layout of the file. Decides nothing.
-"""
+"""The file with a shared manager's state: its lock, its structs, and a record for each engine."""
 
 from __future__ import annotations
 
@@ -27,25 +24,25 @@ _MAGIC = 0x6B766F66_73746174
 _MUTEX_AT, _NUMBERS_AT, _LABELS_AT, _HEADER_BYTES = 128, 256, 512, 4096
 _LISTENING_AT, _HAS_HOLDS_AT = _HEADER_BYTES - MAX_MEMBERS, _HEADER_BYTES - 2 * MAX_MEMBERS
 _IS_COMPLETE_AT, _CAPACITY_AT = 7, 8
-"""Positions of two words in the header. Before them are magic, format, number of bytes, and four words of the
-signature."""
+"""Positions of two words in the header. The words before them: magic, format, number of bytes, and four words
+of the signature."""
 COUNTERS = tuple(name for name in Cache.fields if Cache.fields[name].at >= Cache.fields["stored"].at)
 """Names of the counters at the end of a `Cache`."""
 DEPARTED = MAX_MEMBERS
-"""Row of `counters` with the sums of engines that have left."""
+"""Row of `counters` with the sums over former engines."""
 
 
 class Numbers(Struct):
     """Numbers that all members share.
 
     Attributes:
-        news: grows with each change that members must read: a reset, the release of a dead engine's blocks (a
-            *burial*), or a change of the members that take events.
+        news: grows with each change that members must read. Changes: a reset, the release of a dead engine's
+            blocks, and a change of the members that take events.
         epoch: number of resets.
         generation: number of times that the expected keys were cleared.
-        num_events: events that were ever written to the ring.
-        has_shares: 1 after the first engine with a share has joined. From then on blocks have owners.
-        num_buried: number of engines that ended without leaving.
+        num_events: number of all events ever written to the ring.
+        has_shares: 1 after the first engine with a share has joined. Blocks have owners from then on.
+        num_buried: number of engines that ended without `close`.
         num_died_inside: number of engines that died inside a call.
     """
 
@@ -71,9 +68,10 @@ class StateFile:
             for a store; the key follows.
         created: True if this call created the file, and copied the structs to the file.
 
-    A file that is incomplete, damaged, or of another version, size or geometry is replaced if `is_alone`.
+    If the file is incomplete, damaged, or of another version, size or geometry, it is replaced if `is_alone`.
+    Otherwise the constructor raises.
 
-    Raises: `UnavailableError` if memory is full, or if other members use a file that should be replaced.
+    Raises: `UnavailableError` if memory is full, or other members use a file that must be replaced.
     """
 
     def __init__(
@@ -128,14 +126,14 @@ class StateFile:
         header[_IS_COMPLETE_AT] = 1
 
     def holds_of(self, number: int) -> npt.NDArray[np.int32]:
-        """Return the `Cache.holds` of a member; zeros if the member has not called `adopt`.
+        """Return the `Cache.holds` of a member. Zeros before the member's `adopt`.
 
-        Before `adopt`, the memory of the record may not exist, and a read could kill the process.
+        Before `adopt`, the record's memory may not be allocated, and a read could kill the process.
         """
         return self._holds[number] if self._has_holds[number] else np.zeros(self._capacity, np.int32)
 
     def adopt(self, cache: Cache, number: int) -> npt.NDArray[np.int32]:
-        """Move a manager's `Cache` to the record of this member; return the member's row of `holds`."""
+        """Move a manager's `Cache` into the record of a member; returns the member's row of `holds`."""
         self._allocate(self._holds_at + number * self._holds_stride, self._holds_stride)
         self._has_holds[number] = True
         structs = {name: field for name, field in cache.contents().items() if isinstance(field, Struct)}
@@ -147,7 +145,7 @@ class StateFile:
         return holds
 
     def close(self) -> None:
-        """Close the file. Also unmap the memory, unless a view of the memory still exists. Idempotent."""
+        """Close the file, and unmap the memory if no view of it exists. Idempotent."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -156,9 +154,9 @@ class StateFile:
             self._map.close()
 
     def _allocate(self, start: int, num_bytes: int) -> None:
-        """Allocate memory of the file now. A later write to unallocated memory could kill the process.
+        """Allocate memory of the file, because a write to unallocated memory could kill the process.
 
-        Raises `UnavailableError`.
+        Raises: `UnavailableError`.
         """
         try:
             os.posix_fallocate(self._fd, start, num_bytes)
@@ -168,7 +166,7 @@ class StateFile:
 
 
 def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
-    """Return True if the file has this length, begins with these facts and is marked as complete."""
+    """Return True if the file has this length, begins with these facts, and is complete."""
     if not os.path.lexists(path):
         return False
     fd = open_own(path, os.O_RDWR)
@@ -182,8 +180,8 @@ def _is_sound(path: Path, facts: bytes, num_bytes: int) -> bool:
 def read_counts(path: Path) -> dict[str, int]:
     """Return the counters, summed over all engines, and the pool's ``capacity`` and number of ``blocks``.
 
-    Reads without the lock, so counters can be one call apart. Returns an empty dictionary if the file is
-    missing or of another version.
+    Reads without the lock, so the counters may be slightly inconsistent. Returns an empty dictionary if the
+    file is missing or of another version.
     """
     stride, first = aligned(8 * Cache.num_words), Cache.fields["stored"].at
     try:

@@ -1,7 +1,6 @@
 """Batches of keys as arguments of kernels: a list of ``bytes``, or the words of a `Keys`.
 
-Kernels read a list in place through Python's C interface, without packing or copying it first. So kernels
-that take a `KeyBatch` keep the GIL.
+Kernels read a list in place through Python's C interface. Kernels with a `KeyBatch` therefore keep the GIL.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from kvoffload.structures.jit import U64Matrix, inline
 from kvoffload.structures.structs import c_function
 
 WRONG_KEY = 0
-"""Result of `key_at` for a key of another length or type."""
+"""Result of `key_at` for a key of the wrong length or type."""
 
 _WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
@@ -109,7 +108,7 @@ def _unbox_key(kind: Any, value: Any, c: Any) -> Any:
 
 
 def _listed_key(typing_context: Any, address: Any, row: Any, key_bytes: Any) -> Any:
-    """Return the address of a list item's bytes; `WRONG_KEY` unless the item is ``bytes`` of this length."""
+    """Return the address of a list item's bytes. `WRONG_KEY` unless the item is ``bytes`` of this length."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _BYTE.as_pointer()
@@ -156,7 +155,7 @@ _load8, _load4, _load2, _load1 = (
 
 @inline
 def num_keys(batch: KeyBatch, num_words: int) -> int:
-    """Return the number of keys; a packed key has `num_words` words."""
+    """Return the number of keys. A packed key has `num_words` words."""
     return batch.size if batch.is_list else batch.size // (8 * num_words)
 
 
@@ -170,7 +169,7 @@ def key_at(batch: KeyBatch, row: int, key_bytes: int, num_words: int) -> int:
 
 @inline
 def word_at(address: int, word: int, key_bytes: int) -> np.uint64:
-    """Return one word of the key at an address, packed as by `Keys.pack`. Reads nothing beyond the key."""
+    """Return a word of the key at an address, as `Keys.pack` packs it. Reads nothing beyond the key."""
     start, left = address + 8 * word, key_bytes - 8 * word
     if left >= 8:
         return _load8(start)

@@ -1,4 +1,4 @@
-"""Digests of keys: 64-bit hashes that bind a checksum to its key, and that identify keys in small tables.
+"""Digests of keys: 64-bit hashes for checksums and for small tables.
 
 Tiers may persist digests, so the function never changes. The hash of the index is another function and may
 change.
@@ -13,14 +13,14 @@ import numpy as np
 from kvoffload.structures.jit import ReadU64Matrix, U64Array, inline, kernel
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
-"""Increment of splitmix64: odd, so that all its multiples differ, and with irregular bits."""
+"""Increment of splitmix64. It is odd, so that all its multiples differ, and its bits are irregular."""
 
 
 def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
     """Return the digest of each packed key: shape ``(len(words),)``, uint64.
 
-    Two keys of up to 8 bytes never share a digest; two longer keys share one with probability 2^-64. Cost:
-    2 ns a word. Thread: any.
+    Different keys of up to 8 bytes have different digests. Longer keys collide with probability 2^-64.
+    Cost: 2 ns a word. Thread: any.
     """
     digests = np.empty(len(words), np.uint64)
     _digest(words, key_bytes, digests)
@@ -39,7 +39,7 @@ def mix(word: Any) -> Any:
 def _digest(words: ReadU64Matrix, key_bytes: int, digests: U64Array) -> int:
     for row in range(words.shape[0]):
         digest = np.uint64(key_bytes)
-        # Not `words.shape[1]`: the digest must not depend on the padding of a batch.
+        # Not `words.shape[1]`, because the digest must not depend on the padding of a batch.
         for word in range((key_bytes + 7) // 8):
             digest = mix((digest ^ words[row, word]) + ODD)
         digests[row] = digest

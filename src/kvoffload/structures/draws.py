@@ -1,4 +1,4 @@
-"""Random numbers that are equal on every machine and numpy version; numpy's own streams may change."""
+"""Random numbers that are equal on every machine and numpy version, unlike numpy's own streams."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """An indexed heap of positions, for policies that order blocks by priority.
 
-Owns the arrays of a min-heap of chains; positions of equal rank are ordered by their stamps. Does not know
-keys, or the meaning of a rank.
+A min-heap of chains. Positions of equal rank are ordered by their stamps. Does not know keys, or the meaning
+of a rank.
 
-Consecutive pushes in ascending or descending order are linked into a chain. Only the first position of a
-chain is in the heap; when it leaves, the next position takes its place. The ranks of blocks often ascend or
-descend along a path. Then a chain holds a path, and the heap is small enough for the processor's cache.
-Without ordered pushes it is a plain heap.
+Consecutive pushes in ascending or descending order form a chain. Only the first position of a chain is in the
+heap; when it leaves, the next position takes its place. The ranks of blocks often ascend or descend along a
+path. A chain then holds a path, and the heap is small enough for the processor's cache. Without ordered
+pushes, every chain has one position, and the structure is a plain heap.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Heap(Struct):
         size: number of positions in all chains.
         clock: the last stamp.
         last: the position that was pushed last, or NONE.
-        aside: the position that was set aside last, or NONE. The column AFTER of `links` leads to the
-            position that was set aside before it.
+        aside: the position that was set aside last, or NONE. Column AFTER of its link is the position that
+            was set aside before.
     """
 
     order: F64Matrix
@@ -93,7 +93,7 @@ def _put(heap: Heap, place: int, position: int) -> None:
 
 @inline
 def _sift_up(heap: Heap, hole: int, position: int) -> None:
-    """Put a position into a hole of the heap, or further up if it is less than its parents."""
+    """Write a position to place `hole`, or to a place further up if the position is less than the parents."""
     order, firsts = heap.order, heap.firsts
     while hole > 0:
         parent = (hole - 1) >> 1
@@ -106,7 +106,7 @@ def _sift_up(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _sift_down(heap: Heap, hole: int, position: int) -> None:
-    """Put a position into a hole of the heap, or further down if it is greater than its children."""
+    """Write a position to place `hole`, or to a place further down if it is greater than the children."""
     order, firsts, size = heap.order, heap.firsts, heap.num_chains
     while True:
         child = 2 * hole + 1
@@ -123,7 +123,7 @@ def _sift_down(heap: Heap, hole: int, position: int) -> None:
 
 @inline
 def _end_chain(heap: Heap, place: int) -> None:
-    """Remove an empty chain: the heap's last entry fills its place."""
+    """Remove an empty chain. The heap's last entry fills its place."""
     heap.num_chains -= 1
     moved = heap.firsts[heap.num_chains]
     if place < heap.num_chains:
@@ -135,9 +135,9 @@ def _end_chain(heap: Heap, place: int) -> None:
 def insert_again(heap: Heap, position: int) -> None:
     """Insert a position whose rank and stamp are set.
 
-    If the last pushed position is the first of its chain and `position` is less, `position` becomes the first
-    of this chain. If the last pushed position is the last of its chain and `position` is greater, `position`
-    becomes the last of this chain. Otherwise `position` starts a new chain.
+    - If `position` is less than the last pushed position, which is first in its chain, it becomes the first.
+    - If `position` is greater than the last pushed position, which is last in its chain, it becomes the last.
+    - Otherwise `position` starts a new chain.
     """
     links, last = heap.links, heap.last
     is_less = last != NONE and _precedes(heap.order, position, last)
@@ -186,7 +186,7 @@ def take_out(heap: Heap, position: int) -> None:
 
 @inline
 def set_aside(heap: Heap, position: int) -> None:
-    """Keep a removed position for `put_back`."""
+    """Remember a removed position for `put_back`."""
     heap.links[position, AFTER] = heap.aside
     heap.aside = position
 

@@ -1,12 +1,12 @@
 """A hash index from keys to positions, over flat arrays. Used for managers, ghosts and request paths.
 
-Owns two arrays. `table` is an open-addressing hash table with linear probing: an entry is 0 (empty) or
-``tag << 32 | position + 1``, where the tag is the upper half of the key's hash. `keys` holds the key of each
-position. The caller chooses the position of each key and gives positions their meaning.
+- `table`: an open-addressing hash table with linear probing. An entry is 0 (empty) or
+  ``tag << 32 | position + 1``. The tag is the upper half of the key's hash.
+- `keys`: the key of each position. The caller chooses the position of each key.
 
-The home bucket of a key is ``tag * buckets >> 32``. So the number of buckets is arbitrary, and a removal
-closes the gap (backward shift) without reading `keys`. Both arrays have their final size from the start:
-there are no rehashes, tombstones or pauses.
+The home bucket of a key is ``tag * buckets >> 32``. The number of buckets is therefore arbitrary, and a
+removal closes the gap (backward shift) without reading `keys`. Both arrays have their final size from the
+start, so there are no rehashes, tombstones or pauses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MAX_POSITIONS = 2**31 - 2
 class Index(Struct):
     """A map from keys to positions `0 <= position < num_positions`.
 
-    Memory: 16 bytes a position, and the key's words. Lookups, inserts and removals are
-    kernels over `table` and `keys` and cost one or two cache misses (15-50 ns at a million positions).
+    Memory: 16 bytes a position, and the key's words. Cost: one or two cache misses for a lookup, insert or
+    removal (15-50 ns at a million positions).
     """
 
     table: U64Array
@@ -44,7 +44,7 @@ class Index(Struct):
         )
 
     def populate(self) -> Index:
-        """Touch all memory now, because the first touch of a page delays a request by up to 1 ms."""
+        """Touch all memory now. Later, the first touch of a page would delay a request by up to 1 ms."""
         self.table.fill(0)
         self.keys.fill(0)
         return self
@@ -93,9 +93,9 @@ def hash_row(keys: U64Matrix, row: int) -> np.uint64:
 
 
 def words_with_hash(hashes: U64Array, num_words: int = 1) -> U64Array:
-    """Return one packed key for each of these hashes: shape ``(len(hashes), num_words)``.
+    """Return a packed key with each of these hashes: shape ``(len(hashes), num_words)``.
 
-    All words but the first are 0. Among keys of one word, only the returned key has the hash.
+    All words but the first are 0. With one word, no other key has the hash.
     """
     words = np.zeros((len(hashes), num_words), np.uint64)
     with np.errstate(over="ignore"):
@@ -135,7 +135,7 @@ def home_bucket(table: U64Array, h: np.uint64) -> int:
 
 @inline
 def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Return the bucket of the key `batch[row]` with hash `h`, or the empty bucket for an absent key."""
+    """Return the bucket of the key `batch[row]` with hash `h`. For an absent key, an empty bucket."""
     table, keys = index.table, index.keys
     tag = h >> np.uint64(32)
     bucket = home_bucket(table, h)
@@ -150,7 +150,7 @@ def bucket_of(index: Index, batch: U64Matrix, row: int, h: np.uint64) -> int:
 
 @inline
 def position_in(entry: np.uint64) -> int:
-    """Return the position in a bucket's entry; ABSENT for an empty bucket."""
+    """Return the position in a bucket's entry, or ABSENT for an empty bucket."""
     return np.int64(entry & np.uint64(0xFFFFFFFF)) - 1
 
 
@@ -187,10 +187,7 @@ def remove(index: Index, position: int) -> None:
 
 @inline
 def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
-    """Remove the key at `position`, with hash `h`, from the table and close the gap.
-
-    The key's row stays readable.
-    """
+    """Remove the key at `position`, with hash `h`, from the table. The key's row stays readable."""
     table = index.table
     size = table.shape[0]
     entry = (h & np.uint64(0xFFFFFFFF00000000)) | np.uint64(position + 1)
@@ -210,7 +207,7 @@ def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
         home = home_bucket(table, entry)
         from_home = bucket - home if bucket >= home else bucket - home + size
         from_hole = bucket - hole if bucket >= hole else bucket - hole + size
-        # The entry may move into the hole only if its probe sequence passes through it.
+        # The entry may move into the hole only if its probe sequence includes the hole.
         if from_home >= from_hole:
             table[hole] = entry
             hole = bucket
@@ -219,7 +216,7 @@ def remove_hashed(index: Index, position: int, h: np.uint64) -> None:
 
 @inline
 def find_key(index: Index, address: int) -> int:
-    """Return the position of the unpacked key of ``index.key_bytes`` bytes at `address`, or ABSENT."""
+    """Return the position of the unpacked key at `address`, or ABSENT. It has ``index.key_bytes`` bytes."""
     table, keys, key_bytes = index.table, index.keys, index.key_bytes
     h = np.uint64(0x9E3779B97F4A7C15)
     for word in range(keys.shape[1]):

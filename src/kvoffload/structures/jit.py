@@ -1,9 +1,8 @@
-"""Compilation of kernels, loops over flat arrays, with numba. Only this module configures numba.
+"""Compilation of kernels with numba. A kernel is a loop over flat arrays. Only this module configures numba.
 
-A kernel has a single signature, its annotations. A kernel is compiled before it is needed, never inside a
-request. Compilation takes about a second. Later starts load the kernel in milliseconds, from the wheel
-(`shipped`) or from numba's on-disk cache (`kernel_cache`). A call with other types fails instead of compiling
-silently.
+The annotations of a kernel are its only signature; a call with other types fails. Kernels are compiled before
+they are needed, never inside a request. Compilation takes about a second each. Later starts load a kernel in
+milliseconds, from the wheel (`shipped`) or from numba's on-disk cache (`kernel_cache`).
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from numba.extending import intrinsic
 
 from kvoffload.structures import kernel_cache, shipped
 
-# vLLM 0.31 and newer read `vars(value)` of each value in each module when a CPU worker starts without Triton.
-# llvmlite's library handle answers a request for `__dict__` with a function, and the engine dies of an
-# AttributeError. With this entry the answer is an empty dictionary.
+# From vLLM 0.31 on, a starting CPU worker without Triton reads `vars(value)` of each value in each module.
+# llvmlite's library handle returns a function for `__dict__`, and the engine dies of an AttributeError. With
+# this entry the handle returns an empty dictionary.
 ffi.lib._fntab.setdefault("__dict__", {})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Annotations of kernels: the type for mypy, and the type for which numba compiles. A `Read` type is for
-# arrays that a kernel does not write: it accepts both read-only and writeable arrays.
+# Annotations of kernels: the type for mypy and the type for numba. A `Read` type is for arrays that a kernel
+# does not write. It accepts read-only and writeable arrays.
 BoolArray: TypeAlias = Annotated[npt.NDArray[np.bool_], nb.Array(nb.boolean, 1, "C")]
 U8Array: TypeAlias = Annotated[npt.NDArray[np.uint8], nb.Array(nb.uint8, 1, "C")]
 I16Array: TypeAlias = Annotated[npt.NDArray[np.int16], nb.Array(nb.int16, 1, "C")]
@@ -61,9 +60,9 @@ _PLAIN = {
 }
 
 
-# numba counts references to arrays with atomic instructions at every call of a helper, even in inner loops,
-# which costs up to six times the loop itself. The caller keeps all arrays of a kernel alive, and a kernel
-# creates none. So counting is off (`_nrt`), and `np.empty` in a kernel does not compile.
+# Reference counting is off, so `np.empty` in a kernel does not compile. numba would count references to
+# arrays at every call of a helper, which costs up to six times an inner loop. Counting is not needed: the
+# caller keeps all arrays of a kernel alive, and a kernel creates none.
 _OPTIONS: Any = {"_nrt": False}
 
 _SHIPPED = shipped.find(kernel_cache.digest_of_sources())
@@ -73,9 +72,8 @@ _HAS_FILES = kernel_cache.prepare(is_needed=not _SHIPPED.is_usable)
 class Kernel:
     """A function that is compiled on first use, together with all other registered kernels.
 
-    Constructors of managers and pools call `compile_all`, so that nothing is compiled inside a request. A
-    command that needs no kernel compiles none. After compilation the machine code replaces this object in its
-    module.
+    Constructors of managers and pools call `compile_all`, so that nothing is compiled inside a request. After
+    compilation the machine code replaces this object in its module.
     """
 
     def __init__(self, function: Callable[..., Any], make: Callable[[Callable[..., Any]], Any]) -> None:
@@ -115,7 +113,7 @@ _COMPILING = threading.RLock()
 
 
 def compile_all() -> int:
-    """Compile every registered kernel that is not yet compiled; return the number of these kernels.
+    """Compile every registered kernel that is not yet compiled; returns their number.
 
     Cost: 1 s for each kernel the first time, 5 ms from the wheel or from numba's on-disk cache. Thread: any.
     """
@@ -130,10 +128,10 @@ def compile_all() -> int:
 
 
 def kernel(function: F) -> F:
-    """Mark a function to compile for exactly the types of its annotations. The kernel keeps the GIL.
+    """Mark a function as a kernel, compiled for exactly the types of its annotations. Keeps the GIL.
 
-    A kernel that takes a struct or a batch of keys is called without type checks, because only the control
-    plane calls it. For other kernels numba checks every argument, which costs 0.1 us or more a call.
+    Arguments of a kernel with a struct or a batch of keys are not checked, because only the control plane
+    calls it. For other kernels numba checks every argument, which costs 0.1 us or more a call.
     """
     return cast(F, Kernel(function, compiled))
 
@@ -146,7 +144,7 @@ def compiled(function: F, *, cache: bool = True, nogil: bool = False) -> F:
     made = _dispatcher(function, cache=cache, nogil=nogil, **_OPTIONS)
     if all(isinstance(kind, nb.Array) or kind in _PLAIN.values() for kind in _arguments(function)):
         return cast(F, made)
-    # The wrapper that numba's dispatcher calls after its type checks; numba has no public name for it.
+    # The wrapper behind the type checks of numba's dispatcher. numba has no public name for it.
     return cast(F, made.overloads[made.signatures[0]].entry_point)
 
 
@@ -156,7 +154,7 @@ def long_kernel(function: F) -> F:
 
 
 def by_address(function: Callable[..., Any]) -> Kernel:
-    """Mark a function that kernels call by its `address` (`structs.call_2`). It returns nothing."""
+    """Mark a function that kernels call by `address` (`structs.call_2`). The function must return nothing."""
     return Kernel(function, _callback)
 
 
@@ -208,8 +206,8 @@ def _compiled_type(hint: Any) -> Any:
 def _prefetch(typing_context: Any, array: Any, row: Any) -> Any:
     """Prefetch the first bytes of ``array[row]`` into the processor's cache, without waiting.
 
-    With a million blocks the control plane mostly waits for memory, one cache line after the other. A loop
-    that prefetches all its lines first waits about once.
+    With a million blocks the control plane mostly waits for cache lines, one after the other. A loop that
+    first prefetches all its lines waits about once.
     """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

@@ -1,11 +1,11 @@
-"""The on-disk cache of kernels that this machine has compiled, so that only the first start compiles.
+"""The on-disk cache of compiled kernels, so that only the first start compiles.
 
 The first usable place is chosen: ``NUMBA_CACHE_DIR``, the package's ``__pycache__`` directories, the user's
-cache directory, a temporary directory of this process. Outside the package, for instance in a read-only
-container, the cache starts with a copy of the package's kernels, which were compiled with the image.
+cache directory, a temporary directory of this process. A cache outside the package, as in a read-only
+container, starts with a copy of the package's compiled kernels.
 
-Cached kernels are machine code that runs unchecked. So outside the package, kernels are loaded only from
-directories that this user owns and no other user can write.
+Cached kernels are machine code that runs unchecked. Outside the package, kernels are therefore loaded only
+from directories that this user owns and no other user can write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def prepare(*, is_needed: bool = True) -> bool:
     """Choose the cache directory, once, before the first compilation; return False if none is usable.
 
     Args:
-        is_needed: False if this package's kernels need no cache. Then a missing directory logs no warning.
+        is_needed: False if this package's kernels need no cache. A missing directory then logs no warning.
     """
     digest, configured = digest_of_sources(), _config.CACHE_DIR
     _config.CACHE_DIR = ""
@@ -64,7 +64,7 @@ def prepare(*, is_needed: bool = True) -> bool:
 
 
 def announce_compilation(reason: str = "") -> None:
-    """Log that compilation delays this start, with the reason, unless kernels are cached."""
+    """Log that compilation delays this start, and why. Logs nothing if kernels are cached."""
     if not any(any(kept.glob("*.nbi")) for _, kept in _places()):
         because = f", because {reason}" if reason else ""
         COMPILING.info(
@@ -73,7 +73,7 @@ def announce_compilation(reason: str = "") -> None:
 
 
 def forget(function: Callable[..., Any]) -> None:
-    """Delete the unreadable cache files of a kernel, which an interrupted write left. Raises `OSError`."""
+    """Delete a kernel's cache files, after an interrupted write. Raises `OSError`."""
     source = Path(function.__code__.co_filename).resolve()
     for directory, kept in _places():
         if directory == source.parent:
@@ -88,7 +88,7 @@ def _use(place: Path, digest: str) -> None:
         if _STAMP.read_text() != digest:
             return
         for directory, kept in _places():
-            # numba looks up a kernel by its index file, so the index file is copied last.
+            # The index files (nbi) are copied last, because numba looks up a kernel by its index file.
             for pattern in ("*.nbc", "*.nbi"):
                 for kernel in directory.glob(f"__pycache__/{pattern}"):
                     if not (kept / kernel.name).exists():
@@ -96,7 +96,7 @@ def _use(place: Path, digest: str) -> None:
 
 
 def _copy(kernel: Path, kept: Path) -> None:
-    """Copy a file atomically, because other processes of the same engine start at the same time."""
+    """Copy a file atomically, because other processes of an engine start at the same time."""
     kept.mkdir(mode=0o700, exist_ok=True)
     unfinished = kept / f".{kernel.name}.{os.getpid()}"
     try:
@@ -107,7 +107,7 @@ def _copy(kernel: Path, kept: Path) -> None:
 
 
 def _places() -> Iterator[tuple[Path, Path]]:
-    """Yield pairs: a directory of the package, and numba's cache directory for the kernels in it."""
+    """Yield each directory of the package, with numba's cache directory for its kernels."""
     for directory in sorted({source.parent for source in _PACKAGE.rglob("*.py")}):
         if _config.CACHE_DIR:
             # numba's naming scheme. If it changes, the kernels are compiled and cached again.
@@ -123,7 +123,7 @@ def _users_cache() -> Path | None:
 
 
 def trusted_directory(home: Path, digest: str) -> Path | None:
-    """Create a directory below `home` that only this user can write or replace; return None on failure."""
+    """Create a directory below `home` that only this user can write or replace. Return None on failure."""
     if not _is_safe(home):
         return None
     place = home / f"kvoffload-{digest[:16]}"
@@ -169,8 +169,8 @@ def _can_write(directory: Path) -> bool:
 def digest_of_sources() -> str:
     """Hash all files with kernels, or with helpers that are compiled into kernels.
 
-    numba checks only the file of the kernel itself. Without this hash, a policy would run old code after an
-    edit of `lists.py` or an upgrade.
+    numba checks only the kernel's own file. Without this hash, old code would run after an edit of a helper
+    or an upgrade.
     """
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
@@ -181,10 +181,7 @@ def digest_of_sources() -> str:
 
 
 def _prepare_package(digest: str) -> bool:
-    """Delete cached kernels in the package that were compiled from other sources.
-
-    Returns False if the package is not writable.
-    """
+    """Delete outdated kernels in the package. Returns False if the package is not writable."""
     if not _can_write(_STAMP.parent):
         return False
     try:

@@ -1,7 +1,6 @@
 """Recency lists of keys without blocks, such as ghosts of evicted blocks or counted keys.
 
 Owns an index over a fixed number of positions, the lists that order them, and a list of spare positions.
-Does not know why a key is remembered.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from kvoffload.structures.structs import Struct
 class KeyLists(Struct):
     """At most `capacity` keys in `num_lists` lists, most recent first.
 
-    One further list holds the spare positions. Memory: for each key 28 bytes and the key's length.
+    One further list holds the spare positions. Memory: 28 bytes and the key's length for each key.
     """
 
     index: Index
@@ -50,7 +49,7 @@ class KeyLists(Struct):
 
 @inline
 def remember(keys: KeyLists, sentinel: int, batch: U64Matrix, row: int, h: np.uint64) -> int:
-    """Put the absent key `batch[row]` at the head of a list; return its position. Needs a spare position."""
+    """Put the absent key `batch[row]` at the head of a list; returns its position. Needs a spare position."""
     links = keys.lists.links
     position = links[links.shape[0] - 1, PREV]
     unlink(links, position)
@@ -86,7 +85,7 @@ def prefetch_keys(keys: U64Matrix, lists: Lists, number: int, count: int) -> Non
 
 @inline
 def prefetch_buckets(table: U64Array, keys: U64Matrix, lists: Lists, number: int, count: int) -> None:
-    """Prefetch the index buckets of the `count` coldest members of a list; call `prefetch_keys` first."""
+    """Prefetch the index buckets of the `count` coldest members of a list. Call `prefetch_keys` before."""
     links, sentinel = lists.links, lists.num_positions + number
     position = links[sentinel, PREV]
     for _ in range(min(count, np.int64(links[sentinel, LIST]))):

@@ -1,7 +1,6 @@
 """Batches of block keys in the packed form that kernels read.
 
-Does not know the meaning of a key: to the control plane a key is a byte string, and all keys of one manager
-have the same length.
+A key is a byte string without further meaning here. All keys of one manager have the same length.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ KeyDigests: TypeAlias = npt.NDArray[np.uint64]
 class Keys(Sequence[bytes]):
     """A batch of keys of one length, packed into rows of 64-bit words.
 
-    The manager's methods take a list of ``bytes`` or a `Keys`. A list is packed in each call, at about 30 ns
-    a key; to reuse keys, pack them once with `Keys.pack` and pass slices (`keys[:n]`, a view). Immutable by
-    contract: the manager keeps references to the rows.
+    Methods of managers take a list of ``bytes`` or a `Keys`. A list is packed in each call, at about 30 ns a
+    key. To reuse keys, pack them once with `Keys.pack` and pass slices (`keys[:n]`, a view). Do not change
+    `words`, because managers keep references to its rows.
 
     Attributes:
-        words: shape ``(len(keys), words_per_key(key_bytes))``, uint64, C-contiguous, little-endian; a row
-            is padded with zero bytes.
+        words: shape ``(len(keys), words_per_key(key_bytes))``, uint64, C-contiguous, little-endian. Rows are
+            padded with zero bytes.
         key_bytes: length of one key in bytes.
     """
 
@@ -48,7 +47,7 @@ class Keys(Sequence[bytes]):
         count, num_words = len(keys), words_per_key(key_bytes)
         padding = bytes(8 * num_words - key_bytes)
         joined = padding.join([*keys, b""]) if padding else b"".join(keys)
-        # The total length is no proof: one key may be too long and another too short.
+        # The total length is no proof, because one key may be too long and another too short.
         if list(map(len, keys)).count(key_bytes) != count and (problem := wrong_key(keys, key_bytes)):
             raise problem
         return cls(np.ndarray((count, num_words), np.uint64, joined), key_bytes)
@@ -108,8 +107,8 @@ def words_per_key(key_bytes: int) -> int:
 def taken(words: KeyWords, rows: npt.NDArray[Any]) -> KeyWords:
     """Return a copy of the words of `rows`, which are row numbers or a mask.
 
-    Indexes whole rows as one-dimensional items. For a two-dimensional index numpy releases the GIL, and the
-    scheduler's thread might wait milliseconds to get it back.
+    Rows are indexed as items of a one-dimensional array. With two dimensions numpy would release the GIL, and
+    the scheduler's thread might wait milliseconds for it.
     """
     if rows.dtype == np.bool_:
         rows = rows.nonzero()[0]

@@ -1,11 +1,11 @@
 """Doubly linked lists over positions, the building blocks of policies.
 
-Owns one int32 array with a row for each position and each list. A position is in at most one list, and moving
-it takes a few writes. The row of a list is the sentinel of a ring: NEXT is the head (most recent), PREV the
-tail (coldest), LIST the number of members. Does not know keys, or why an order changes.
+One int32 array has a row for each position and each list. A position is in at most one list. The row of a
+list is the sentinel of a ring: NEXT is the head (most recent), PREV the tail (coldest), LIST the number of
+members. Does not know keys.
 
-Every list has a cursor for a resumable search from tail to head. `rewind` starts a search; during a search,
-`take` replaces `unlink` and `carry` replaces `move_to_head`.
+Every list has a cursor for a resumable search from tail to head. `rewind` starts a search. During a search,
+use `take` instead of `unlink`, and `carry` instead of `move_to_head`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Lists(Struct):
 
     Attributes:
         links: shape ``(num_positions + num_lists, 3)``, int32. List `i` is the row `sentinel(i)`.
-        cursors: shape ``(num_lists,)``, int32: for each list the coldest member that the search has not
-            passed, or the sentinel.
+        cursors: shape ``(num_lists,)``, int32: the next member of each list in a search, or the sentinel.
     """
 
     links: I32Matrix
@@ -153,7 +152,7 @@ def take(lists: Lists, position: int) -> None:
 
 @inline
 def carry(lists: Lists, number: int, position: int) -> None:
-    """Move `position` to the head of list `number` during a search. The search reaches the head last."""
+    """Move `position` to the head of list `number` during a search, which reaches the head last."""
     cursors, sentinel = lists.cursors, lists.num_positions + number
     take(lists, position)
     push_head(lists.links, sentinel, position)

@@ -1,7 +1,7 @@
-"""Structs moved into one piece of memory, which several processes can map.
+"""Structs in one piece of memory that several processes can map.
 
-Owns the place of each struct and array in the memory. The places depend only on the classes of the structs
-and on the shapes of their arrays. So all processes that build equal structs find them at equal places.
+The place of a struct or array depends only on the classes of the structs and the shapes of their arrays. All
+processes that build equal structs therefore find them at equal places.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from kvoffload.structures.structs import Struct
 
 ALIGNMENT = 64
-"""Bytes of a cache line. Structs and arrays begin at multiples of this number."""
+"""Bytes of a cache line. Structs and arrays start at multiples of it."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -30,8 +30,7 @@ class Placement:
 
     Attributes:
         num_bytes: size of the memory.
-        signature: SHA-256 of the classes, types and shapes, in order. Structs with equal signatures have
-            equal places.
+        signature: SHA-256 of the classes, types and shapes, in order. Equal signatures mean equal places.
     """
 
     def __init__(self, structs: Sequence[Struct]) -> None:
@@ -44,11 +43,11 @@ class Placement:
         self.signature = self._digest.digest()
 
     def move(self, memory: memoryview, *, copy: bool) -> None:
-        """Move the structs into the memory; the Python objects stay the same.
+        """Move the structs into the memory. Their Python objects stay valid.
 
         Args:
             memory: `num_bytes` bytes, aligned to `ALIGNMENT`.
-            copy: True to write the structs' contents to the memory; False to use the contents of the memory.
+            copy: True to copy the structs' contents to the memory; False to adopt the memory's contents.
         """
         arrays: dict[int, Any] = {}
         for number, (array, at) in self._arrays.items():

@@ -1,11 +1,11 @@
 """Compiled kernels in the wheel, so that the first start compiles nothing.
 
-A release compiles all kernels for one Python, one numba and a baseline of processors, and packs them into one
-file in the wheel. The file is used only if Python, numba, llvmlite, the settings of numba and the sources of
-this package are equal. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
+A release packs all kernels into one file in the wheel, compiled for one Python, one numba and a processor
+baseline. The file is used only if Python, numba, llvmlite, numba's settings and this package's sources are
+the same. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
 
-Machine code runs unchecked, so the file is read only from the package itself. A user with write access to the
-package can change its Python files too.
+Machine code runs unchecked, so the file is read only from the package itself. Whoever can change it there can
+also change the Python files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from numba.core import caching, compiler, serialize
 from kvoffload.structures.kernel_cache import COMPILING
 
 BASELINE = "x86-64-v3"
-"""Processors for which kernels are shipped: every x86 server with AVX2 (x86-64 psABI, section 3.1.1)."""
+"""Processors of shipped kernels: every x86 server with AVX2 (x86-64 psABI, section 3.1.1)."""
 _FEATURES = (
     *("sse3", "ssse3", "sse4.1", "sse4.2", "cx16", "popcnt", "sahf"),
     *("avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"),
 )
-"""LLVM's names of the baseline's features, beyond the features of every x86-64."""
+"""Features of the baseline that not every x86-64 processor has, by LLVM's names."""
 _SETTINGS = ("BOUNDSCHECK", "DEBUGINFO_DEFAULT", "LOOP_VECTORIZE", "OPT", "SLP_VECTORIZE")
 """Settings of numba (`numba.config`) that change machine code."""
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -41,7 +41,7 @@ _config: Any = numba.config
 
 
 class _Entry(NamedTuple):
-    """Place of a kernel in the file: its first byte, its length in bytes, its SHA-256."""
+    """Place of a kernel in the file: offset and length in bytes, and SHA-256."""
 
     start: int
     length: int
@@ -49,13 +49,12 @@ class _Entry(NamedTuple):
 
 
 class Shipped:
-    """The kernels of one file. If the file cannot be used, there are no kernels, and `why_not` has the
-    reason.
+    """The kernels of one file; none if the file cannot be used.
 
     Attributes:
         path: the file.
-        why_not: reason why the kernels cannot be used, as a clause of a message. Empty if the kernels can be
-            used, and in a checkout.
+        why_not: reason why the file cannot be used, as a clause of a message. Empty if it can be used, and in
+            a checkout.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, _Entry], why_not: str = "") -> None:
@@ -66,9 +65,9 @@ class Shipped:
         return bool(self._entries)
 
     def load(self, function: Callable[..., Any], signature: Any, target_context: Any) -> Any:
-        """Return the compiled function from the file as numba's compilation result; None if it is not there.
+        """Return a kernel from the file, as numba's compilation result; None if it is not there.
 
-        A damaged file is never fatal: this method logs a warning, and numba compiles the kernel. Cost: 5 ms.
+        If the file is damaged, logs a warning and returns None. Cost: 5 ms.
         """
         entry = self._entries.get(name_of(function, signature)) if self._entries else None
         if entry is None:
@@ -82,7 +81,7 @@ class Shipped:
             rebuild: Any = compiler.CompileResult._rebuild
             return rebuild(target_context, *pickle.loads(data))
         except Exception as problem:
-            # Damage must not end an engine. The other kernels of the file are not used either.
+            # Damage must not end an engine. The file's other kernels are not used either.
             COMPILING.warning(
                 "kvoffload: compiling kernels, because %s; install kvoffload again",
                 _damaged(self.path, problem),
@@ -125,7 +124,7 @@ class KernelCache(caching.NullCache):
 
 
 def find(sources: str) -> Shipped:
-    """Find the kernels for this process, given the digest of the package's sources. Raises: nothing."""
+    """Find the kernels for this process. `sources`: digest of the package's sources. Raises: nothing."""
     path = FOLDER / _file_name()
     if not FOLDER.is_dir():
         return Shipped(path, {})
@@ -152,10 +151,10 @@ def find(sources: str) -> Shipped:
 
 
 def write(folder: Path, sources: str, kernels: Mapping[str, bytes]) -> Path:
-    """Write a file of kernels that this process has compiled for the baseline; return its path.
+    """Write a file of kernels that this process has compiled for the baseline; returns its path.
 
-    Format: line 1 is the SHA-256 of line 2, in hexadecimal digits. Line 2 is JSON: the identity and, for each
-    kernel, its offset from the end of line 2, its length and its SHA-256. The kernels follow.
+    Line 1 is the SHA-256 of line 2, in hexadecimal digits. Line 2 is JSON: the identity, and an `_Entry` of
+    each kernel, with offsets from the end of line 2. The kernels follow.
     """
     if _config.CPU_NAME != BASELINE or _config.CPU_FEATURES:
         raise ValueError(f"kernels for a wheel need NUMBA_CPU_NAME={BASELINE} and NUMBA_CPU_FEATURES=''")
@@ -176,7 +175,7 @@ def _file_name() -> str:
 
 
 def name_of(function: Callable[..., Any], signature: Any) -> str:
-    """Name a kernel by its place in the package, its name and types; "" for functions of other packages."""
+    """Name a kernel by file, line, name and types. Return "" for functions of other packages."""
     try:
         place = Path(function.__code__.co_filename).resolve().relative_to(_PACKAGE)
     except ValueError:
@@ -185,7 +184,7 @@ def name_of(function: Callable[..., Any], signature: Any) -> str:
 
 
 def _reduced(result: Any) -> bytes:
-    """Serialize a compiled kernel as numba does, without the annotated source, which contains paths."""
+    """Serialize a compiled kernel as numba does, but without the annotated source. It contains paths."""
     library, fndesc, environment, signature, objectmode, lifted, _, *rest = result._reduce()
     dumps: Any = serialize.dumps
     data: bytes = dumps((library, fndesc, environment, signature, objectmode, lifted, "", *rest))
@@ -205,7 +204,7 @@ def _identity(sources: str) -> dict[str, Any]:
 
 
 def host_suffices() -> bool:
-    """Return True if this processor has the baseline's features and no setting selects another processor."""
+    """Return True if this processor has the baseline's features. False if numba compiles for another one."""
     if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
         return False
     try:

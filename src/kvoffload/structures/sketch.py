@@ -1,6 +1,4 @@
-"""A count-min sketch with aging, which estimates how often keys were used recently.
-
-Owns a table of 4-bit counters and the number of counted references. Knows hashes, not keys.
+"""A count-min sketch with aging, which estimates how often keys were used recently. Knows hashes, not keys.
 
 Source: Cormode and Muthukrishnan, "An Improved Data Stream Summary: The Count-Min Sketch and its
 Applications", J. Algorithms 55(1), 2005; with the aging of Einziger, Friedman and Manes, "TinyLFU: A Highly
@@ -24,20 +22,19 @@ SAMPLE_PER_KEY = 10
 class FrequencySketch(Struct):
     """Counts references to keys, up to 15. Until counts age, an estimate is never too low.
 
-    All counts are halved after `sample` references, and again after every further `sample` / 2. So an
-    estimate covers about the last `sample` references. The halving is spread over the following references,
-    one cache line each, so that no call pays for the whole table; meanwhile only some counts are halved.
+    An estimate covers about the last `sample` references: all counts are halved after `sample` references,
+    and again after every further `sample` / 2. Each of the following references halves one cache line, so
+    that no call pays for the whole table.
 
     All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
     only the lowest of its four counters (conservative update), which reduces overestimates. There is no
-    doorkeeper. It would only reduce collisions with keys used once, and these collisions cost little: four
-    times as many counters gain W-TinyLFU only 0.4 to 0.6 points of hit ratio on a recorded chat (caches of
-    5,000 and 10,000 blocks). A doorkeeper would need more memory than the counters.
+    doorkeeper: it would need more memory than the counters, and collisions cost little. Four times as many
+    counters gain W-TinyLFU 0.4 to 0.6 points of hit ratio on a recorded chat (5,000 and 10,000 blocks).
 
     Memory: 64 bits for each key of `capacity`.
 
     Attributes:
-        table: uint64, sixteen 4-bit counters a word, eight words a line; a key's four counters share a line.
+        table: uint64. A word has sixteen 4-bit counters, a line has eight words.
         additions: number of counted references; halved together with the counts.
         sample: value of `additions` at which all counts are halved.
         sweep: the next line to halve.
@@ -64,7 +61,7 @@ class FrequencySketch(Struct):
 
 @inline
 def line_of(table: U64Array, h: np.uint64) -> int:
-    """Return the first word of a key's line. The line holds all counters of the key; `h` is its hash."""
+    """Return the first word of the line with a key's counters. `h`: hash of the key."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
 
@@ -77,19 +74,19 @@ def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
 
 @inline
 def _word(line: int, h: np.uint64, row: int) -> int:
-    """Return the index of the word that holds the key's counter for this row of the sketch."""
+    """Return the index of the word with the key's counter in this row of the sketch."""
     return line + 2 * row + np.int64((h >> np.uint64(5 * row + 4)) & np.uint64(1))
 
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Return the number of the first bit of the key's counter in the word from `_word`."""
+    """Return the first bit of the key's counter in its word (`_word`)."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 
 @inline
 def estimate(sketch: FrequencySketch, h: np.uint64) -> int:
-    """Return the estimated recent uses of the key with hash `h`, 0 to 15; collisions may raise it."""
+    """Estimate the recent uses of the key with hash `h`, from 0 to 15. Collisions may raise the estimate."""
     table = sketch.table
     line = line_of(table, h)
     lowest = MAX_COUNT
@@ -116,7 +113,7 @@ def add(sketch: FrequencySketch, h: np.uint64) -> None:
         sketch.sweep = 0
     first = sketch.sweep * LINE_WORDS
     if first < table.shape[0]:
-        # A shift moves a bit of each counter into its neighbour; the mask clears it.
+        # The shift moves a bit of each counter into its neighbour. The mask clears this bit.
         for word in range(first, first + LINE_WORDS):
             table[word] = (table[word] >> np.uint64(1)) & np.uint64(0x7777777777777777)
         sketch.sweep += 1

@@ -4,12 +4,11 @@ A kernel call costs 50 ns, and every few array arguments add as much again. Rela
 `Struct`, and a kernel gets only the address of the struct. In the kernel ``struct.field`` is an array or a
 number.
 
-This module owns the memory layout. A field takes one 64-bit word; an array takes one more word for each
-dimension. The word of an array or a nested struct is its offset from the struct, so that one copy of the
-memory copies all parts.
+Memory layout: a field takes one 64-bit word, and an array takes one more word for each dimension. The word of
+an array or a nested struct is its offset from the struct, so that one copy of the memory copies all parts.
 
-The arrays of a struct are never replaced, because compiled code assumes that their addresses are constant. A
-nested struct can be replaced between two kernel calls (`Struct.exchange`).
+The arrays of a struct are never replaced, because compiled code assumes constant addresses. A nested struct
+can be replaced between two kernel calls (`Struct.exchange`).
 """
 
 from __future__ import annotations
@@ -32,13 +31,19 @@ from numba.np.numpy_support import as_dtype
 
 _WORD, _INT = ir.IntType(64), ir.IntType(32)
 _WRITABLE = 1
-"""`PyBUF_WRITABLE` without any other flag: a contiguous, writable buffer."""
+"""`PyBUF_WRITABLE` alone, which requests a contiguous, writable buffer."""
 
 S = TypeVar("S", bound="Struct")
 
 
 class Field(NamedTuple):
-    """A field: its first word, its numba type, and for arrays the numpy type and number of dimensions."""
+    """A field of a struct.
+
+    Attributes:
+        at: its first word.
+        type: its numba type.
+        dtype, ndim: numpy type and number of dimensions of an array; None and 0 for other fields.
+    """
 
     at: int
     type: Any
@@ -57,17 +62,17 @@ class StructType(nb.Type):
 class Struct:
     """Base class of the arguments of kernels.
 
-    The annotations of a subclass are its fields: arrays of `jit`'s types, ``int``, ``float`` or structs. They
-    are attributes in Python and in kernels.
+    The annotations of a subclass are its fields: arrays of `jit`'s types, ``int``, ``float`` or structs.
+    Fields are attributes in Python and in kernels.
 
     Args:
-        fields: every field by name. Missing numbers are 0.
+        fields: values of the fields, by name. Missing numbers are 0.
 
     Attributes:
         memory: the argument that is passed to a kernel.
 
-    Thread: the owner's thread. Cost: reading or writing a number in Python takes 0.1 us. Raises:
-    `AttributeError` when an array or a struct is replaced.
+    Thread: the owner's thread. Cost: 0.1 us for each access to a number in Python. Raises: `AttributeError`
+    when an array or a struct is replaced.
     """
 
     fields: ClassVar[dict[str, Field]] = {}
@@ -112,7 +117,7 @@ class Struct:
 
     @property
     def address(self) -> int:
-        """The address of the struct's memory, for other structs and kernels."""
+        """Address of the struct's memory."""
         return _address(self.memory)
 
     def exchange(self, name: str, struct: Struct) -> None:
@@ -129,7 +134,7 @@ class Struct:
         Args:
             memory: 8 bytes for each word of the struct.
             parts: the arrays and nested structs of this struct, by field name, already in the new memory.
-            copy: True to write this struct's numbers to the memory; False to use the numbers in the memory.
+            copy: True to copy this struct's numbers to the memory; False to adopt the memory's numbers.
         """
         old_words = self._words
         self._attach(memory)
@@ -164,7 +169,7 @@ class Struct:
         Pass ``bytearray(blank)`` to kernels; read it through `over`.
 
         Args:
-            shapes: the shape of each array; for a nested struct, a dictionary of the shapes of its arrays.
+            shapes: shape of each array. For a nested struct, a dictionary of shapes.
         """
         pieces = [bytearray(8 * cls.num_words)]
         words = memoryview(pieces[0]).cast("q")
@@ -197,7 +202,7 @@ class Struct:
         return self
 
     def _view(self, name: str) -> Any:
-        """Create and cache the view of an array or struct in the memory."""
+        """Create and cache a view of an array or a nested struct in the memory."""
         at, kind, _, num_dimensions = self.fields[name]
         if num_dimensions == 0:
             view: Any = kind.struct.over(self.memory, self._start + self._words[at])
@@ -208,7 +213,7 @@ class Struct:
 
     @classmethod
     def array(cls, memory: bytearray, name: str, count: int = -1, start: int = 0) -> npt.NDArray[Any]:
-        """Return the first `count` rows of an array in memory from `blank`; all rows if `count` is -1."""
+        """Return the first `count` rows of an array in memory from `blank`. With -1, all rows."""
         at, _, dtype, num_dimensions = cls.fields[name]
         words = memoryview(memory).cast("q")
         at += start // 8
@@ -273,7 +278,7 @@ def c_function(builder: Any, result: Any, arguments: list[Any], name: str) -> An
 
 @unbox(StructType)
 def _unbox(kind: Any, value: Any, c: Any) -> Any:
-    """Take the address of a writable buffer. Raises `TypeError` for other objects."""
+    """Get the address of a writable buffer. Raises `TypeError` for other objects."""
     buffer = c.pyapi.alloca_buffer()
     get = c_function(c.builder, _INT, [c.pyapi.pyobj, buffer.type, _INT], "PyObject_GetBuffer")
     failed = cgutils.is_not_null(c.builder, c.builder.call(get, [value, buffer, _INT(_WRITABLE)]))
@@ -347,12 +352,12 @@ def _jump(context: Any, builder: Any, signature: Any, values: Any) -> Any:
 
 
 def _call_2(typing_context: Any, function: Any, a: Any, b: Any) -> Any:
-    """Call the function that `jit.by_address` compiled, at its address, with two structs."""
+    """Call a function of `jit.by_address` at its address, with two structs."""
     return nb.void(nb.int64, a, b), _jump
 
 
 def _call_4(typing_context: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """Call a function as `call_2`, with four structs."""
+    """Call a function of `jit.by_address` at its address, with four structs."""
     return nb.void(nb.int64, a, b, c, d), _jump
 
 

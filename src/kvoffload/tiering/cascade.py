@@ -1,7 +1,7 @@
 """The cascade: offers RAM's blocks to the tiers behind RAM. The tiers write in the background.
 
-Owns the blocks that are pinned for writes, and the queue of each busy tier. The admission rule and policy of
-a tier decide which blocks the tier keeps.
+Owns the blocks that are pinned for writes, and the queues of busy tiers. Each tier's admission rule and
+policy decide which blocks the tier stores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvoffload.tiers.rate_limited_log import RateLimitedLog
 _LOGGER = logging.getLogger("kvoffload.tiering")
 _MIN_WEIGHT = 0.25
 """Smallest weight of a slow tier, relative to the fastest tier. With a smaller weight too few blocks would be
-in flight: writes would not overlap, and the measured speed would be too low."""
+in flight: writes would not overlap, and the measured speed would be wrong."""
 
 
 class Cascade:
@@ -50,10 +50,10 @@ class Cascade:
     def offer(self, lane: TierLane, keys: Keys, wait: TierWait | None) -> None:
         """Offer ready blocks to a tier.
 
-        Accepted blocks are pinned until the write ends. Blocks for which the tier has no room are queued.
+        Accepted blocks are pinned until the write ends. Blocks beyond the tier's room are queued.
 
         Args:
-            wait: the request that used the blocks, if known.
+            wait: state of the request that used the blocks; None if unknown.
         """
         room = self._room(lane)
         if len(keys) > room:
@@ -65,7 +65,7 @@ class Cascade:
         offered, _ = ram.pin_ready(keys[:room])
         if not len(offered):
             return
-        # A tier takes its own checksum of the bytes: damaged bytes must not get a valid checksum.
+        # The tier computes a checksum of its own. Damaged bytes must not get a valid checksum.
         sound = memory.verify_slots(offered.keys, offered.slots)
         if not sound.all():
             offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
@@ -75,7 +75,7 @@ class Cascade:
             self._submit(lane, part, record)
 
     def _by_owner(self, lane: TierLane, offered: LoadPlan) -> list[LoadPlan]:
-        """Divide an offer to a tier with quotas by the tenants of the blocks."""
+        """Divide an offer by tenant, if the tier has quotas."""
         if not lane.has_quotas:
             return [offered]
         owners = self._stack.ram.owners_of(offered.slots)
@@ -104,7 +104,7 @@ class Cascade:
         self._stack.ram.unpin(plan)
 
     def stop(self) -> None:
-        """Clear the queues. Log a warning for each tier that has lost blocks or still has queued blocks."""
+        """Clear the queues. Logs a warning for each tier with lost or queued blocks."""
         for lane in self._stack.lanes:
             keys = self._stack.ram.pack([*lane.waiting])
             missing = keys.take(~lane.tier.contains(keys))
@@ -126,8 +126,7 @@ class Cascade:
     def _offer_waiting(self, lane: TierLane) -> None:
         """Remove the oldest blocks from a tier's queue, and offer the blocks that are still in RAM.
 
-        Offers once, without a loop: a closed tier accepts no block, so a loop would offer all of RAM in one
-        step.
+        Offers only once. A loop would offer all of RAM to a closed tier, which accepts no block.
         """
         if (room := min(self._room(lane), len(lane.waiting))) == 0:
             return
@@ -141,7 +140,7 @@ class Cascade:
         self.offer(lane, keys.take(is_here), None)
 
     def _let_wait(self, lane: TierLane, keys: Keys) -> None:
-        """Queue blocks for a busy tier. Beyond RAM's capacity, the oldest queued blocks count as lost."""
+        """Queue blocks for a busy tier. The queue has at most RAM's capacity; older blocks count as lost."""
         lane.waiting.update(dict.fromkeys(keys))
         num_lost = max(0, len(lane.waiting) - self._stack.ram.capacity_blocks)
         for key in [*islice(lane.waiting, num_lost)]:
@@ -177,9 +176,9 @@ class Cascade:
 def write_room(lanes: Sequence[TierLane], row: int, budget: int) -> int:
     """Return the number of further blocks that may be pinned for writes to tier `row`.
 
-    The tiers divide `budget` (blocks) in proportion to their write speeds; a slow tier's weight is at least a
-    quarter of the fastest tier's. A tier of unknown speed counts as the fastest. Each share is at least one
-    block. A slow or hanging tier pins only its own share.
+    The tiers divide `budget`, a number of blocks, in proportion to their write speeds. A slow tier counts
+    with at least a quarter of the fastest tier's speed. A tier of unknown speed counts as the fastest tier.
+    Each share is at least one block. A slow or hanging tier pins only its own share.
     """
     share = budget
     if len(lanes) > 1:

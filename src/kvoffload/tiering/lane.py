@@ -1,7 +1,4 @@
-"""A tier behind RAM, with its unfinished jobs, speed and health.
-
-Measures only: promotion and cascade decide what to do about a slow tier.
-"""
+"""A tier behind RAM, with its unfinished jobs, speed and health. Promotion and cascade decide."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _STALLED_AFTER_DEADLINES = 4
 _FAILING_AFTER_READS = 3
 _RETRY_AFTER_S = 10.0
 _WRITE_DECAY = 0.9
-"""Weight of the past after each write: about the last ten writes count."""
+"""Decay of the average after each write: about the last ten writes count."""
 
 
 @dataclass
@@ -36,13 +33,13 @@ class TieringCounts:
     not_worth: int = 0
     """Blocks found in a tier, but slower to read than to compute."""
     not_offered: int = 0
-    """Blocks that left RAM before a tier could write them, because the tier was slow or did not answer."""
+    """Blocks that left RAM before a tier could write them: the tier was slow or did not answer."""
     read_ahead: int = 0
     """Blocks read for requests that waited in the engine's queue."""
     gave_up: int = 0
     """Number of requests that stopped waiting at their time limit."""
     stale: int = 0
-    """Blocks that the presence cache of a shared tier listed, but that were no longer there."""
+    """Blocks that a shared tier's presence cache listed, but the server had lost."""
 
 
 @dataclass
@@ -50,7 +47,7 @@ class LaneJob:
     """A job that a tier has not finished.
 
     Attributes:
-        plan: a `LoadPlan` (pinned blocks) for a write, a `StorePlan` for a read, keys for a probe.
+        plan: a `LoadPlan` of pinned blocks for a write, a `StorePlan` for a read, keys for a probe.
         since: time of submission.
     """
 
@@ -68,7 +65,7 @@ class TierLane:
         num_reading, num_writing: blocks in flight.
         write_s_per_block: recent average, including time in the tier's queue; 0 before the first write.
         probing: blocks of the probes in flight.
-        waiting: queue of blocks in RAM, oldest first; the cascade offers them when the tier has room.
+        waiting: queue of blocks in RAM, oldest first. The cascade offers them when the tier has room.
         num_accepted: blocks that the tier has accepted for writing.
         num_lost: queued blocks that left RAM before the tier accepted them.
         has_quotas: True once the tier has had quotas of tenants.
@@ -88,7 +85,7 @@ class TierLane:
         self.has_quotas = False
 
     def probe(self, keys: Keys, now: float) -> None:
-        """Probe a shared tier for blocks, except blocks that a probe in flight covers."""
+        """Probe a shared tier for blocks, except blocks with a probe in flight."""
         is_new = np.array([key not in self.probing for key in keys], np.bool_)
         if not is_new.any():
             return
@@ -106,13 +103,13 @@ class TierLane:
         return now - oldest.since > _STALLED_AFTER_DEADLINES * deadline_s
 
     def is_failing(self, now: float) -> bool:
-        """Return True for 10 s after each failed read, from the third consecutive failure on."""
+        """Return True for 10 s after the third and each further consecutive failed read."""
         return now < self._next_try
 
     def end_read(self, result: JobResult, now: float) -> None:
         """Update speed and health after a read.
 
-        Speed counts only sound blocks, because a failure may be immediate. A read with stale blocks
+        Only sound blocks count for the speed, because a failure may be immediate. A read with stale blocks
         (`JobResult.stale`) is no failure.
         """
         self.num_reading -= len(result.ok)
@@ -126,7 +123,7 @@ class TierLane:
             self._next_try = now + _RETRY_AFTER_S
 
     def end_write(self, num_blocks: int, num_written: int, seconds: float) -> None:
-        """Update the speed after a write of `num_blocks`; `num_written` blocks succeeded."""
+        """Update the speed after a write of `num_blocks`, of which `num_written` succeeded."""
         self.num_writing -= num_blocks
         if num_written:
             latest, past = seconds / num_written, self.write_s_per_block
@@ -140,8 +137,7 @@ class TierLane:
         return self.speed.seconds_for(num_blocks + self.num_reading)
 
     def is_trial_due(self, now: float) -> bool:
-        """Return True at most once in 10 s. The caller then reads as a trial, although computing should be
-        faster."""
+        """Return True at most once in 10 s. The caller then reads as a trial, even if computing is faster."""
         if now < self._next_trial:
             return False
         self._next_trial = now + _RETRY_AFTER_S

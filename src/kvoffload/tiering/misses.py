@@ -10,12 +10,14 @@ from kvoffload.tiers.contract import Mask
 
 
 def change_of(codes: npt.NDArray[np.int32], in_tier: Mask) -> CountArray:
-    """Return the corrections of a prefix's miss counts, by code. RAM has counted the prefix without tiers.
+    """Return corrections of miss counts, by code, for a prefix that RAM has counted without tiers.
+
+    The first block that is neither in RAM nor in a tier is a gap. Blocks in tiers count as `TIER_GAVE_UP`
+    before the gap, and as `BEHIND_A_GAP` behind the gap.
 
     Args:
         codes: `miss_record` code that RAM counted for each block of the prefix.
-        in_tier: mask of the blocks that a tier has and RAM lacks. They count as `TIER_GAVE_UP` before the
-            first block that is neither in RAM nor in a tier, and as `BEHIND_A_GAP` behind that block.
+        in_tier: mask of the blocks that a tier has and RAM lacks.
     """
     gaps = np.flatnonzero((codes != READY) & ~in_tier)
     first_gap = int(gaps[0]) if len(gaps) else len(codes)

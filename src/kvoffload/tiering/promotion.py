@@ -1,7 +1,7 @@
-"""The promotion of blocks from tiers into RAM, when a request looks up a prefix that continues in a tier.
+"""The promotion of blocks from tiers into RAM, for requests whose prefix continues in a tier.
 
-Owns the reads, the slots of RAM that are reserved for them, and the probes of shared tiers. RAM's policy
-decides which blocks leave RAM.
+Owns the reads, their reserved slots of RAM, and the probes of shared tiers. RAM's policy decides which blocks
+leave RAM.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvoffload.tiering.worth import Rows, fastest_source, num_worth_reading
 from kvoffload.tiers.contract import NO_JOB, JobResult, Mask
 
 MOST_DISTRUSTED = 10_000
-"""Limit of remembered wrong blocks, about 1 MB. Beyond the limit no tier is trusted."""
+"""Limit of remembered wrong blocks (about 1 MB). Beyond the limit no tier is trusted."""
 
 
 class Promotion:
     """Reads blocks from tiers into RAM, for requests that wait.
 
     Attributes:
-        promoting: for each block that is being read, the number of its tier, from 1.
+        promoting: number of the tier, from 1, for each block that is being read.
         asking: requests that have looked up single keys since the last `poll`.
-        ahead: requests in the engine's queue whose blocks have not been read ahead yet.
+        ahead: requests in the engine's queue for which no block has been read ahead yet.
         trusts_no_tier: True after more than `MOST_DISTRUSTED` wrong blocks.
 
     Thread: the scheduler's. Cost: nothing while no tier is read.
@@ -48,7 +48,7 @@ class Promotion:
         self._distrusted: set[bytes] = set()
 
     def poll(self) -> None:
-        """Start reads for the single keys looked up in this step, and read ahead for one queued request."""
+        """Start the reads of this step: for looked-up single keys, and ahead for one queued request."""
         asking, self.asking = self.asking, {}
         for ctx, wait in asking.items():
             wanted, wait.wanted = wait.wanted, []
@@ -58,10 +58,10 @@ class Promotion:
             self._read_ahead()  # one request a step: a burst of requests must not make a step long
 
     def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
-        """Start to read blocks that RAM lacks from tiers, if the reads are worthwhile and RAM has room.
+        """Start to read missing blocks from tiers, if the reads are worthwhile and RAM has room.
 
         Args:
-            max_blocks: limit of reserved blocks while no other read runs; None for the usual limit.
+            max_blocks: limit of reserved slots while no other read runs; None for the usual limit.
         """
         for lane in self._stack.lanes:
             lane.tier.missed(keys)
@@ -74,9 +74,9 @@ class Promotion:
             self._read(plan, sources[: len(plan.keys)], wait)
 
     def request_key(self, key: bytes, ctx: RequestContext, wait: TierWait) -> LookupResult:
-        """Queue a single key for promotion or a probe in the next `poll`.
+        """Queue a single key for promotion or a probe in the next `poll`; returns RETRY.
 
-        Returns RETRY. Returns MISS if no tier can have the block, or the request has waited too long.
+        If no tier can have the block, or the request has waited too long, queues nothing and returns MISS.
         """
         keys = self._stack.ram.pack([key])
         for lane in self._stack.lanes:
@@ -91,7 +91,7 @@ class Promotion:
         return self.result_for([key], wait) if is_below else LookupResult.RETRY
 
     def result_for(self, keys: Sequence[bytes], wait: TierWait) -> LookupResult:
-        """Return the lookup result of blocks in tiers: RETRY, or MISS after the request's longest wait."""
+        """Return the lookup result of blocks in tiers: RETRY, or MISS after the request's time limit."""
         had_given_up = wait.gave_up
         if not wait.keeps_waiting(self._stack.clock(), self._stack.deadline_s):
             self._stack.counts.gave_up += not had_given_up
@@ -132,9 +132,9 @@ class Promotion:
     # ---- wrong blocks with intact bytes
 
     def distrust(self, keys: Sequence[bytes]) -> bool:
-        """Stop reading these blocks, until `trust_again`.
+        """Stop reading these blocks until `trust_again`. Beyond `MOST_DISTRUSTED` blocks, no tier is trusted.
 
-        Returns True if this call makes their number exceed `MOST_DISTRUSTED`. Then no tier is trusted.
+        Returns True if this call has exceeded the limit.
         """
         if self.trusts_no_tier:
             return False
@@ -154,7 +154,7 @@ class Promotion:
         return ~self.is_distrusted(keys)
 
     def is_distrusted(self, keys: Sequence[bytes]) -> Mask:
-        """Return a mask of the blocks that `distrust` has remembered, regardless of `trusts_no_tier`."""
+        """Return a mask of the blocks that were passed to `distrust`, regardless of `trusts_no_tier`."""
         if not self._distrusted:
             return np.zeros(len(keys), np.bool_)
         return np.array([key in self._distrusted for key in keys], np.bool_)
@@ -162,9 +162,9 @@ class Promotion:
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
-        """Return the blocks worth reading, in prefix order, and the row of each block's tier.
+        """Return the blocks worth reading, in prefix order, and the row of each block's tier; None for none.
 
-        Returns None if no block is worth reading. Also sends probes, and updates the limits in `wait`.
+        Also sends probes, and updates the limits in `wait`.
         """
         stack = self._stack
         in_ram = stack.ram.contains(keys, ctx)
@@ -200,9 +200,9 @@ class Promotion:
     def _reserve(
         self, missing: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None
     ) -> StorePlan | None:
-        """Reserve slots of RAM for the leading blocks that fit; return None if no block fits.
+        """Reserve slots of RAM for the leading blocks that fit; returns None if no block fits.
 
-        The request no longer waits for the other blocks.
+        The request no longer waits for blocks that do not fit.
         """
         stack = self._stack
         room = stack.max_in_flight - self._num_reading
@@ -212,7 +212,7 @@ class Promotion:
         plan = stack.ram.prepare_store(missing[:room], ctx, admitted=True) if room > 0 else None
         num_reserved = 0 if plan is None else len(plan.keys)
         if num_reserved < len(missing):
-            # Requested again in every step, these blocks would evict the blocks that have found room.
+            # If they were requested again in every step, these blocks would evict the reserved blocks.
             stack.counts.no_room += len(missing) - num_reserved
             wait.given_up.update(missing[num_reserved:])
         self._num_reading += num_reserved
@@ -221,7 +221,7 @@ class Promotion:
     def _read(self, plan: StorePlan, sources: Rows, wait: TierWait) -> None:
         """Start to read the blocks of a plan. `sources`: row of each block's tier."""
         rows = sorted(set(sources.tolist()))
-        # Splitting a plan costs as much as reading it, so a plan for a single tier stays whole.
+        # To split a plan costs as much as to read it, so a plan for a single tier stays whole.
         shares = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])
         for row, share in zip(rows, shares, strict=True):
             lane = self._stack.lanes[row]
@@ -237,9 +237,9 @@ class Promotion:
             self.promoting.update(dict.fromkeys(share.keys, row + 1))
 
     def _read_ahead(self) -> None:
-        """Start reads for the oldest request in `ahead`, and remove the request from `ahead`.
+        """Start reads for the oldest request in `ahead`, and remove it from `ahead`.
 
-        Blocks that cannot be read now can still be read at the request's lookup.
+        Blocks that cannot be read now are read at the request's lookup.
         """
         ctx, wait = next(iter(self.ahead.items()))
         del self.ahead[ctx]
@@ -258,7 +258,7 @@ class Promotion:
     def _probe(self, keys: Keys, reachable: Mask, wait: TierWait) -> None:
         """Probe each shared tier for blocks of unknown presence.
 
-        The probe of a tier ends before the first block that is neither reachable nor unknown in this tier.
+        The probe of a tier stops at the first block that is certainly missing.
         """
         for lane, unknown in self._unknown(keys, wait):
             gaps = np.flatnonzero(~(reachable | unknown))
@@ -268,7 +268,7 @@ class Promotion:
                 lane.probe(keys.take(wanted), self._stack.clock())
 
     def _unknown(self, keys: Keys, wait: TierWait) -> list[tuple[TierLane, Mask]]:
-        """Return pairs: each usable shared tier, and a mask of the blocks whose presence needs a probe."""
+        """Return for each usable shared tier a mask of the blocks whose presence needs a probe."""
         now = self._stack.clock()
         return [
             (lane, lane.tier.unknown(keys, wait.records[lane.row]))
@@ -277,7 +277,7 @@ class Promotion:
         ]
 
     def _awaits_probe_of(self, keys: Keys, wait: TierWait) -> bool:
-        """Return True if the presence of a block needs a probe and the request still waits for probes."""
+        """Return True if a block needs a probe and the request still waits for probes."""
         if not any(unknown.any() for _, unknown in self._unknown(keys, wait)):
             return False
         return wait.waits_for_probe(self._stack.clock(), self._probe_timeout_s, self._stack.deadline_s)

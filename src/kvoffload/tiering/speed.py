@@ -1,18 +1,17 @@
-"""A model of the duration of reads from a tier, fitted to past reads. Knows neither blocks nor tiers."""
+"""A model of the duration of a tier's reads, fitted to past reads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 _DECAY = 0.95
-"""Weight of the past after each read: about the last 20 reads count."""
+"""Decay of the sums after each read: about the last 20 reads count."""
 
 
 class ReadSpeed:
     """A read's duration as a linear function of the number of blocks, fitted by least squares.
 
-    Older reads count exponentially less. If all reads had one size, the fixed cost is unknown, and the line
-    passes through the origin.
+    Weights decay exponentially with age. If all reads had one size, the fixed cost is unknown and taken as 0.
     """
 
     def __init__(self) -> None:

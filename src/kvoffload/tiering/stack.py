@@ -1,4 +1,4 @@
-"""State that promotion and cascade share: RAM, the tiers behind it, settings and counters. Begins no job."""
+"""State that promotion and cascade share: RAM, the tiers behind it, settings and counters. Starts no job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvoffload.tiering.wait import TierWait
 from kvoffload.tiers.contract import GroupedTier, Mask, Memory, SecondaryTier, check_tiers
 
 LONGEST_WAIT_S = 1e9
-"""Limit of a wait for tiers, 30 years, because the system refuses longer times."""
+"""Limit of a wait for tiers: 30 years, because the system refuses longer waits."""
 
 
 @dataclass(eq=False)
@@ -27,8 +27,7 @@ class TierStack:
     Attributes:
         ram: the manager of RAM's slots.
         memory: the memory of RAM's slots.
-        in_flight_share: share of RAM's usable slots that may be pinned for writes. The same number of slots
-            may be reserved for reads.
+        in_flight_share: share of RAM's usable slots that writes may pin. Reads may reserve as many slots.
         compute_s: seconds to compute a block; None while unknown.
     """
 
@@ -43,7 +42,7 @@ class TierStack:
 
     @property
     def max_in_flight(self) -> int:
-        """Limit of blocks that may be pinned for writes: `in_flight_share` of RAM's present usable slots."""
+        """Limit of blocks pinned for writes: `in_flight_share` of RAM's present usable slots."""
         return share_of(self.in_flight_share, self.ram.usable_blocks)
 
     def extend_paths(self, ctx: RequestContext, wait: TierWait) -> None:
@@ -53,9 +52,9 @@ class TierStack:
                 lane.tier.extend_path(wait.records[lane.row], ctx.keys())
 
     def below(self, keys: Keys, wait: TierWait) -> tuple[list[Mask], Mask]:
-        """Return (1) for each tier a mask of its blocks, and (2) one mask of the blocks that any tier has.
+        """Return two values: a list with a mask of each tier's blocks, and a mask of the blocks in any tier.
 
-        A tier counts as empty if it is silent, or if the request has left it out.
+        A tier counts as empty if it is silent, or if it is left out for this request.
         """
         now = self.clock()
         in_tiers = [
@@ -73,7 +72,7 @@ class TierStack:
     def drain(self, until: float) -> bool:
         """Drain every tier, even if another tier hangs. Returns False if a tier exceeds the deadline.
 
-        `until`: the deadline, of `time.monotonic`.
+        `until`: the deadline, a time of `time.monotonic`.
         """
         drained = [
             lane.tier.drain(min(max(0.0, until - time.monotonic()), LONGEST_WAIT_S)) for lane in self.lanes
@@ -87,7 +86,7 @@ def share_of(max_in_flight: float, capacity_blocks: int) -> int:
 
 
 def check_compute_s(seconds: float | None) -> float | None:
-    """Return the seconds to compute a block. Raises `ConfigError` unless they are above 0, or None."""
+    """Check the seconds to compute a block, and return them. None is valid. Raises `ConfigError`."""
     if seconds is not None and not finite(seconds) > 0:
         raise ConfigError("recompute_s_per_block", seconds, "allowed: more than 0 seconds, or None")
     return seconds

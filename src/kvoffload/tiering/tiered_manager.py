@@ -1,7 +1,7 @@
 """RAM with tiers behind it, as one manager.
 
 Passes the calls of an engine to RAM's manager, to promotion and to cascade. RAM's policy decides which blocks
-leave RAM, and the policy and admission rule of a tier decide which blocks the tier keeps.
+leave RAM. Each tier's policy and admission rule decide which blocks the tier stores.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 class TieredManager:
     """A manager of RAM with tiers behind it, used like an `OffloadingManager`. Call `poll` once a step.
 
-    **Cascade.** A block is offered to every tier when the block's store is complete. It is offered again when
-    a request that used the block finishes while the block is in RAM. The tier's admission rule decides. The
-    write pins the block in RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is
-    not written. No request waits for a write. A block that RAM's admission rule refuses reaches no tier.
-    RAM's policy refuses blocks only if its ``write_cost`` is set.
+    **Cascade.** A block is offered to every tier when its store is complete. It is offered again when a
+    request that used it finishes while the block is in RAM. The tier's admission rule decides. The write pins
+    the block in RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is not written.
+    No request waits for a write. A block that RAM's admission rule refuses reaches no tier. RAM's policy
+    refuses blocks only if its ``write_cost`` is set.
 
     **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
     that fit, and reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound blocks
@@ -53,35 +53,39 @@ class TieredManager:
     **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the
     remaining path. Meanwhile `lookup` returns RETRY, for at most the tier's `probe_timeout_s` in all.
 
-    **Do no harm.** A read that is expected to take longer than computing the blocks is shortened until it
-    pays, or skipped. Every 10 s one read runs in full, as a trial. If several tiers have a block, the read
-    uses the tier that is expected to be fastest, or the first tier while the time to compute is unknown. A
-    tier whose last three reads delivered nothing is not read for 10 s. A request gets MISS instead of RETRY
-    after it has waited for the time to compute the blocks, or for `deadline_s`. A tier whose oldest job is
-    late by four deadlines gets no new jobs until it answers. An exception in a call of a tier counts as a
-    miss and as a failure of the tier (`GuardedTier`).
+    **Slow and failing tiers.**
+
+    - If a read is expected to take longer than computing its blocks, it is shortened or skipped. Every 10 s
+      one read runs in full, as a trial.
+    - If several tiers have a block, it is read from the tier that should be fastest. While the time to
+      compute a block is unknown, it is read from the first tier.
+    - A request waits at most for the time to compute the blocks, and at most `deadline_s`. Afterwards
+      `lookup` returns MISS instead of RETRY.
+    - After three consecutive reads without a sound block, a tier is not read for 10 s.
+    - If a tier's oldest job is older than four deadlines, the tier gets no new jobs until it answers.
+    - An exception of a tier counts as a miss and as a failure of the tier (`GuardedTier`).
 
     Args:
-        capacity_blocks, and all keywords not listed here: as for `OffloadingManager`.
+        capacity_blocks: as for `OffloadingManager`. So are all keywords that are not listed here.
         ram: the memory of RAM's slots: a `MemoryTier`, with or without checksums.
         tiers: from the fastest to the slowest. The manager owns them from now on: `close` closes them.
         deadline_s: longest time that a request waits for tiers.
         recompute_s_per_block: seconds to compute a block; None while unknown. May be set at any time.
-        max_in_flight: share of `usable_blocks` that the writes of all tiers together may pin; 1.0 for no
-            limit. Slow tiers get smaller parts of the share. Reads may reserve the same number of slots. A
+        max_in_flight: share of `usable_blocks` that the writes to all tiers together may pin; 1.0 for no
+            limit. Slow tiers get smaller parts of the share. Reads may reserve as many slots as writes. A
             read that runs alone may reserve twice as many, up to half of `usable_blocks`.
         clock: monotonic seconds.
         make_ram_manager: creates the manager of RAM; `NodeManager` for RAM that processes share.
 
     Attributes:
-        ram_manager: the `OffloadingManager` of RAM. Calls that concern only RAM are its own methods.
-        hit_blocks: loaded blocks by source: RAM, then each tier. In a load, the first damaged block and all
-            blocks behind it do not count.
+        ram_manager: the `OffloadingManager` of RAM.
+        hit_blocks: number of loaded blocks by source: RAM, then each tier. From the first damaged block of a
+            load on, no block counts.
         counts: counters of promotion and cascade.
 
     Thread: as `OffloadingManager`. No call waits for a tier, except `settle`, `drain`, `flush`, `close`, and
     `reset` with `drop_in_flight`.
-    Cost: one Python call and one dictionary lookup more than an `OffloadingManager`, while no tier is read.
+    Cost: while no tier is read, one Python call and one dictionary lookup more than an `OffloadingManager`.
     """
 
     def __init__(
@@ -146,12 +150,12 @@ class TieredManager:
     def set_tier_tenants(self, tier: str, quotas: Mapping[str, Quota]) -> None:
         """Replace the quotas of a tier behind RAM, in its blocks, see `OffloadingManager.set_tenants`.
 
-        A block belongs to the tenant that owns the block in RAM when RAM offers it. So each tenant needs a
-        quota of RAM, which may be `Quota()`. Blocks of earlier runs belong to the tenant that loads them
-        first; until then they are evicted first.
+        When RAM offers a block, the block's tenant in RAM becomes its tenant in the tier. Each tenant
+        therefore needs a quota of RAM, which may be `Quota()`. A block of an earlier run belongs to the first
+        tenant that loads it. Until then it is evicted before other blocks.
 
-        Raises: `ConfigError` for an unknown tier, a tenant without a quota of RAM, or a tier that takes no
-        quotas.
+        Raises: `ConfigError` for an unknown tier, a tenant without a quota of RAM, or a tier without support
+        for quotas.
         """
         if tier not in self.tier_names:
             raise ConfigError("tier", tier, f"allowed: {', '.join(self.tier_names) or 'none'}")
@@ -217,7 +221,7 @@ class TieredManager:
     def expect(self, ctx: RequestContext) -> None:
         """Expect a queued request, see `OffloadingManager.expect`.
 
-        While no other read is in flight, the blocks that only tiers have are read ahead.
+        While no other read is in flight, blocks that only tiers have are read ahead.
         """
         self.ram_manager.expect(ctx)
         wait = self.waits[ctx]
@@ -244,9 +248,9 @@ class TieredManager:
     def distrust(self, keys: Sequence[bytes]) -> None:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
-        For wrong blocks with a valid checksum. A shared server still has the blocks for other processes, and
-        these may store them again. This process therefore remembers the keys until a reset. After more than
-        `MOST_DISTRUSTED` keys, nothing is loaded from tiers until the reset.
+        For wrong blocks with a valid checksum. Shared servers keep the blocks, and other processes may store
+        them again, so this process remembers the keys until a reset. After more than `MOST_DISTRUSTED` keys,
+        nothing is loaded from tiers until the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:
@@ -306,8 +310,8 @@ class TieredManager:
     def lookup_key(self, key: bytes, ctx: RequestContext | None = None) -> LookupResult:
         """Look up a block, see `OffloadingManager.lookup_key`.
 
-        Returns RETRY if a tier has the block or may have it. The next `poll` promotes all such blocks of the
-        request together, and probes for all of them at once.
+        Returns RETRY if a tier has the block or may have it. The next `poll` starts one promotion and one
+        probe for all such blocks of the request.
         """
         result = self.ram_manager.lookup_key(key, ctx)
         if result is HIT or ctx is None or not self.lanes:
@@ -324,8 +328,8 @@ class TieredManager:
     def count_misses(self, ctx: RequestContext, start: int, keys: Sequence[bytes] | None = None) -> int:
         """Count blocks that a request will compute, see `OffloadingManager.count_misses`.
 
-        A block in a tier counts as ``tier_gave_up``. If an earlier block is neither in RAM nor in a tier, the
-        block counts as ``behind_a_gap``.
+        A block in a tier counts as ``tier_gave_up``. Behind a block that is neither in RAM nor in a tier, it
+        counts as ``behind_a_gap``.
         """
         count = self.ram_manager.count_misses(ctx, start, keys)
         wait = self.waits.get(ctx)
@@ -412,7 +416,7 @@ class TieredManager:
         while self.poll():
             if not self._stack.drain(until):
                 return False
-            # A tier without room, or one that has lost results, may be drained although work is left.
+            # `drain` may succeed before the work is done if a tier has no room or has lost results.
             if time.monotonic() >= until:
                 return not self.poll()
         return True
@@ -448,9 +452,9 @@ class TieredManager:
 
         Without `drop_in_flight` the call does not wait; call `drain` for a durable reset.
 
-        `drop_in_flight` is a promise about the caller's transfers, not about the tiers' jobs. With it, the
-        call first waits up to `deadline_s` for the tiers' jobs. If a job still runs then, slots in flight
-        stay reserved. The call then waits up to `deadline_s` until the resets of all tiers are durable.
+        With `drop_in_flight` the caller promises that its own transfers have ended. The call then waits
+        twice, each time up to `deadline_s`: first for the tiers' jobs, then until the resets of all tiers are
+        durable. If a job still runs after the first wait, slots in flight stay reserved.
         """
         deadline_s = self._stack.deadline_s
         self.promotion.asking.clear()
@@ -475,8 +479,8 @@ class TieredManager:
     def close(self, timeout_s: float = 10.0) -> None:
         """Wait up to `timeout_s` for the jobs in flight, and close the tiers.
 
-        Queued blocks are not written: call `flush` before. Logs for each tier the number of blocks that were
-        not offered.
+        Queued blocks are not written: call `flush` before. For each tier, logs the number of blocks that it
+        was not offered.
         """
         self._cascade.stop()
         self.settle(timeout_s)
@@ -488,9 +492,9 @@ class TieredManager:
     def take_events(self) -> list[OffloadingEvent]:
         """Return RAM's events, see `OffloadingManager.take_events`, then the events of shared tiers.
 
-        Events of a shared tier have the tier's name as their medium. They concern only blocks that this
-        manager has written. Such a block is reported when the server has confirmed its write, and again when
-        a probe or read finds that the block is gone.
+        The medium of a shared tier's events is the tier's name. The events concern only blocks that this
+        manager has written. One event reports that the server has confirmed the write. Another event reports
+        that a probe or read has found the block missing.
         """
         events = self.ram_manager.take_events()
         if self._reports_events:

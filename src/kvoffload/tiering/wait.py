@@ -11,10 +11,10 @@ class TierWait:
     """The wait of one request for blocks in tiers.
 
     Attributes:
-        records: for each tier, the tier's record of the request.
+        records: the request's record in each tier.
         wanted: single keys to promote or probe in the next step.
         given_up: keys that the request no longer waits for.
-        came_from: for each block promoted for this request, the number of its tier, from 1.
+        came_from: number of the tier, from 1, for each block promoted for this request.
         left_out: rows of the tiers from which this request loads nothing.
         num_storing: blocks of the request in flight to RAM.
         may_wait_s: longest wait for blocks, in seconds.
@@ -42,7 +42,7 @@ class TierWait:
         self._last_asked = self._last_probed = -math.inf
 
     def keeps_waiting(self, now: float, deadline_s: float) -> bool:
-        """Return True if the request still waits for blocks: for at most `may_wait_s`.
+        """Return True if the request has waited for blocks for at most `may_wait_s`.
 
         If more than `deadline_s` has passed since the last call, a new wait starts.
         """
@@ -53,7 +53,7 @@ class TierWait:
         return not self.gave_up
 
     def waits_for_probe(self, now: float, timeout_s: float, deadline_s: float) -> bool:
-        """Return True if the request still waits for probes: for at most `timeout_s`, all probes together.
+        """Return True if the request has waited for probes for at most `timeout_s` in all.
 
         If more than `deadline_s` has passed since the last call, a new wait starts.
         """

@@ -1,4 +1,4 @@
-"""The choice of the blocks that are worth reading, and of the tier for each block. Starts no read."""
+"""The choice of blocks that are worth reading, and of each block's tier. Starts no read."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Rows: TypeAlias = npt.NDArray[np.intp]
 def fastest_source(
     lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_s: float | None
 ) -> Rows:
-    """Choose for each block the tier with the shortest expected read; returns the row of each block's tier.
+    """Choose the tier with the shortest expected read for each block; returns the tiers' rows.
 
-    While the time to compute a block is unknown, as in a replay, the first tier that has the block is chosen.
+    While the time to compute a block is unknown, as in a replay, chooses the first tier that has the block.
 
     Args:
         in_tiers: shape ``(tiers, blocks)``; True if the tier has the block.
@@ -46,8 +46,8 @@ def num_worth_reading(
     """Return the number of leading blocks that are worth reading.
 
     Leading blocks are worth reading if the read takes no longer than computing all blocks that become
-    reachable. If no blocks are worth reading, returns 0, or the number of all blocks if a trial is due. While
-    `compute_s` is None, all blocks are worth reading.
+    reachable. While `compute_s` is None, all blocks are worth reading. If no block is worth reading, returns
+    0. If a trial is due then, returns the number of all blocks.
 
     Args:
         sources: tier of each block.

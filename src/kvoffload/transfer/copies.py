@@ -1,8 +1,7 @@
 """Copies of scattered blocks between two arrays in host memory, at the speed of one large memcpy.
 
-Owns the copy kernel and the coalescing of consecutive rows. Does not know devices or tiers: a block is a row
-of bytes. Large copies bypass the CPU's caches (`streaming`), because blocks in the pool are not read again
-soon. docs/performance.md has measurements.
+A block is a row of bytes. Consecutive rows are copied together. Large copies bypass the CPU's caches
+(`streaming`), because blocks in the pool are not read again soon. docs/performance.md has measurements.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ Rows: TypeAlias = npt.NDArray[np.int64] | npt.NDArray[np.int32]
 """Row numbers, shape ``(n,)``."""
 
 STREAM_FROM_BYTES = 16 * 1024
-"""Smallest copy that bypasses the caches. The bytes of smaller copies are probably read soon."""
+"""Smallest copy that bypasses the caches, in bytes. Data of smaller copies are probably read soon."""
 
 
 STREAM_PARTS_FROM_BYTES = 2 * 1024
-"""Smallest part of a block that bypasses the caches. The limit is lower because a call copies many parts."""
+"""Smallest part of a block that bypasses the caches, in bytes. Lower, because a call copies many parts."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -35,10 +34,10 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
     Args:
         src: ``(any, block_bytes)``.
         dst: ``(any, block_bytes)``, writeable. It must not overlap the source rows.
-        src_rows, dst_rows: ``(n,)``. A repeated destination ends up with the later block.
+        src_rows, dst_rows: ``(n,)``. If a destination is repeated, the last block wins.
 
-    Cost: 6 µs a call, then memory speed. Thread: any; releases the GIL, and several threads may copy into
-    different rows at a time. After the call every thread sees the bytes.
+    Cost: 6 µs a call, then memory speed. Thread: any; several threads may copy into different rows at a time.
+    Releases the GIL. After the call every thread sees the bytes.
 
     Raises:
         IndexError: a row is out of range. Names the first such row; no byte has been copied.
@@ -61,8 +60,10 @@ def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> Non
 
 
 class PartTable(NamedTuple):
-    """The parts of a block in many arrays, for `copy_parts`: part `p` of row `i` begins at
-    ``addresses[p] + i * strides[p]`` and has ``widths[p]`` bytes. The caller keeps the arrays alive.
+    """The parts of a block in many arrays, for `copy_parts`.
+
+    Part `p` of row `i` begins at ``addresses[p] + i * strides[p]`` and has ``widths[p]`` bytes. The caller
+    keeps the arrays alive.
     """
 
     addresses: npt.NDArray[np.int64]
@@ -75,13 +76,13 @@ def copy_parts(
 ) -> None:
     """Copy rows that are spread over many arrays into slots of a pool, or back.
 
-    In a slot, the parts of a row follow each other.
+    In a slot, the parts of a row are consecutive.
 
     Args:
-        rows, slots: as `check_rows` returns them. Row ``rows[i]`` belongs to slot ``slots[i]``.
+        rows, slots: as `check_rows` returns them. Row ``rows[i]`` is copied to or from slot ``slots[i]``.
 
     Cost: 6 µs a call, then memory speed. Thread: as `copy_blocks`.
-    Raises: `ValueError` if the pool has another width than the parts together, or is read-only.
+    Raises: `ValueError` if the pool's width is not the sum of the parts' widths, or the pool is read-only.
     """
     _check_blocks("pool", pool)
     if pool.shape[1] != table.widths.sum():
@@ -96,8 +97,8 @@ def copy_parts(
 def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
     """Convert `rows` to contiguous int64, and check that every row is in ``[0, num_rows)``.
 
-    Raises: `IndexError` that names the first row out of range; `ValueError` for anything but a
-    one-dimensional array of integers.
+    Raises: `IndexError` that names the first row out of range; `ValueError` unless `rows` is a
+        one-dimensional array of integers.
     """
     array = np.asarray(rows)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
@@ -112,8 +113,8 @@ def check_rows(name: str, rows: Rows, num_rows: int) -> npt.NDArray[np.int64]:
 def coalesce(src_rows: npt.NDArray[np.int64], dst_rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Split a copy into runs of rows that are consecutive on both sides.
 
-    Returns ``starts``, shape ``(runs + 1,)``. Run `r` has the positions ``starts[r]`` to ``starts[r + 1] -
-    1``. The last entry of ``starts`` is the number of rows.
+    Returns ``starts``, shape ``(runs + 1,)``. Run `r` has the positions ``starts[r]`` up to, but without,
+    ``starts[r + 1]``. The last entry of ``starts`` is the number of rows.
     """
     breaks = (src_rows[1:] - src_rows[:-1] != 1) | (dst_rows[1:] - dst_rows[:-1] != 1)
     inner = np.flatnonzero(breaks) + 1

@@ -1,17 +1,16 @@
 """The copy engine of a CUDA tensor: pinned pools, a stream for each direction, batched copies.
 
-Imports torch, and is imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch:
+Imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch:
 
-- *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time, in
-  which the bus moves half a megabyte.
+- *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time; the bus
+  moves half a megabyte in this time.
 - *gathered*: the device gathers scattered blocks into a buffer, one copy moves the buffer over the bus, and
-  the host copies the blocks into their slots. A load works in reverse. Faster for many small blocks, where
-  launches would take longer than the transfer.
+  the host copies the blocks into their slots. A load works in reverse. Faster for many small blocks.
 
-A pool that cannot be pinned is never accessed by CUDA: the host copies its blocks through a pinned buffer.
+CUDA never accesses a pool that cannot be pinned. The host copies the blocks of such a pool through a pinned
+buffer.
 
-The functions move bytes between any tensors, so that tests can run them on the CPU. The class adds streams.
-`pinned` owns the pinning.
+The functions work with any tensors, so that tests can run them on the CPU. The class adds streams.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Plan(NamedTuple):
 def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: bool = True) -> Plan:
     """Choose between runs and gathering, by the average size of a run.
 
-    Unless the blocks are `packed` on both sides, each run is a single block. For a longer run with gaps,
-    torch would copy through a temporary buffer, which is a race with `non_blocking`.
+    Unless the blocks are `packed` on both sides, each run is a single block. torch would copy a run with gaps
+    through a temporary buffer, which is a race with `non_blocking`.
     """
     starts = coalesce(device_rows, slots) if packed else np.arange(len(slots) + 1)
     num_runs = len(starts) - 1
@@ -62,22 +61,22 @@ def plan(device_rows: RowsArray, slots: RowsArray, block_bytes: int, packed: boo
 class CudaEngine:
     """Moves blocks between a CUDA tensor and pools in host memory, while the engine computes.
 
-    A transfer starts after all work already submitted to the caller's current stream. So a store reads the
-    results of this work, and a load does not overwrite data that this work reads. No stream waits for a
-    transfer: call `wait`, or check `done`, before launching work that reads the rows of a load or overwrites
+    A transfer starts after all work already submitted to the caller's current stream. A store therefore reads
+    the results of this work, and a load does not overwrite data that this work reads. No stream waits for a
+    transfer. Call `wait`, or check `done`, before launching work that reads the rows of a load or overwrites
     the rows of a store.
 
-    A gathered store ends with a copy on the host, at memory speed. This copy runs in the first call of
-    `wait`, or of `done` after the bytes have arrived. So call `wait` or `done` for every transfer.
+    Call `wait` or `done` for every transfer. A gathered store ends with a copy on the host, which runs in the
+    first call of `wait`, or in the first call of `done` after the bytes have arrived.
 
-    A pool is pinned (`cudaHostRegister`, which also populates it) from its first use until `close`, and must
-    exist that long: close the engine before the tier. If pinning fails (no memory to pin, read-only memory,
-    pages pinned by another owner), a warning is logged, and copies of this pool are slower.
+    A pool is pinned and populated (`cudaHostRegister`) from its first use until `close`, and must exist that
+    long. So close the engine before the tier. If pinning fails, a warning is logged, and copies of this pool
+    are slower. Pinning fails if memory is short, read-only, or pinned by another owner.
 
     Args:
         device: CUDA tensor as for `byte_rows`, kept alive by the engine.
 
-    Thread: one at a time, of the device's process. Errors of the device surface as torch's RuntimeError.
+    Thread: one at a time, of the device's process. Raises: torch's `RuntimeError` for errors of the device.
     """
 
     def __init__(self, device: Tensor) -> None:
@@ -124,7 +123,7 @@ class CudaEngine:
             return _CudaTransfer(self._loading)
 
     def close(self) -> None:
-        """Wait for the copies in flight and unpin the pools. A second call does nothing.
+        """Wait for the copies in flight and unpin the pools. Idempotent.
 
         Raises: the device's error. After an error, pools are unpinned only if the device can be synchronized.
         """
@@ -145,9 +144,7 @@ class CudaEngine:
     def _checked(
         self, device_rows: Rows, pool: Blocks, slots: Rows
     ) -> tuple[RowsArray, RowsArray, Tensor | None]:
-        """Check rows and slots; return rows, slots and pool. The pool is a pinned tensor, or None if pinning
-        failed.
-        """
+        """Check rows and slots; return rows, slots, and the pool as a pinned tensor (None if not pinned)."""
         if pool.shape[1] != self.block_bytes:
             raise ValueError(f"pool has blocks of {pool.shape[1]} bytes, the device of {self.block_bytes}")
         rows = check_rows("device_rows", device_rows, self.num_blocks)
@@ -163,10 +160,10 @@ class CudaEngine:
         return plan(rows, slots, self.block_bytes, packed)
 
     def _submitting(self, stream: Stream) -> Any:
-        """Return a context in which work goes to `stream`, after the work on the caller's stream."""
+        """Return a context that submits work to `stream`, after the work on the caller's stream."""
         stream.wait_stream(torch.cuda.current_stream(self.blocks.device))
-        # The engine may be deleted with copies in flight. Until they are done the allocator must not reuse
-        # the memory of a tensor that only the engine holds.
+        # The engine may be deleted with copies in flight. The allocator must not reuse the tensor's memory
+        # until the copies are done.
         self.blocks.record_stream(stream)
         return torch.cuda.stream(stream)
 
@@ -197,7 +194,7 @@ def tensor_over(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _wide(blocks: Tensor) -> Tensor:
-    """View the rows as 8-byte words if possible, because a device moves one item per thread."""
+    """View the rows as 8-byte words if possible, because a device thread moves one item."""
     aligned = blocks.data_ptr() | blocks.shape[1] | blocks.stride(0) | blocks.storage_offset()
     return blocks.view(torch.int64) if aligned % 8 == 0 else blocks
 
@@ -212,7 +209,7 @@ def _indices(rows: RowsArray, device: Tensor) -> Tensor:
 
 
 class _CudaTransfer:
-    """A transfer that is done when the work submitted to the stream is done and `finish`, if any, has run."""
+    """A transfer on a stream. It is done when the submitted work is done and `finish`, if any, has run."""
 
     def __init__(self, stream: Stream, finish: Callable[[], None] | None = None) -> None:
         self._passed = torch.cuda.Event(blocking=True)  # a waiting thread sleeps

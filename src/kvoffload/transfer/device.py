@@ -10,7 +10,7 @@ from kvoffload.transfer.engine import CopyEngine, DeviceArray, HostEngine, is_te
 def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
     """Create the engine for a numpy array or a torch tensor; return an engine unchanged.
 
-    Cost: small on the host; on CUDA it creates streams, so create one engine for each device and keep it.
+    Create one engine for each device and keep it, because an engine for CUDA creates streams.
     Raises: `TypeError` for anything else, `ValueError` as `as_blocks`.
     """
     if isinstance(device, CopyEngine):
@@ -23,7 +23,7 @@ def copy_engine_for(device: DeviceArray | CopyEngine) -> CopyEngine:
 
 
 def gpu_blocks(num_blocks: int, block_bytes: int) -> DeviceArray | None:
-    """Allocate blocks on the first CUDA device, for measurements; return None without torch or a device."""
+    """Allocate blocks on the first CUDA device, for measurements. Return None without torch or a device."""
     torch = _torch_with_gpu()
     return None if torch is None else torch.zeros((num_blocks, block_bytes), dtype=torch.uint8, device="cuda")
 

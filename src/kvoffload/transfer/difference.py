@@ -1,4 +1,4 @@
-"""The numerical difference of two blocks, and the largest difference that counts as rounding. For audits."""
+"""The numerical difference of two blocks, and the limits of rounding. For audits."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ torch: Any = untyped_torch
 
 LIMITS = {"float32": 0.005, "float16": 0.1, "bfloat16": 0.25, "float8_e4m3fn": 0.3, "float8_e5m2": 0.5}
 """Largest difference that counts as rounding, by the type of the stored values. Each limit is at least four
-times the largest difference between that type and float32 in random models of 4 to 80 layers. Unrelated
-blocks differ by 1.4 to 1.8 (docs/canary.md)."""
+times the measured maximum, in random models of 4 to 80 layers compared with float32. Unrelated blocks differ
+by 1.4 to 1.8 (docs/canary.md)."""
 _TF32_LIMIT = 0.1
 """Limit for float32 on a GPU, where kernels may multiply with the precision of float16."""
 
 RUN_VALUES = 64
-"""Number of values in a run. Each run gets one difference. A run is about one head of one token, in every
-layout."""
+"""Number of values in a run: about one head of one token, in every layout."""
 _LEAST_SHARE = 0.01
-"""Smallest divisor of a run's difference, as a share of the root mean square of the block."""
+"""Smallest divisor of a run's difference, as a share of the block's root mean square."""
 
 
 def difference(computed: Blocks, stored: Blocks, value_type: str) -> float:
-    """Return the largest difference between two blocks of bytes, relative to the values nearby.
+    """Return the largest relative difference between runs of `RUN_VALUES` values in two blocks.
 
-    The block is divided into runs of `RUN_VALUES` values. The difference of a run is the root mean square of
-    its differences, divided by the root mean square of its computed values: 0 for equal values, about 1.4 for
-    unrelated values. Keys and values, heads and tokens differ in size by orders of magnitude, so a difference
-    relative to a whole layer would hide wrong values in a head of small values. Returns infinity if the
-    blocks differ in a value that is not finite.
+    The difference of a run is the root mean square of its differences, divided by the root mean square of its
+    computed values: 0 for equal values, about 1.4 for unrelated values. Infinity if the blocks differ in a
+    value that is not finite.
+
+    Runs are short because heads and tokens differ in size by orders of magnitude. A difference relative to a
+    whole layer would hide wrong values in a head of small values.
     """
     kind = getattr(torch, value_type)
     computed_values, stored_values = (

@@ -1,7 +1,6 @@
 """The interface of copy engines: store rows of a device into slots of a pool, and load them back.
 
-A device is an array whose first dimension is blocks. `device` chooses the engine. Does not know the meaning
-of the bytes, or which block is in a slot.
+A device is an array whose first dimension is blocks. Does not know the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ class Transfer(Protocol):
     """Copies in flight. Thread: any, one at a time."""
 
     def done(self) -> bool:
-        """Return True if every byte has arrived, without waiting. After the first True, every call returns
-        True.
-        """
+        """Return True if every byte has arrived, without waiting."""
         ...
 
     def wait(self) -> None:
@@ -37,15 +34,15 @@ class Transfer(Protocol):
 class CopyEngine(Protocol):
     """Moves blocks between one device and pools in host memory.
 
-    While a transfer is in flight, the caller must not write its source, or read or write its destination.
-    Transfers in flight at the same time are unordered: load a slot only after its store is done.
+    While a transfer is in flight, the caller must neither write its source nor read or write its destination.
+    Concurrent transfers are unordered: load a slot only after its store is done.
 
     Thread: any, one at a time. Rows and slots are checked before any byte moves: `IndexError` names the first
     row out of range, `ValueError` names shapes that do not match.
 
     Attributes:
         num_blocks: number of rows of the device.
-        block_bytes: bytes of a row, and width of every pool.
+        block_bytes: bytes of a row of the device and of every pool.
     """
 
     @property
@@ -110,12 +107,12 @@ def as_blocks(device: DeviceArray, block_bytes: int | None = None) -> Blocks:
 
     Args:
         device: numpy array or torch CPU tensor of any dtype (also bfloat16), shape ``(num_blocks, ...)``.
-            The bytes of a block are contiguous; blocks may have gaps between them. If a block is split (keys
-            and values in different places), pass two devices.
+            The bytes of a block are contiguous; blocks may have gaps between them. If keys and values of a
+            block are in different places, pass two devices.
         block_bytes: the expected size of a block.
 
-    Raises: `TypeError` for other objects or devices; `ValueError` when a block is not contiguous or has
-    another size than `block_bytes`.
+    Raises: `TypeError` for other objects or devices; `ValueError` if a block is not contiguous, or its size
+        is not `block_bytes`.
     """
     if is_tensor(device):
         if device.device.type != "cpu":
@@ -162,7 +159,7 @@ def _not_blocks(device: DeviceArray) -> ValueError:
 def cpu_capability() -> str:
     """Return torch's name for this CPU's capability, such as ``AVX512``; empty without torch.
 
-    The KV layout of engines depends on this capability.
+    The KV layout of engines depends on it.
     """
     torch = sys.modules.get("torch")
     return "" if torch is None else str(torch.backends.cpu.get_cpu_capability())

@@ -1,7 +1,7 @@
 """Copies of whole blocks between the slots of a pool and an engine's KV tensors.
 
 A block is spread over many tensors, at least one for each layer. Each tensor is given as a *view*, whose
-first dimension is blocks. In a slot, the parts of a block follow each other in the order of the views. Does
+first dimension is blocks. In a slot, the parts of a block are consecutive, in the order of the views. Does
 not know layers, tokens or keys.
 """
 
@@ -50,8 +50,8 @@ def parts_of(views: Sequence[View]) -> Parts:
 class HostParts:
     """Parts in host memory, copied in place.
 
-    A view whose blocks have gaps inside, such as ``(blocks, heads, tokens, dim)`` of a contiguous cache, is
-    divided into contiguous parts.
+    If the blocks of a view have gaps, the view is divided into contiguous parts. An example is the view
+    ``(blocks, heads, tokens, dim)`` of a contiguous cache.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
@@ -76,8 +76,7 @@ class HostParts:
 class DeviceParts:
     """Parts on one device of torch. Whole slots cross the bus in one copy; the device spreads their parts.
 
-    Copies run on the stream that was current when the object was created. On this stream, a copy runs after
-    the work that was submitted before the call, and before the work that is submitted later.
+    Copies run on the stream that was current when the object was created, in order with other work there.
     """
 
     def __init__(self, views: Sequence[View]) -> None:
@@ -111,7 +110,7 @@ class DeviceParts:
                 self._stream.synchronize()
 
     def _inference(self) -> Any:
-        """Return the only mode that may write to inference tensors. Each thread has its own mode."""
+        """Return inference mode, which is needed to write to inference tensors. The mode is per thread."""
         return self._torch.inference_mode()
 
     def _buffer(self, num_blocks: int, block_bytes: int) -> Any:

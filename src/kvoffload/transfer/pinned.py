@@ -3,8 +3,8 @@
 Owns the pinned pools, and sets the device and clears errors around calls of the CUDA runtime. Does not know
 blocks or slots.
 
-A copy across the end of a pinned range is a CUDA error. So a pool is pinned as a whole or not at all, and a
-pool that partly overlaps a pinned range counts as not pinned.
+A copy across the end of a pinned range is a CUDA error. A pool is therefore pinned as a whole or not at all.
+A pool that partly overlaps a pinned range counts as not pinned.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def synchronized(device: Any) -> bool:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Allocate a tensor in pinned memory. If that fails, use pageable memory: copies then block the host.
+    """Allocate a tensor in pinned memory or, if that fails, in pageable memory. Copies then block the host.
 
-    torch's pinned allocator reuses a buffer only when the copies that use it are done.
+    torch's pinned allocator reuses a buffer only after its copies are done.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -79,7 +79,7 @@ class PinnedPools:
         self._refused: set[tuple[int, int]] = set()
 
     def tensor(self, pool: Blocks) -> Tensor | None:
-        """Return the pool as a tensor in pinned memory, pinning it if needed; None if that fails."""
+        """Return the pool as a tensor in pinned memory. Pins it if needed; returns None if pinning fails."""
         start, end = extent = _extent(pool)
         if not len(pool) or any(first <= start and end <= last for first, last in self._pinned):
             return torch.from_numpy(pool)
@@ -117,7 +117,7 @@ class PinnedPools:
         self._refused.clear()
 
     def abandon(self) -> None:
-        """Keep the pools pinned and their memory allocated, because the device may still write to it."""
+        """Keep the pools pinned and allocated forever, because the device may still write to them."""
         if self._pinned:
             logger.error("%d pools stay pinned: the device cannot be synchronized", len(self._pinned))
         ABANDONED.extend(self._pinned.values())
@@ -157,7 +157,7 @@ def _register(address: int, num_bytes: int) -> int:
 
 
 def clear_error() -> None:
-    """Clear the runtime's pending error, which the check after the next kernel launch would raise."""
+    """Clear the runtime's pending error. The check after the next kernel launch would raise it."""
     cudart = torch.cuda.cudart()
     if hasattr(cudart, "cudaGetLastError"):
         cudart.cudaGetLastError()
@@ -181,5 +181,5 @@ def runtime_library() -> Any | None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Log a warning, but each message only once."""
+    """Log a warning, each message once."""
     logger.warning("%s", message)

@@ -1,6 +1,6 @@
 """Reads blocks of a tensor to host memory, after the work already submitted to the device.
 
-Independent of `cuda`, so that audits can check the copies of `cuda`; slower than these copies.
+Independent of `cuda`, so that audits can check the copies of `cuda`. Slower.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ torch: Any = untyped_torch
 def submitted_work(device: Any) -> Callable[[], None]:
     """Return a function that waits for the work submitted so far.
 
-    On CUDA it waits for the current stream, otherwise for the device. Any thread may call the function. It
-    raises `OSError` if the wait fails.
+    On CUDA it waits for the current stream, otherwise for the device. Thread of the function: any. It raises
+    `OSError` if the wait fails.
     """
     if device.type == "cpu":
         return lambda: None

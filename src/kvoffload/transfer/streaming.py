@@ -1,8 +1,8 @@
 """Memory copies that bypass the caches, as building blocks for kernels.
 
-An ordinary store first reads the cache line that it overwrites (three bus transfers instead of two) and
-evicts data of other threads. LLVM compiles a vector store marked `!nontemporal` to a streaming store
-(`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the machine has none. Addresses are plain
+An ordinary store first reads the cache line that it overwrites, which makes three bus transfers instead of
+two. It also evicts data of other threads. LLVM compiles a vector store marked `!nontemporal` to a streaming
+store (`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the machine has none. Addresses are plain
 integers and are not checked.
 """
 
@@ -67,13 +67,13 @@ def fence(typing_context: Any) -> Any:
 
 @inline
 def stream(dst: int, src: int, num_bytes: int) -> None:
-    """Copy a run, bypassing the caches except for partial lines at both ends."""
+    """Copy bytes, bypassing the caches except for partial lines at both ends."""
     head = min(-dst % _LINE, num_bytes)
     memcpy(dst, src, head)
     dst, src, num_bytes = dst + head, src + head, num_bytes - head
     lines = num_bytes // _LINE
-    # Four streams, because a hardware prefetcher restarts at each page of a stream, and four streams hide
-    # each other's restarts. 20 % faster at 16 KiB, slower for smaller copies.
+    # Four streams hide each other's restarts of the hardware prefetcher, which restarts at each page. 20 %
+    # faster at 16 KiB, slower for smaller copies.
     quarter = lines // 4 * _LINE if lines >= _QUARTERS_FROM_LINES else 0
     for offset in range(0, quarter, _LINE):
         _stream_line(dst + offset, src + offset)

@@ -1,8 +1,8 @@
 """A client of an S3 bucket, on one thread.
 
-Owns requests with their outcomes and costs. Knows no blocks. Repeats a request in two cases: after a change
-of the credentials, and if the server had closed an idle connection. After any other failure, the caller
-discards the client with its connections.
+Owns requests with their outcomes and costs. Knows no blocks. Repeats a request in two cases: the credentials
+have changed, or the server has closed an idle connection. After any other failure, the caller must discard
+the client.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NO_BUCKET = "NoSuchBucket"
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Pieces: TypeAlias = Callable[[], Iterable[Buffer]]
-"""Function that creates the body of a request, anew for each attempt."""
+"""Function that creates the body of a request. Called once for each attempt."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,9 @@ class BucketError(ServerError):
 class Found(enum.Enum):
     """Outcome of reading an object.
 
-    `WHOLE`: all requested bytes were received. `ABSENT`: the object does not exist. `OTHER_SIZE`: the object
-    does not have the expected size, and none of its bytes were used.
+    - `WHOLE`: all requested bytes were received.
+    - `ABSENT`: the object does not exist.
+    - `OTHER_SIZE`: the object does not have the expected size. None of its bytes were used.
     """
 
     WHOLE = enum.auto()
@@ -128,11 +129,11 @@ class Bucket:
     """A client of one bucket, for one thread: a `Connection` of `ConnectionThread`.
 
     Requests are coroutines, which `run` performs. A request raises `BucketError` for an error response, and
-    `OSError` for a response that is missing or violates the protocol. Error messages contain no secret, no
-    address of an object, and no server text except an error code.
+    `OSError` for a missing or invalid response. Error messages contain no secret, no address of an object,
+    and no server text except an error code.
 
-    The server cannot increase the memory use: objects of another size are rejected by their headers, longer
-    responses are cut, and error bodies are read up to 16 KiB. Redirections are not followed.
+    The memory use is bounded: objects of another size are rejected by their headers, longer responses are
+    cut, and error bodies are read up to 16 KiB. Redirections are not followed.
 
     Args:
         signer: signs requests; several clients may share a signer.
@@ -150,8 +151,7 @@ class Bucket:
 
     @property
     def has_received(self) -> bool:
-        """Return True: a `ConnectionThread` must not repeat the exchanges of a bucket. `Bucket` repeats
-        single requests itself."""
+        """Always True, so that `ConnectionThread` does not repeat exchanges. `Bucket` repeats requests."""
         return True
 
     @has_received.setter
@@ -163,7 +163,8 @@ class Bucket:
     ) -> None:
         """Perform requests concurrently and wait for all. At the deadline, abort unfinished requests.
 
-        Raises: `TimeoutError` if a request was unfinished at the deadline; else the first error of a request.
+        Raises: `TimeoutError` if a request was unfinished at the deadline; otherwise the first error of a
+            request.
         """
         coroutines = [*requests]
         try:
@@ -199,7 +200,7 @@ class Bucket:
         return Found.WHOLE
 
     async def value(self, name: str, num_bytes: int) -> tuple[Found, bytes]:
-        """Read a small object of `num_bytes`; the bytes are empty unless the outcome is `Found.WHOLE`."""
+        """Read a small object of `num_bytes`. The bytes are empty unless the outcome is `Found.WHOLE`."""
         into = ValueReceiver(num_bytes)
         outcome = await self.get(name, Span(0, num_bytes, num_bytes), into)
         return outcome, bytes(into.data) if outcome is Found.WHOLE else b""
@@ -217,9 +218,9 @@ class Bucket:
 
         Args:
             length: total bytes of the pieces.
-            pieces: creates the pieces, anew for each attempt.
-            only_new: True to leave an existing object unchanged. Servers without support for this condition
-                replace the object.
+            pieces: creates the pieces of the object. Called once for each attempt.
+            only_new: True to leave an existing object unchanged. A server without support for this condition
+                replaces the object.
         """
         self._ledger.add(puts=1)
         headers = {"Content-Length": str(length)} | ({"If-None-Match": "*"} if only_new else {})
@@ -270,7 +271,7 @@ class Bucket:
         if self._aborted:
             self._cancel_all()
         _, late = await asyncio.wait(self._running, timeout=max(0.0, deadline - time.monotonic()))
-        # Before Python 3.12 `asyncio.wait_for` may swallow a cancellation: cancel until all have ended.
+        # Cancel until all tasks have ended: before Python 3.12 `asyncio.wait_for` may swallow a cancellation.
         while pending := [task for task in self._running if not task.done()]:
             self._cancel_all()
             await asyncio.wait(pending, timeout=_CANCEL_AGAIN_S)
@@ -343,7 +344,7 @@ class Bucket:
             try:
                 await connection.request(head, pieces(), answer.accept, is_head=method == "HEAD")
             except OSError:
-                # Servers close idle connections, which shows when the next request is sent.
+                # Servers close idle connections. Only the next request notices it.
                 if is_new or connection.has_begun:
                     raise
                 continue
@@ -352,8 +353,7 @@ class Bucket:
             return
 
     def _take_idle(self) -> HttpConnection | None:
-        """Return an idle connection that is still open and has received nothing; None if no idle connection
-        is usable."""
+        """Return an idle connection that is open and has received nothing; None if there is none."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_usable and connection.is_quiet:
@@ -387,7 +387,7 @@ class _Answer:
 
 
 class ValueReceiver:
-    """Receives a body of at most `most` bytes. `data`: the bytes received so far."""
+    """Receives a body of at most `most` bytes. `data` returns the bytes received so far."""
 
     def __init__(self, most: int) -> None:
         self._memory = memoryview(bytearray(most))
@@ -405,7 +405,7 @@ class ValueReceiver:
 
 
 class _SpanReceiver:
-    """Receives a span of an object. The response may contain only the span, or the whole object.
+    """Receives a span of an object, from a response with the span or with the whole object.
 
     Attributes:
         num_left: number of missing bytes of the span.
@@ -461,6 +461,6 @@ class _SpanReceiver:
 
 
 def _without_secrets(error: Exception) -> Exception:
-    """Return a `ConnectionError` without text of requests and responses, which may contain signatures."""
+    """Return a `ConnectionError` without text of requests and responses. They may contain signatures."""
     causes = _CAUSE.findall(str(error)) if not isinstance(error, OSError) else []
     return ConnectionError(f"no usable response: {causes[-1] if causes else cause_of(error)}")

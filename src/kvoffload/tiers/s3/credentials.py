@@ -1,4 +1,4 @@
-"""Credentials of a bucket: keys from a file, or from obstore (environment or the machine's role)."""
+"""Credentials of a bucket: keys from a file, or from obstore (environment variables or machine role)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CREDENTIALS = {"aws_access_key_id", "aws_secret_access_key", "aws_session_token
 
 
 def make_signer(url: str, bucket: str, region: str, endpoint: str, credentials_file: str) -> Signer:
-    """Return a signer for a bucket. The keys come from `credentials_file` or, if this is empty, from obstore.
+    """Return a signer for a bucket. If `credentials_file` is empty, obstore finds the keys.
 
     Raises: `ConfigError` if obstore is not installed, or the file has no keys.
     """
@@ -55,7 +55,7 @@ def keys_in(path: str) -> dict[str, str]:
         why = f"it cannot be read ({error.strerror})"
         raise ConfigError("credentials_file", path, why) from None
     except (configparser.Error, UnicodeDecodeError, KeyError):
-        # The parser's message quotes the line, which may have a secret.
+        # Not the parser's message, which quotes the line. The line may contain a secret.
         why = "it has no section [default] with aws_access_key_id and aws_secret_access_key"
         raise ConfigError("credentials_file", path, why) from None
     return keys

@@ -1,7 +1,4 @@
-"""The host of a bucket, and connections to the host, plain or TLS.
-
-`addresses` resolves names. Does not know requests.
-"""
+"""The host of a bucket, and connections to it, with or without TLS. Does not know requests."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ _POLL_S = 0.005
 class Host:
     """A host that accepts HTTP connections, with or without TLS.
 
-    Connections wait for the first name resolution, at most until their deadlines. Later connections use
-    cached addresses at once.
+    Connections wait for the first name resolution. Later connections use cached addresses at once.
 
     Args:
         scheme: ``http`` or ``https``.

@@ -1,7 +1,7 @@
 """HTTP/1.1 requests with bounded memory.
 
 Owns the framing of requests and responses. Does not know S3, addresses, deadlines or connection pools. The
-receiver of a response provides the memory for the body, so no allocation depends on a length from a server.
+receiver of a response provides the memory for the body, so that no allocation depends on the server.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _HEAD_BYTES = 32 << 10
 """Limit of a response's status line and headers together. Amazon sends less than 1 KiB."""
 _SCRATCH_BYTES = 64 << 10
 _FRAMING_BYTES, _DATA_A_FRAMING_BYTE = 8 << 10, 16
-"""Limit of framing in a chunked body: 8 KiB plus one byte for each 16 bytes of data. Each chunk takes 6 µs of
-CPU time, so a body in chunks of one byte would take seconds."""
+"""Limit of framing in a chunked body: 8 KiB plus one byte for each 16 bytes of data. A body in chunks of one
+byte would take seconds of CPU time."""
 _INTERIM_RESPONSES = 8
 _SEND_BYTES = 256 << 10
 _STATUS = re.compile(rb"HTTP/1\.[01] ([1-5]\d\d)(?: [^\r\n]*)?")
@@ -69,8 +69,8 @@ class NoReceiver:
 
 
 Accept: TypeAlias = Callable[[Head], Receiver]
-"""Callback for the head of the final response; returns the receiver of the body. An exception from the
-callback ends the request."""
+"""Callback that gets the head of the final response, and returns the receiver of the body. An exception from
+the callback ends the request."""
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -100,8 +100,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
         Args:
             head: request line and headers, up to the empty line.
-            body: pieces of the body. The next piece is requested after the earlier pieces have been sent. A
-                piece must not change until the request has ended.
+            body: pieces of the body. Each piece is requested after the earlier pieces have been sent. Pieces
+                must not change until the request has ended.
             is_head: True for the method ``HEAD``, whose response has no body.
 
         Raises: `ResponseError`, `ConnectionError`, and the exceptions of `accept`.
@@ -222,7 +222,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.resume_writing()
 
     def _take_head(self) -> None:
-        """Parse the head once it is complete, and pass the bytes behind it to the body's receiver.
+        """Parse the head once it is complete. The bytes behind the head belong to the body.
 
         Skips interim responses (status 1xx).
         """
@@ -306,10 +306,7 @@ class _Chunks:
         self._num_framing = self._num_data = 0
 
     def feed(self, data: memoryview, receiver: Receiver) -> int:
-        """Decode `data` into `receiver` while the receiver has room.
-
-        Returns the number of bytes in `data` that follow the body.
-        """
+        """Decode `data` into `receiver` while it has room; returns the number of bytes behind the body."""
         while len(data) and not self.is_over:
             if self._num_left:
                 taken = _copy(data[: self._num_left], receiver)
@@ -324,7 +321,7 @@ class _Chunks:
         return len(data)
 
     def _take_line(self, data: memoryview) -> memoryview:
-        """Consume the next bytes of a framing line, at most up to its end; returns the remaining bytes."""
+        """Consume bytes of a framing line, at most up to its end; returns the remaining bytes."""
         piece = bytes(data[:_FRAMING_BYTES])
         end = piece.find(b"\n")
         taken = len(piece) if end < 0 else end + 1
@@ -354,7 +351,7 @@ class _Chunks:
 
 
 def _copy(data: memoryview, receiver: Receiver) -> int:
-    """Copy bytes to a receiver while the receiver has room; returns the number of copied bytes."""
+    """Copy bytes to a receiver while it has room; returns the number of copied bytes."""
     at = 0
     while at < len(data) and len(room := receiver.room()):
         count = min(len(room), len(data) - at)

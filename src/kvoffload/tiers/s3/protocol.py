@@ -78,12 +78,12 @@ def s3_tier(
 
 
 def epoch_name(namespace: str, producer: bytes) -> bytes:
-    """Return the name of the object with the epoch. Rules that expire blocks do not match this name."""
+    """Return the name of the epoch's object. Lifecycle rules for blocks must not match this name."""
     return f"{namespace}/{FORMAT}/epochs/{producer.hex()}".encode()
 
 
 def about_name(epoch: str) -> str:
-    """Return the name of the object with a producer's text, beside the object with its epoch."""
+    """Return the name of the object with a producer's text. `epoch`: name of the epoch's object."""
     place, _, producer = epoch.rpartition("/epochs/")
     return f"{place}/abouts/{producer}"
 
@@ -116,7 +116,7 @@ class S3:
         stats.puts, stats.gets, stats.cost = self.ledger.puts, self.ledger.gets, self.ledger.cost
 
     def persistence(self, connection: Bucket, exchange: PersistenceQuestion) -> None:
-        """Do nothing: a bucket is persistent, and stores resets as durably as blocks."""
+        """Do nothing, because a bucket stores resets as durably as blocks."""
 
     def handshake(self, connection: Bucket, exchange: Handshake) -> None:
         connection.run([_handshake(connection, exchange)], exchange.deadline)
@@ -153,7 +153,7 @@ class S3:
         """Perform requests, and read the epoch at the same time.
 
         If the epoch has changed or cannot be read, no result counts. Otherwise the results of successful
-        requests count, even if other requests fail. After all requests have ended, raises the first error.
+        requests count, even if other requests fail. Raises the first error after all requests have ended.
         """
         assert isinstance(exchange.epoch, SingleEpoch)
         epoch = _EpochReader(exchange.epoch)
@@ -168,7 +168,7 @@ class S3:
             exchange.current[group.rows] = True
 
     async def _look(self, bucket: Bucket, exchange: BlockExchange, group: ObjectPart, present: Mask) -> None:
-        # An object of another size is damaged and counts as absent. A write replaces it, a read deletes it.
+        # An object of another size is damaged, and counts as absent. A write replaces it; a read deletes it.
         size = await bucket.size(object_name(exchange.epoch, group.name))
         present[group.rows] = size == self._object_bytes(exchange)
 
@@ -291,13 +291,13 @@ async def _handshake(bucket: Bucket, exchange: Handshake) -> None:
     else:
         outcome, _ = await bucket.value(name, _EPOCH_BYTES)
         if outcome is Found.ABSENT:
-            # If several machines find no epoch at once, the first creates it, and all read it.
+            # If several machines find no epoch, the first creates it, and all read it.
             await bucket.put(name, len(new), lambda: [new], only_new=True)
             if about:
                 with contextlib.suppress(BucketError):
                     await bucket.put(about_name(name), len(about), lambda: [about])
     outcome, value = await bucket.value(name, _EPOCH_BYTES)
-    if before and value == before:  # the old epoch would revive the blocks that the reset must forget
+    if before and value == before:  # the old epoch would make the blocks visible that the reset must forget
         raise ProtocolError("the server has acknowledged a new epoch, but still has the old epoch")
     if outcome is Found.ABSENT:
         raise ProtocolError("the server has no epoch, although it was just created")

@@ -39,9 +39,9 @@ class Signed(NamedTuple):
 
 
 async def _on_a_thread(call: Callable[[], str]) -> str:
-    """Run a call that may wait for the network on a daemon thread. A deadline can then abandon the call.
+    """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
 
-    Used instead of obstore's `sign_async`, which aborted 2 of 25 processes that ended shortly after the call.
+    Not obstore's `sign_async`, which aborted 2 of 25 processes that ended shortly after the call.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()
@@ -69,7 +69,7 @@ class Signer:
     Args:
         make_store: creates an obstore store with the given keys. Without keys, obstore finds keys itself.
         read_keys: reads the keys of `file`, or raises `ConfigError`; None without a file.
-        file: path of the key file, which is read again after a change; empty without a file.
+        file: path of the key file, or empty. The file is read again after a change.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Signer:
         self._stamp, self._version = self._file_stamp(), 0
         self._keys = read_keys() if read_keys is not None else {}
         self._store = make_store(self._keys)
-        # With known keys a signature is arithmetic; the keys of a role are fetched over the network.
+        # With known keys a signature is arithmetic. The keys of a role are fetched over the network.
         self._knows_keys = bool(self._keys) or "AWS_ACCESS_KEY_ID" in os.environ
 
     async def sign(self, method: str, name: str) -> Signed:
@@ -109,8 +109,8 @@ class Signer:
         Args:
             refused: version of the refused keys, or None.
 
-        Returns: True if the keys have changed since version `refused`. A file without keys, for example
-            during a rewrite, changes nothing.
+        Returns: True if the keys have changed since version `refused`. While the file has no keys, for
+            example during a rewrite, the present keys stay.
         """
         if self._read_keys is None:
             return False
