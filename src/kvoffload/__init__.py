@@ -1,4 +1,4 @@
-"""A KV-cache block store for LLM servers: host RAM, tiers behind RAM, and policies that choose the blocks.
+"""A KV-cache block store for LLM servers: host RAM, tiers behind RAM, and eviction policies.
 
 `__all__` lists the public names; everything else may change. A name is imported on first use, so that
 ``import kvoffload`` is cheap.

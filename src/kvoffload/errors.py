@@ -26,8 +26,8 @@ class ConfigError(KVOffloadError, ValueError):
 
 
 class UnavailableError(ConfigError):
-    """A valid option whose resource cannot be used now: a full disk, or a directory that another process has
-    open. The resource is unchanged, and an engine continues without it.
+    """A valid option whose resource cannot be used now. Examples: a full disk, a directory in use by another
+    process. The resource is unchanged. An engine continues without the resource.
     """
 
     def __init__(self, field: str, value: object, why: str) -> None:
@@ -36,10 +36,9 @@ class UnavailableError(ConfigError):
 
 
 def check_integer(field: str, value: object, largest: int, smallest: int = 1, meaning: str = "") -> int:
-    """Return `value` as an int; raise `ConfigError` unless it is an integer (Python or numpy) from `smallest`
-    to `largest`.
+    """Return `value` as an int. Accepts integers of Python and numpy, from `smallest` to `largest`.
 
-    `meaning`: description of the allowed numbers, for the message.
+    `meaning`: description of the allowed numbers, for the message. Raises `ConfigError` for other values.
     """
     if isinstance(value, SupportsIndex) and not isinstance(value, bool):
         with suppress(TypeError):  # an array of several numbers
@@ -49,7 +48,7 @@ def check_integer(field: str, value: object, largest: int, smallest: int = 1, me
 
 
 def finite(value: object) -> float:
-    """Return a finite number, of Python or numpy, as a float; NaN for any other value. NaN is in no range."""
+    """Convert a finite number of Python or numpy to a float. Other values give NaN, which is in no range."""
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             if isfinite(number := float(value)):
@@ -101,12 +100,13 @@ class Problems:
 
 
 class MisuseError(KVOffloadError, RuntimeError):
-    """A call that breaks the life cycle of a block, such as a plan completed twice. Nothing has changed."""
+    """A call that breaks the life cycle of a block, such as a plan completed twice. It changes nothing."""
 
 
 class GoneError(MisuseError):
-    """A block that was ready at its lookup, but that another process has evicted since. Look the block up
-    again. Raised only by managers that several processes share.
+    """A block that another process has evicted since its lookup. Look the block up again.
+
+    Raised only by managers that several processes share.
     """
 
 
@@ -130,8 +130,7 @@ class CanaryError(KVOffloadError, RuntimeError):
     """A server that cannot be checked: unreachable, or without a feature that the check needs.
 
     Attributes:
-        status: HTTP status of an error reply; None if the server sent no reply, or if the problem is not an
-            HTTP error.
+        status: HTTP status of an error reply; None for any other problem.
     """
 
     def __init__(self, message: str, status: int | None = None) -> None:

@@ -25,9 +25,8 @@ class ReuseAdmission(Admission):
 
     N is `store_threshold` and includes the storing request.
 
-    Counts are kept for the `max_tracker_size` most recently referenced keys. The keys of a request are
-    refreshed from tail to head, so the tail is forgotten first, and the parent of an admitted block is always
-    admitted.
+    The rule counts the `max_tracker_size` most recently referenced keys. It refreshes the keys of a request
+    from tail to head, so it forgets the tail first. So the parent of an admitted block is always admitted.
 
     Cost: one index probe and a few writes per key. Memory: 32 bytes plus the key for each tracked key.
     """

@@ -17,8 +17,8 @@ THRESHOLD = 2
 class TinyLFUAdmission(Admission):
     """Admits a block that two requests have referred to recently.
 
-    The storing request counts. Recent means within the last ``10 * capacity_blocks`` references; counts age
-    (see `structures.sketch`). Memory grows with the cache, whereas the table of ``reuse:N`` has a fixed size.
+    The storing request counts. Recent means within the last ``10 * capacity_blocks`` references, because
+    counts age (`structures.sketch`). Memory grows with the cache; the table of ``reuse:N`` has a fixed size.
 
     The first `capacity_blocks` blocks are admitted without a check, because they need no victim. So a cache
     that holds all its traffic rejects no block, and a large cache fills at once.
@@ -27,7 +27,7 @@ class TinyLFUAdmission(Admission):
     every policy, so it does not know the victim. The policy ``wtinylfu`` is the paper's algorithm.
 
     A hash collision can only admit a block too early. While counts are being halved, the rule may admit a
-    block and reject its parent; `leading` ends the run at the parent, so no block enters without its parent.
+    block and reject its parent. No block enters without its parent, because `leading` ends the run there.
 
     Cost: one CPU cache miss per key. Memory: 64 bits per block of the cache, and no keys.
 

@@ -20,14 +20,14 @@ MOST_COUNTED = 16
 _PRICED_EVERY = 2_000
 """References between two calculations of the price."""
 _MEMORY, _PACE_MEMORY = 0.998, 0.98
-"""Each calculation of the price multiplies the counts of older references by these factors. `_MEMORY`, for
-the expected uses, decays a count to 1/e within a million references. `_PACE_MEMORY`, for offers and earnings,
-decays a count to 1/e within a hundred thousand references."""
+"""Each calculation of the price multiplies the older counts by these factors. `_MEMORY` is for the expected
+uses: counts decay to 1/e within a million references. `_PACE_MEMORY` is for offers and earnings: counts decay
+to 1/e within a hundred thousand references."""
 WARM_UP = 5_000
 """References to count before any block is admitted. With fewer, the first prices waste the budget."""
 _DOUBT = 2.0
-"""Number of fictitious blocks without a further use. They are added to the observed blocks, for each number
-of requests."""
+"""Number of fictitious blocks without a further use, added to the observed blocks of each number of
+requests."""
 _RESERVE = 0.1
 """Share of the recent earnings that only blocks above the price may spend."""
 
@@ -36,11 +36,14 @@ class WorthAdmission(Admission):
     """Admits the blocks with the most expected uses that the tier's write budget can pay.
 
     The rule learns how many further uses to expect of a block after 1, 2, 3, ... requests. Uses that the
-    cache in front serves are not counted, because the tier does not serve them. The *price* is a threshold of
-    expected uses. Of the recently offered blocks, the recent earnings of the budget could pay for all blocks
-    above the price, but not for all blocks at the price as well. Blocks above the price enter. Blocks at the
-    price enter only while more than a reserve of the budget is left. The budget is therefore spent evenly on
-    the best blocks, and users configure no threshold.
+    cache in front serves do not count, because the tier does not serve them. The *price* is a threshold of
+    expected uses. It is set from the blocks that were recently offered and the budget recently earned:
+
+    - The budget could pay for all blocks above the price. These blocks enter.
+    - The budget could not pay for all blocks at the price. These blocks enter only while more than a reserve
+      of the budget is left.
+
+    So the budget is spent evenly on the best blocks, and users configure no threshold.
 
     More requests never reduce the expected uses, and a parent has at least as many requests as its child. So
     the parent of an admitted block is admitted.
@@ -135,8 +138,8 @@ class WorthAdmission(Admission):
         self._references = self._price_at = 0
         self._has_budget = False
         self._least = self._full_price = 1
-        """Number of requests that a block needs: `_least` while more than the reserve is left, `_full_price`
-        otherwise."""
+        """Number of requests that a block needs to enter: `_least` while more than the reserve is left,
+        otherwise `_full_price`."""
 
     def _set_price(self) -> None:
         """Update the expected uses and the price, then decay the counts of old references."""
@@ -167,7 +170,7 @@ class WorthAdmission(Admission):
         self._earned *= _PACE_MEMORY
 
     def _look_up(self, keys: Keys) -> tuple[I32Array, BoolArray]:
-        """Return the number of requests for each block, and a mask of blocks that caches in front lack."""
+        """Return the number of requests for each block, and a mask of blocks that no tier in front has."""
         counts, missed = np.zeros(len(keys), np.int32), np.zeros(len(keys), np.bool_)
         _look_up(self._tracker.memory, self._counts, self._missed_at, keys.words, counts, missed)
         return counts, missed

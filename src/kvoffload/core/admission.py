@@ -14,7 +14,8 @@ class Admission(ABC):
     """A rule that admits or refuses offered blocks. Works with every policy.
 
     One instance serves one manager, on the manager's thread. The manager calls `count` once for each block of
-    a request, when the request touches the block, offers it or finishes. It calls `admit` before a store.
+    a request: when the request first touches or offers the block, or finishes. It calls `admit` before a
+    store.
 
     Attributes:
         name: the name in options.
@@ -48,13 +49,13 @@ class Admission(ABC):
         """
 
     def missed(self, keys: Keys) -> None:  # noqa: B027  (most rules count all uses alike)
-        """Record that a request needs these blocks, and that no tier in front has these blocks.
+        """Record that a request needs these blocks and that all tiers in front lack them.
 
-        Called only for rules of tiers behind RAM, before `count`, possibly more than once.
+        Called before `count`, possibly more than once. Only for rules of tiers behind RAM.
         """
 
     def refresh(self, keys: Keys) -> None:  # noqa: B027  (most rules have nothing to order)
-        """Reorder the remembered keys of a finished request whose path was counted in several calls.
+        """Reorder the remembered keys of a finished request. Called if `count` received the path in parts.
 
         `keys` is the whole path. A rule that forgets keys should forget the head of the path last.
         """

@@ -24,7 +24,7 @@ def is_duplicate(cache: Cache, slot: int) -> bool:
 def mark_duplicates(cache: Cache, used: Used) -> None:
     """Add the used blocks to the duplicates, except blocks in flight.
 
-    Afterwards `used` has only the blocks that were not duplicates before.
+    Afterwards `used` has only the newly added blocks.
     """
     lists, slots, ref_cnt = cache.duplicates, used.slots, cache.slots.ref_cnt
     first = used.count
@@ -47,7 +47,7 @@ def mark_duplicates(cache: Cache, used: Used) -> None:
 def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
     """Assign the slots of evictable duplicates to new blocks, until duplicates or new blocks run out.
 
-    Expected blocks lose their slots too, because the device holds these blocks. Quotas still protect blocks.
+    Expected duplicates are not spared, because the device holds their blocks. Quotas still protect blocks.
     """
     links, sentinel = cache.duplicates.links, cache.duplicates.num_positions
     slot = links[sentinel, NEXT]
@@ -60,7 +60,7 @@ def reuse_duplicates(cache: Cache, path: Path, new: Entering) -> None:
 
 @inline
 def keep_duplicate(cache: Cache, slot: int, kept: Entering) -> None:
-    """Move a duplicate to `kept` when the device drops it. Blocks in `kept` reenter the policy's order."""
+    """Move a duplicate that the device drops to `kept`. The caller returns `kept` to the policy's order."""
     unlink(cache.duplicates.links, slot)
     copy_key(kept.keys, kept.count, cache.index.keys, slot)
     kept.slots[kept.count] = slot

@@ -1,8 +1,8 @@
 """Expected keys: keys of blocks that requests in the engine's queue will look up.
 
-Counts, for each key, the waiting requests that expect the key. Expected blocks are evicted last, because the
-queue shows the near future, which a policy can only estimate. Decides nothing: a store evicts no expected
-block while other slots suffice (`state.evictable`).
+Counts the waiting requests that expect each key. Expected blocks are evicted last: the queue shows the near
+future, which a policy can only estimate. A store evicts no expected block while other slots suffice
+(`state.evictable` decides).
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Queue:
 
     Args:
         make: creates the `Expected` of the cache, when the first request waits.
-        on_expected: called with a waiting request when more of its keys may be expected than before.
-        share: returns the largest number of keys that all requests of this process may expect together; None
-            if only the room in `Expected` limits this number.
+        on_expected: called with a waiting request after each attempt to expect more of its keys.
+        share: returns the maximum number of expected keys of all requests of this process. None: only the
+            room in `Expected` is a limit.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Queue:
         self._is_full = self._is_full or not self._expect_all(ctx)
 
     def leave(self, ctx: RequestContext) -> None:
-        """Remove a request, if it is waiting. The room of its keys goes to other waiting requests."""
+        """Remove a request, if it is waiting. Other waiting requests may then expect more keys."""
         if ctx in self._waiting:
             del self._waiting[ctx]
             assert self._expected is not None

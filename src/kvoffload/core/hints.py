@@ -65,8 +65,8 @@ class Labels:
     further requests get only the number for finish reason and end of the session.
 
     Args:
-        digests: ``(NUM_LABELS,)`` uint64: the digest of the label with each number; 0 if the number is free.
-            Processes that share a cache share this array, so that their numbers are the same.
+        digests: digest of each label by number, 0 for a free number; shape ``(NUM_LABELS,)``, uint64.
+            Processes that share a cache share this array, so that they use the same numbers.
     """
 
     def __init__(self, digests: U64Array | None = None) -> None:

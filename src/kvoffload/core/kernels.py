@@ -93,12 +93,12 @@ from kvoffload.structures.lists import PREV, unlink
 from kvoffload.structures.structs import call_2, call_4
 
 NO_ROOM = -1
-"""Result of `prepare_store`: blocks are missing, and no missing block has room."""
+"""Result of `prepare_store`: no missing block has room."""
 END_ROW, ON_DEVICE, ASKED_END, LABEL, END_LABEL, NUM_COLUMNS = 0, 1, 2, 3, 4, 5
 """Columns of `requests` in `live_all`. `END_ROW`: end of the request's rows in the batch. `ON_DEVICE`: number
-of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; later blocks are
-only stored. `LABEL`: number of the hints while the request runs. `END_LABEL`: number of the hints at its
-end."""
+of leading blocks that are not looked up. `ASKED_END`: end of the looked-up path positions; blocks from there
+on are only stored. `LABEL`: number of the hints while the request runs. `END_LABEL`: number of the hints at
+its end."""
 FIRST_WRONG = -2
 """Result of `prepare_store`: ``FIRST_WRONG - row`` if the policy named an invalid victim for this row."""
 ALL, OFFER, CHOSEN, KEEP, SHRINK, SHRINK_CHOSEN = 0, 1, 2, 3, 4, 5
@@ -231,10 +231,9 @@ def _prefetch_misses(cache: Cache, path: Path, row: int, stride: int, count: int
 def count_misses(cache: Cache, path: Path, first: int, count: int, counts: I64Array) -> int:
     """Count the blocks that cannot be loaded, by reason, in `counts`; return the number of these blocks.
 
-    Writes the code of each block to ``path.found``: a code of `miss_record`, or `READY` for leading blocks
-    that can be loaded. Blocks in the cache behind a missing block are `BEHIND_A_GAP`. After
-    `_SAMPLED_AFTER` blocks with one reason, only every `_STRIDE`-th block is looked up. Once a block has
-    another reason, the blocks skipped just before it are looked up, too.
+    Writes the code of each block to ``path.found``. Leading blocks that can be loaded are `READY`. Blocks in
+    the cache behind a missing block are `BEHIND_A_GAP`. After `_SAMPLED_AFTER` blocks with one reason, only
+    every `_STRIDE`-th block is looked up. Where the reason changes, the skipped blocks are looked up, too.
 
     Args:
         first: path position of the first of `count` blocks; -1 for the blocks of the last batch.
@@ -301,10 +300,7 @@ def _disown(cache: Cache, slot: int) -> None:
 
 @inline
 def _hold(cache: Cache, slot: int, change: int) -> None:
-    """Add `change` to this process's holds of a slot, when a pin or write begins or ends.
-
-    Does nothing unless processes share the slots.
-    """
+    """Count the begin or end of this process's pin or write of a slot. Only if processes share the slots."""
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
 
@@ -377,7 +373,7 @@ def pin(cache: Cache, path: Path, batch: KeyBatch, load: Pinned, is_load: bool) 
 def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
     """Remove one pin from each block; return the cache's number of condemned slots.
 
-    If the number is not 0, the caller frees the condemned slots among the load's slots.
+    If the number is not 0, the caller must free the load's condemned slots.
     """
     if cache.log.is_open:
         kind = COMPLETE_LOAD if is_load else UNPIN
@@ -437,11 +433,10 @@ def _observe(cache: Cache, path: Path) -> None:
 
 @inline
 def _report_uses(cache: Cache, path: Path) -> int:
-    """Report the blocks of ``path.used`` to a compiled policy.
+    """Report the blocks of ``path.used`` to a compiled policy, as accesses.
 
-    Outside a victim tier the blocks are reported as accesses. In a victim tier the blocks become duplicates,
-    and the policy removes them from its order. Returns the number of blocks that the caller must report to a
-    policy in Python; 0 for a compiled policy.
+    In a victim tier the blocks become duplicates instead, and the policy removes them from its order. Returns
+    the number of blocks that the caller must report to a policy in Python; 0 for a compiled policy.
     """
     function = cache.access
     if cache.follows_device:
@@ -493,11 +488,10 @@ def touch(cache: Cache, path: Path, batch: KeyBatch, whole_path: bool) -> int:
 
 @kernel
 def finish(cache: Cache, path: Path, is_touched: bool) -> int:
-    """End a request, and report its end to a compiled policy.
+    """Record uses of the whole path, unless `is_touched`, and report the request's end to a compiled policy.
 
-    Records uses of the whole path, unless `is_touched`. Returns the number of uses that the caller must
-    report to a policy in Python. If the number is not 0, the caller reports these uses, then calls `finish`
-    again to report the end.
+    Returns the number of uses that the caller must report to a policy in Python. If the number is not 0, the
+    caller reports these uses, then calls `finish` again to report the end.
     """
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, FINISH, 0, 0)
@@ -570,10 +564,7 @@ def _count_on_path(cache: Cache, path: Path) -> None:
 
 @inline
 def _room_of_tenant(cache: Cache, path: Path, wanted: int) -> int:
-    """Return how many of `wanted` new blocks have room under the quotas.
-
-    Also writes the tenants that may lose blocks to ``tenants.givers``.
-    """
+    """Return how many of `wanted` new blocks have room under the quotas. Also sets ``tenants.givers``."""
     tenants, num_free = cache.tenants, cache.slots.num_free
     for owner in range(tenants.num_tenants):
         tenants.on_path[owner] = 0
@@ -601,9 +592,10 @@ def _room(cache: Cache, path: Path, wanted: int) -> int:
 
 @inline
 def _has_room_without_expected(cache: Cache, path: Path, wanted: int) -> bool:
-    """Return True if the store must spare expected blocks: `wanted` blocks fit without their slots.
+    """Return True if `wanted` new blocks fit without the slots of expected blocks.
 
-    Returns False if no block is expected. Cost: O(1) if there is ample room, otherwise O(expected keys).
+    The store must then spare the expected blocks. Returns False if no block is expected. Cost: O(1) if there
+    is ample room, otherwise O(expected keys).
     """
     keys = cache.expected.keys
     if num_expected(cache.expected) == 0:
@@ -641,7 +633,7 @@ def _offer(cache: Cache, path: Path, batch: KeyBatch, new: Entering, no_store: b
 def _is_cut(cache: Cache, path: Path, new: Entering) -> bool:
     """Return True if all missing blocks of an offer come after a block that the policy refused.
 
-    False if the refused block was stored since, by another request.
+    Returns False if another request has stored the refused block since.
     """
     if path.cut == 0 or new.num_missing == 0 or path.positions[new.rows[0]] < path.cut:
         return False
@@ -677,7 +669,7 @@ def _offer_rows(cache: Cache, path: Path, count: int, new: Entering, no_store: b
 
 @inline
 def _is_owed(cache: Cache) -> bool:
-    """Return True if the store fills the minimum of a tenant, so that the policy must accept its blocks."""
+    """Return True if the store fills the minimum of a tenant. The policy must then accept all blocks."""
     return cache.spares & SPARES_TENANTS != 0 and cache.tenants.is_owed != 0
 
 
@@ -704,8 +696,7 @@ def _give(cache: Cache, path: Path, new: Entering) -> None:
 def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
     """Return the row of the first invalid victim, or -1. Policies may have bugs, so every victim is checked.
 
-    Invalid are slots that are protected (also by a quota), slots that are named twice, and slots of
-    duplicates, which no policy orders.
+    Invalid victims: slots that are protected, also by a quota; slots that are named twice; duplicates.
     """
     ref_cnt, wrong, checked = cache.slots.ref_cnt, -1, new.count
     for i in range(new.num_free, new.count):
@@ -727,9 +718,9 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 @inline
 def _has_hole(new: Entering) -> bool:
-    """Return True if a policy refused a block of a prefix but accepted a later block.
+    """Return True if a policy refused a block of a prefix but accepted a later, then unreachable block.
 
-    The later block would be unreachable. The check of victims then reports the refused row.
+    The check of victims then reports the refused row.
     """
     if new.one_prefix:
         for i in range(new.num_given + 1, new.count):
@@ -832,9 +823,9 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
     """Move the offered blocks that the victim tier already holds to `kept`.
 
-    Collects in ``path.used`` the kept and stored blocks, in the order of the offer, with their reuse flags.
-    If no block was reused, and the blocks were all kept or all stored, ``path.used`` stays empty: the policy
-    then needs no report.
+    Writes the kept and stored blocks to ``path.used``, in the order of the offer, with their reuse flags. The
+    policy needs no report if no block was reused and all blocks were kept, or all stored. ``path.used`` is
+    then empty.
     """
     used, records, positions, entered = path.used, path.records, path.positions, 0
     has_reuse = False
@@ -939,7 +930,7 @@ def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> N
 def _offer_shrink(cache: Cache, path: Path, batch: KeyBatch, new: Entering) -> int:
     """Prepare to evict one block for each key of the batch; return how many blocks may leave, or an error.
 
-    No slot may be free. The policy receives the keys as new blocks and forgets these blocks at once. Its
+    No slot may be free. The policy receives the keys as new blocks, which are removed at once. The policy's
     `observe` is not called. Quotas protect the minimum of each tenant.
     """
     count = add_batch(path, batch)
@@ -1000,8 +991,8 @@ def prepare_store(
 ) -> int:
     """Run a step of a store (`ALL`, `OFFER`, ...); return the number of blocks, or an error.
 
-    In a victim tier, the duplicates among the offered blocks are written to `kept`. All steps share one
-    kernel, because each kernel adds a second of compilation to the first start.
+    In a victim tier, writes the duplicates among the offered blocks to `kept`. All steps share one kernel:
+    each further kernel would add a second of compilation to the first start.
 
     Args:
         admitted: `BY_POLICY`: the policy must accept all blocks. `BY_ALL`: policy and admission rule must
@@ -1105,8 +1096,8 @@ def live_all(
             policy may refuse no block.
         batch: the keys of all requests.
         requests: a row for each request, see `END_ROW` and the columns after it.
-        missed: number of missed blocks of each group (`group_of`). For each request, the call adds the
-            looked-up blocks from the first missing block on.
+        missed: number of missed blocks of each group (`group_of`). A missed block is a looked-up block from
+            the request's first missing block on.
 
     Returns:
         0, or an error of `prepare_store`, which ends the loop.
@@ -1197,7 +1188,7 @@ def group_of(h: np.uint64, num_groups: int) -> int:
 
 @kernel
 def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> None:
-    """Append a call to the log, for a method whose kernels do not log."""
+    """Append a call to the log. For methods whose kernels do not log."""
     if cache.log.is_open and path.recorded != ENDED:
         put_number(cache.log, path, kind, count, result)
 
@@ -1207,10 +1198,10 @@ def log_call(cache: Cache, path: Path, kind: int, count: int, result: int) -> No
 
 @kernel
 def discard(cache: Cache, batch: ReadU64Matrix, slots: I32Array) -> int:
-    """Remove the ready blocks of a batch from the index; write their slots; return their number.
+    """Remove the ready blocks of a batch from the index; write their slots to `slots`; return their number.
 
-    If the caller has set ``slots[row]`` to a slot, the block is removed only from this slot. A block that was
-    stored again, in another slot, stays.
+    On input, ``slots[row]`` is ABSENT or a slot. With a slot, the block is removed only if it is still in
+    this slot.
     """
     num_removed = 0
     for row in range(batch.shape[0]):

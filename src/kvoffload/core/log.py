@@ -1,8 +1,7 @@
 """The log of a manager's calls: a ring of 32-bit words, to which the manager's kernels append records.
 
-Owns the layout of records. Does not know files, threads, or the reader of the ring. A record identifies the
-blocks of a call by their positions on the request's path, written as runs. Each key is therefore written only
-once per request.
+Owns the layout of records. Does not know files, threads, or the reader of the ring. A record names blocks by
+their positions on the request's path, written as runs. So each key is written only once per request.
 """
 
 from __future__ import annotations
@@ -65,16 +64,16 @@ PREPARE_STORE, COMPLETE_STORE, KEEP = 12, 13, 14
 KIND_BITS = 8
 ADMITTED, FAILED = 1 << KIND_BITS, 2 << KIND_BITS
 """Flags in the word of the kind. `ADMITTED`: `prepare_store` was called with ``admitted=True``. `FAILED`: the
-call has only this record, because it raised an exception before it changed anything but the path."""
+call raised an exception before it changed anything but the path; it has only this record."""
 
 KIND, SUBJECT, NUM_NEW, NUM_RUNS, NUM_MORE, HEADER = 0, 1, 2, 3, 4, 5
-"""Words of a record's header. `KIND`: kind and flags. `SUBJECT`: number of the request (0 for none) or of
-the plan that ends. `NUM_NEW`, `NUM_RUNS`, `NUM_MORE`: number of new keys of the path, of runs, and of further
-words. The keys, runs (start and length) and further words follow the header, which has `HEADER` words."""
+"""Words of a record's header, which has `HEADER` words. `KIND`: kind and flags. `SUBJECT`: number of the
+request (0 for none), or of the plan that ends. `NUM_NEW`: number of new keys of the path. `NUM_RUNS`: number
+of runs. `NUM_MORE`: number of further words. Keys, runs (start and length) and further words follow."""
 
 STORE_NUMBERS = 5
-"""Number of words before the slots of a store. The words count the blocks that were stored, missing, dropped,
-refused, and stored in free slots."""
+"""Number of words before the slots of a store: the numbers of stored, missing, dropped and refused blocks,
+and of blocks stored in free slots."""
 IS_PART = 2
 """Number added to the word for the success (0 or 1) if only a part of a split plan ends."""
 NO_REQUEST, ENDED = -1, -1
@@ -89,8 +88,8 @@ class Log(Struct):
     Attributes:
         words: int32, shape ``(num_words,)``, a power of two. Word `i` of the log is at ``i % num_words``.
         head, tail: number of words written and read since the log began.
-        is_open: 1 while calls are recorded. A record without room closes the log, because a gap would make
-            the other records useless.
+        is_open: 1 while calls are recorded. If a record has no room, the log closes: later records would be
+            useless.
         num_requests, num_plans, num_calls: number of requests, plans and calls recorded so far.
         key_words: number of 64-bit words written for each key; 0 to write only the key's hash.
     """
@@ -135,7 +134,7 @@ def _put_u64(log: Log, at: int, value: np.uint64) -> int:
 
 @inline
 def _put_new_keys(log: Log, path: Path, at: int) -> int:
-    """Write the keys that the path has gained since the request's last record; return the next place."""
+    """Write the keys added to the path since the request's last record; return the next place."""
     for position in range(path.recorded, path.length):
         if log.key_words == 0:
             at = _put_u64(log, at, path.records[position, HASH])
@@ -169,8 +168,8 @@ def has_room(log: Log, most: int) -> bool:
 def put_call(log: Log, path: Path, kind: int, count: int, most_more: int) -> int:
     """Write the header, the new keys and the runs of a call.
 
-    The batch of the call has `count` keys; ``path.positions`` has their path positions. Returns the place of
-    the further words. The caller writes these words, at most `most_more`, and calls `end_call`. Returns
+    The batch of the call has `count` keys, whose path positions are in ``path.positions``. The caller then
+    writes up to `most_more` further words, and calls `end_call`. Returns the place of the further words;
     `_LOST` if the record has no room.
     """
     num_new = path.length - path.recorded

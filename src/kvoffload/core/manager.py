@@ -61,7 +61,7 @@ class OffloadingManager:
 
     Life of a block: `prepare_store` assigns a slot, and `complete_store` makes the block readable.
     `prepare_load` pins the block for a read, and `complete_load` unpins it. A later store may evict the
-    block. The uses of a request are committed once, by `touch` or by `finish_request`.
+    block. `touch` or `finish_request` commits the uses of a request, once.
 
     Methods take a batch of keys in prefix order, as a list of ``bytes`` or as `Keys`. Thread: the scheduler's
     only; no call blocks. Cost: no call that serves a request depends on the capacity.
@@ -72,9 +72,9 @@ class OffloadingManager:
         policy: the eviction policy: a name with optional parameters (``s3fifo,small_share=0.2``),
             ``module:Class``, or a subclass of `EvictionPolicy`.
         admission: the admission rule: ``all``, ``reuse:2``, ..., or an `Admission`.
-        store: ``on-compute``: the engine offers blocks as soon as the device has computed them; the tier
-            holds the device's blocks and more. ``on-device-eviction``: the engine offers blocks when the
-            device drops them; the tier is a *victim* tier, for blocks that the device no longer holds.
+        store: when the engine offers blocks. ``on-compute``: once the device has computed them. The tier
+            holds the device's blocks and more. ``on-device-eviction``: when the device drops them. The tier
+            is then a *victim* tier, for blocks that the device no longer holds.
         enable_events: True to record events for `take_events`.
         medium: name of this tier in events.
         block_size: tokens in a block, for events.
@@ -88,7 +88,7 @@ class OffloadingManager:
         store_mode: the object for the argument `store`; it calls policies and rules in Python.
         queue: the waiting requests.
         policy_may_refuse: True if the policy may refuse new blocks.
-        refuses_unasked: True if a policy may refuse blocks although the user has not set its `write_cost`.
+        refuses_unasked: True if a policy may refuse blocks even if the user has not set its `write_cost`.
         miss_counts: number of blocks that `count_misses` has counted, by code of `miss_record`.
 
     Raises:
@@ -160,9 +160,8 @@ class OffloadingManager:
 
         Args:
             request_id: for messages; need not be unique.
-            keys: the whole prefix of the request, if known. Needed if the device serves the head and only the
-                tail is looked up here. A hit then refreshes the path from the root, and a store protects the
-                whole path.
+            keys: the whole prefix of the request, if known. Pass it if the device serves the head, and only
+                the tail is looked up here: hits then refresh the whole path, and stores protect it.
             hints: labels that are known at the beginning.
         """
         ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
@@ -175,9 +174,9 @@ class OffloadingManager:
     def expect(self, ctx: RequestContext) -> None:
         """Register a request that waits in the engine's queue. `begin_request` must have received its keys.
 
-        Until `withdraw` or `finish_request`, stores evict other blocks before the request's blocks. This
-        holds for resident blocks and for blocks that are stored later. The number of expected keys is
-        limited, and earlier requests come first (`Queue`). Cost: as a lookup.
+        Until `withdraw` or `finish_request`, stores evict other blocks before the request's blocks. Blocks
+        of the request that are stored later are protected, too. The number of expected keys is limited;
+        earlier requests come first (`Queue`). Cost: as a lookup.
         """
         self.queue.join(self._context(ctx))
 
@@ -200,8 +199,7 @@ class OffloadingManager:
     ) -> None:
         """End a request and commit the uses of its whole path. Transfers may still be in flight.
 
-        Blocks that the request has already touched or stored are not accessed again; they are only reordered
-        along the path.
+        Blocks that the request has already touched or stored are only reordered along the path.
 
         Args:
             ctx: the request.
@@ -219,7 +217,7 @@ class OffloadingManager:
         if not self.store_mode.is_compiled:
             self.store_mode.finished(ctx, num_unreported)
         if self.admission is not None and ctx.num_observations > 1:
-            # The path was counted in several calls, so its tail is more recent than its head.
+            # The rule counted the path in parts, so the tail is more recent than the head.
             self.admission.refresh(ctx.keys())
         self.queue.leave(ctx)
         ctx.finished = True
@@ -227,8 +225,8 @@ class OffloadingManager:
     def touch(self, keys: Sequence[bytes], ctx: RequestContext | None = None) -> None:
         """Commit the uses of a request's whole prefix now, whichever tier served the blocks.
 
-        The admission rule counts absent blocks too. A second touch by the same request changes nothing.
-        Without a request every call is a separate access.
+        The admission rule counts absent blocks, too. A second touch by the same request changes nothing. If
+        `ctx` is None, every call counts as a separate access.
         """
         self._use(keys, self._context(ctx))
 
@@ -293,8 +291,8 @@ class OffloadingManager:
         Call this method when a request stops waiting for blocks. The reason of an absent block is the block's
         last recorded event, such as ``evicted``. A block without an event counts as ``never_seen``, or as
         ``unknown`` if the record may have dropped the event. Without `explain_misses` every absent block
-        counts as ``unknown``. Leading blocks that can be loaded do not count. Does not affect the eviction
-        order.
+        counts as ``unknown``. Leading blocks that can be loaded do not count. The eviction order does not
+        change.
 
         Args:
             ctx: the request.
@@ -322,7 +320,7 @@ class OffloadingManager:
         return self._state.misses
 
     def pack(self, keys: Sequence[bytes]) -> Keys:
-        """Return `keys` packed; return `Keys` unchanged. Raises `ValueError` for keys of another length."""
+        """Convert a list of keys to `Keys`. Raises `ValueError` for keys of another length."""
         if isinstance(keys, Keys):
             if keys.key_bytes != self.key_bytes:
                 raise ValueError(f"keys of {keys.key_bytes} bytes; all keys here have {self.key_bytes}")
@@ -363,7 +361,7 @@ class OffloadingManager:
         return self._pin(keys, None, "pin")
 
     def pin_ready(self, keys: Sequence[bytes]) -> tuple[LoadPlan, npt.NDArray[np.intp]]:
-        """Pin the ready blocks among `keys`, as `pin`; return the plan and the pinned rows of `keys`."""
+        """Pin the ready blocks among `keys`, as `pin`. Returns the plan and the pinned rows of `keys`."""
         batch = self.pack(keys)
         rows = np.flatnonzero(self.ready_slots_of(batch) != ABSENT)
         return self.pin(batch.take(rows)), rows
@@ -387,21 +385,21 @@ class OffloadingManager:
     ) -> StorePlan | None:
         """Choose which offered blocks to store, assign slots, and evict other blocks if slots are short.
 
-        Blocks that are resident or in flight are skipped. The plan contains the leading run of missing blocks
-        that the admission rule admits, shortened to the available room. In a victim tier the rule decides on
+        Blocks that are resident or in flight are skipped. Of the missing blocks, the plan contains the
+        leading run that the admission rule admits and that has room. In a victim tier the rule decides on
         each block separately. Blocks of this request are not evicted. The new blocks are in flight until
         `complete_store`.
 
         Args:
             keys: the offered blocks, in prefix order.
             ctx: the request that offers the blocks.
-            admitted: True if neither admission rule nor policy may refuse a block. For blocks that are
-                promoted from another tier or restored.
+            admitted: True if admission rule and policy must accept all blocks. For blocks that are promoted
+                from another tier or restored.
 
         Returns:
-            The plan, with no keys if there is nothing to store. None if blocks are missing and no block has
-            room, because all slots are pinned, in flight, of this request or protected by quotas. Then no
-            block is stored or evicted, and the same offer may succeed later.
+            The plan; it has no keys if there is nothing to store. None if no missing block has room, because
+            every slot is pinned, in flight, of this request, or protected by a quota. Then nothing is stored
+            or evicted, and the same offer may succeed later.
         """
         if ctx is None or ctx.owner is not self or ctx.finished or ctx.unpacked_keys:
             ctx = self._context(ctx)
@@ -461,15 +459,18 @@ class OffloadingManager:
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
         """Replace the quotas of all tenants. Evicts nothing; later stores follow the new quotas.
 
-        A request belongs to the tenant ``hints.tenant`` that `begin_request` received. Requests of tenants
-        that `quotas` does not name, and requests that began before the first call, belong to the tenant
-        ``other``. This tenant can have a quota, too. A block belongs to the tenant that stored the block,
-        even while requests of other tenants use it.
+        The tenant of a request is the `tenant` of the hints that `begin_request` received. It is ``other`` if
+        `quotas` does not name this tenant, or if the request began before the first call. ``other`` can have
+        a quota, too. A block belongs to the tenant that stored the block, even while requests of other
+        tenants use it.
 
-        A store may evict blocks of another tenant only if that tenant stays at or above its minimum, even if
-        the store takes all its victims from that tenant. A tenant below its minimum evicts blocks of other
-        tenants before its own, and the policy may refuse none of the new blocks. A tenant at its maximum
-        evicts only its own blocks, even while slots are free. The policy chooses among the permitted victims.
+        Rules for a store; the policy chooses among the permitted victims:
+
+        - Blocks of another tenant can be victims only if that tenant cannot fall below its minimum, whatever
+          the policy chooses.
+        - A tenant below its minimum evicts blocks of other tenants first. The policy must accept all its new
+          blocks.
+        - A tenant at its maximum evicts only its own blocks, even while slots are free.
 
         Args:
             quotas: by tenant name. The sum of the minimums is at most the number of slots in use.
@@ -487,10 +488,10 @@ class OffloadingManager:
         self._tenants.write(tenants)
 
     def disown(self) -> None:
-        """Take all blocks from their tenants, for blocks of an earlier run, whose owners are unknown.
+        """Leave all blocks without an owner. For blocks of an earlier run, whose tenants are unknown.
 
-        Stores evict these blocks first. A block belongs to the tenant that loads it next (`set_tenant`). Call
-        it after the first `set_tenants`. Cost: O(blocks).
+        Stores evict these blocks first. The tenant that loads a block next becomes its owner (`set_tenant`).
+        Call this method after the first `set_tenants`. Cost: O(blocks).
         """
         tenants, nobody = self._state.tenants, self._tenants.nobody()
         tenants.owner[self.slots.filled()] = nobody
@@ -517,9 +518,8 @@ class OffloadingManager:
     def reset(self, *, drop_in_flight: bool = False) -> None:
         """Forget every block, the policy's order and ghosts, and the admission rule's counts.
 
-        Slots that a transfer uses stay reserved until the transfer is completed. The record of misses
-        remains: each forgotten block gets the reason ``reset``. Counters of `stats` continue. Cost:
-        O(capacity).
+        Slots that a transfer uses stay reserved until the transfer is completed. The record of misses stays,
+        and the forgotten blocks get the reason ``reset``. Counters of `stats` continue. Cost: O(capacity).
 
         Args:
             drop_in_flight: True if the caller guarantees that no transfer is in flight. Then all slots are
@@ -555,7 +555,7 @@ class OffloadingManager:
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events since the last call, in order.
 
-        A replay of all events yields the readable blocks.
+        All events together yield the readable blocks.
         """
         return [] if self._events is None else self._events.take()
 
@@ -589,13 +589,13 @@ class OffloadingManager:
         """Begin to replace the policy. Nothing is evicted, and no block moves.
 
         Calls of `advance_policy_change` add the blocks to the new policy, in the order of the old policy. The
-        old policy decides until the new policy has all blocks. Blocks that are used or stored during the
-        change are added last. If the old policy moves an unused block during the change, the block is added
-        at its old or its new place. The new policy starts without the old policy's counts, ghosts and learnt
+        old policy decides until the new policy has all blocks. Blocks used or stored during the change are
+        added last. If the old policy moves an unused block during the change, the block is added at its old
+        or its new place. The new policy does not receive the old policy's counts, ghosts and learnt
         parameters. If one of the two policies is in Python, this call adds all blocks and completes the
-        change. After a `reset` the change continues, without blocks.
+        change. A `reset` does not stop the change.
 
-        Cost: O(1), and O(blocks) if a policy is in Python or has neither `ordered_lists` nor `ordered_heap`.
+        Cost: O(1). O(blocks) if a policy is in Python, or has neither `ordered_lists` nor `ordered_heap`.
 
         Raises: `MisuseError` during another change, and for a change that was prepared for another policy.
         """
@@ -619,8 +619,8 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end each
-                call adds more blocks than requests have used since the last call, so that the change ends
+            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end, a
+                call also adds more blocks than requests have used since the last call: so the change ends
                 under any traffic. Cost: 1 us for each block.
         """
         change = self._change
@@ -643,13 +643,13 @@ class OffloadingManager:
     def begin_resize(self, num_blocks: int) -> None:
         """Set the number of slots to use, smaller or larger than now. `advance_resize` does the work.
 
-        To remove slots, the manager first takes free slots, then evicts the blocks that the policy would
-        evict for new blocks. Pinned blocks, blocks in flight and the minimums of tenants are protected, and
-        the resize continues when other blocks become evictable. Policies still size their lists and ghosts
-        for `capacity_blocks`. `hazard` compares itself with an LRU cache of the new size.
+        To remove slots, the manager first takes free slots, then evicts blocks that the policy chooses.
+        Pinned blocks, blocks in flight and the minimums of tenants are protected; the resize then waits for
+        other evictable blocks. Policies still size their lists and ghosts for `capacity_blocks`. `hazard`
+        compares itself with an LRU cache of the new size.
 
         Raises:
-            ConfigError: `num_blocks` is not 1 to `capacity_blocks`, or less than the minimums of the tenants.
+            ConfigError: `num_blocks` is not 1 to `capacity_blocks`, or less than the sum of all minimums.
 
         Cost: O(1).
         """
@@ -663,8 +663,8 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: most blocks to evict in this call; values above `MOST_UNSEEN` count as `MOST_UNSEEN`.
-                The call adds or removes up to 32 times as many free slots. Cost: 1 us for each evicted block.
+            num_blocks: most blocks to evict in this call, at most `MOST_UNSEEN`. The call adds or removes up
+                to 32 times as many free slots. Cost: 1 us for each evicted block.
 
         Raises: `PolicyError`, as `prepare_store`.
         """
@@ -717,7 +717,7 @@ class OffloadingManager:
     """Raised by `prepare_load` and `pin` for a block that is not ready."""
 
     def _decide_by(self, policy: EvictionPolicy) -> None:
-        """Replace the deciding policy. `policy` must already order the resident blocks."""
+        """Replace the policy that decides. `policy` must already order the resident blocks."""
         self.policy, self.policy_may_refuse = policy, self._may_refuse(policy)
         self.store_mode.decide_by(policy)
         self._state.tenants.marks.fill(0)  # places in the lists of the old policy
@@ -761,7 +761,6 @@ class OffloadingManager:
         return LoadPlan(ctx, keys, plan, self._epoch)
 
     def _unpin(self, plan: LoadPlan, damaged: Sequence[int] | npt.NDArray[np.integer], call: str) -> None:
-        """Unpin the blocks of a plan and forget the damaged blocks."""
         rows = np.unique(np.asarray(damaged, np.int32)) if len(damaged) else _NO_ROWS
         if len(rows) and not 0 <= rows[0] <= rows[-1] < len(plan):
             raise MisuseError(f"{call}: damaged rows {rows.tolist()} of a plan of {len(plan)} blocks")
@@ -795,7 +794,6 @@ class OffloadingManager:
         return plan.epoch >= self._void_before
 
     def _use(self, keys: Sequence[bytes], ctx: RequestContext, *, whole_path: bool = False) -> None:
-        """Record the uses of these blocks by a request."""
         batch = batch_of(keys, self.key_bytes)
         while (num_used := kernels.touch(self._cache, ctx.memory, batch, whole_path)) < AGAIN:
             ctx.make_room(keys, num_used)

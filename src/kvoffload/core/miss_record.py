@@ -52,10 +52,10 @@ class MissRecord(Struct):
     """A set-associative table of the last events of absent blocks, with about two entries for each slot.
 
     An entry consists of 28 bits of the key's hash and the event. The newest entry of a set comes first. In a
-    full set a new entry replaces the oldest entry. On average this happens after `num_entries` new entries.
+    full set a new entry replaces the oldest entry. An entry lasts `num_entries` new entries on average.
 
-    If a block has no entry, but another block in the set has the same 28 bits, the block gets the event of
-    that block. This happens in one of 33 million lookups.
+    Two blocks of a set may have the same 28 bits. A block without an entry then gets the event of the other
+    block. This happens in one of 33 million lookups.
 
     Memory: 8 bytes a slot, in whole sets.
 
@@ -130,7 +130,8 @@ def note(record: MissRecord, h: np.uint64, event: int) -> None:
 def reason_of(record: MissRecord, h: np.uint64) -> int:
     """Return the last event of the absent key with hash `h`.
 
-    If the key has no entry, returns `NEVER_SEEN` if the key's set has never lost an entry, else `UNKNOWN`.
+    For a key without an entry: `UNKNOWN` if the key's set is full, so that an entry may be lost; otherwise
+    `NEVER_SEEN`.
     """
     table, tag = record.table, _tag_of(h)
     if table.shape[0] == 0:

@@ -27,8 +27,8 @@ class OnCompute:
 
     Attributes:
         one_prefix: True if the blocks of a store follow one another in one request.
-        follows_device: True if the mode tracks which blocks the device holds. Then the policy observes a
-            request before its load instead of before its store.
+        follows_device: True if the mode tracks which blocks the device holds. The policy then observes a
+            request before the load, otherwise before the store.
         is_compiled: True if kernels do all the work: the policy is compiled, and no admission rule is set.
         num_not_admitted: number of blocks of the last offer that the admission rule, not the policy, refused.
     """
@@ -68,7 +68,7 @@ class OnCompute:
     # ---- requests
 
     def expect(self, ctx: RequestContext) -> None:
-        """Report a waiting request's expected blocks to the policy. Each block is reported once a request."""
+        """Report a waiting request's expected blocks to the policy, each block once per request."""
         if not (self._has_expect or self.cache.expect):
             return
         start = kernels.expect(self.cache.memory, ctx.memory)
@@ -77,7 +77,7 @@ class OnCompute:
             self.policy.expect(ctx.keys()[:stop], start)
 
     def observe(self, ctx: RequestContext) -> None:
-        """Report a request's blocks to policy and admission rule. Each block is reported once a request."""
+        """Report a request's blocks to policy and admission rule, each block once per request."""
         kernels.observe(self.cache.memory, ctx.memory)
         start, stop = ctx.observed, ctx.length
         if start == stop or not (self._has_observe or self.admission is not None):
@@ -96,9 +96,9 @@ class OnCompute:
         self.policy.access(slots, reused)
 
     def finished(self, ctx: RequestContext, num_used: int) -> None:
-        """Report the end of a request to the policy's `finished`, unless the kernel has called it.
+        """Report the end of a request to the policy.
 
-        If `num_used` is not 0, the kernel has left the call of a compiled `finished` to this method.
+        If `num_used` is 0, the kernel has already called a compiled `finished`.
         """
         if num_used:
             kernels.finish(self.cache.memory, ctx.memory, True)
@@ -114,9 +114,8 @@ class OnCompute:
 
         Args:
             ctx, new, kept: as for `kernels.prepare_store`.
-            enters: the argument `admitted` of `kernels.prepare_store`; not 0 if the policy may refuse no
-                block.
-            admitted: True if the admission rule may refuse no block.
+            enters: the argument `admitted` of `kernels.prepare_store`. 0: the policy may refuse blocks.
+            admitted: True: the admission rule must accept all blocks.
 
         Raises: `PolicyError` when the policy breaks its contract.
         """
@@ -147,12 +146,12 @@ class OnCompute:
         return rule.leading(Keys(fresh, self.policy.index.key_bytes))
 
     def choose(self, new: Entering, ctx: RequestContext) -> None:
-        """Call the `replace` method of a policy written in Python.
+        """Let a policy written in Python choose victims, by its `replace` method.
 
-        The method writes victims to ``new.slots``, from index ``num_given`` on. The kernel checks the victims
-        later.
+        The policy writes the victims to ``new.slots``, from index ``num_given`` on. The kernel checks the
+        victims later.
 
-        Raises: `PolicyError` if the policy has refused blocks that it must accept, or has changed free slots.
+        Raises: `PolicyError` if the policy has changed free slots, or has refused blocks that it must accept.
         """
         policy, slots = self.policy, new.slots[: new.count]
         given = slots[: new.num_given].copy()

@@ -1,8 +1,8 @@
 """The store mode of a victim tier, which stores the blocks that the device drops.
 
-The policy orders only the blocks that the device does not hold. A block leaves the policy's order when the
-device loads the block, and reenters when the device drops the block. The policy then learns whether the block
-was used meanwhile.
+The policy orders only the blocks that the device does not hold. When the device loads a block, the block
+leaves the policy's order. When the device drops the block, the block reenters the order. The policy then
+receives a flag: True if the block was used meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class OnDeviceEviction(OnCompute):
     A block that the device holds again is a *duplicate*: no policy orders it, and its slot is reused first.
     """
 
-    # After a load the loaded blocks are duplicates, which the policy forgets. So the policy observes the hit
-    # before the load.
+    # The policy observes a hit before the load. After the load, the blocks are duplicates, which the policy
+    # does not order.
     one_prefix = False
     follows_device = True
 

@@ -23,7 +23,8 @@ StoreName: TypeAlias = Literal["on-compute", "on-device-eviction"]
 ON_COMPUTE: Final = "on-compute"
 ON_DEVICE_EVICTION: Final = "on-device-eviction"
 STORES = (ON_COMPUTE, ON_DEVICE_EVICTION)
-"""Store modes: the engine offers blocks once they are computed, or when the device drops them."""
+"""Store modes. The engine offers blocks once they are computed (`ON_COMPUTE`) or when the device drops them
+(`ON_DEVICE_EVICTION`)."""
 
 
 class LookupResult(Enum):
@@ -40,7 +41,7 @@ class LookupResult(Enum):
 
 
 class PrefixLookup(NamedTuple):
-    """The number of leading ready blocks, and the state of the next block. `HIT` if all blocks are ready."""
+    """The number of leading ready blocks, and the state of the next block; `HIT` if all blocks are ready."""
 
     num_ready: int
     stopped_by: LookupResult
@@ -54,7 +55,6 @@ ALL_READY, THEN_MISS = (
 
 
 class _Plan:
-    """Base of the plans: a request, memory for the manager's kernels, and a completion flag."""
 
     __slots__ = ("completed", "epoch", "memory", "request")
 
@@ -210,10 +210,10 @@ def _parts(parts: Parts, count: int) -> Iterable[npt.NDArray[np.integer]]:
 
 @dataclass(frozen=True)
 class OffloadingEvent:
-    """Blocks that became readable in a medium. With `removed`: blocks that left the medium.
+    """Blocks that became readable in a medium (`removed` False) or left the medium (`removed` True).
 
-    `block_size` is the number of tokens in a block, or 0 if unknown. With `is_reset`, every block left the
-    medium and `keys` is empty; only pools that processes share set `is_reset`.
+    `block_size` is the number of tokens in a block, or 0 if unknown. `is_reset` is True if every block left
+    the medium; `keys` is then empty. Only pools that processes share set `is_reset`.
     """
 
     keys: Keys
@@ -252,9 +252,9 @@ class ManagerStats:
     refused: int = 0
     """Blocks that the admission rule did not admit, or that the policy refused."""
     dropped: int = 0
-    """Admitted blocks that had no room: all other blocks were pinned, in flight, or protected."""
+    """Admitted blocks that had no room, because all other blocks were pinned, in flight or protected."""
     kept: int = 0
-    """In a victim tier: blocks that were duplicates when offered, and stayed without a copy."""
+    """In a victim tier: offered blocks that were duplicates, and so needed no copy."""
     discarded: int = 0
     """Blocks removed without an eviction: damaged blocks, and blocks forgotten by `reset`."""
     expected: int = 0

@@ -30,8 +30,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 class EvictionPolicy(ABC):
     """The batch contract between a manager and the policy that chooses its victims.
 
-    The manager calls `replace` only if enough blocks are evictable, so a policy cannot fail and has nothing
-    to roll back. The manager checks every victim that a policy names (`PolicyError`).
+    The manager calls `replace` only if enough blocks are evictable. So `replace` cannot fail, and a policy
+    has nothing to roll back. The manager checks every victim (`PolicyError`).
 
     Attributes:
         name: the name in options.
@@ -42,8 +42,8 @@ class EvictionPolicy(ABC):
         capacity_blocks: number of slots.
         refuses: True if `replace` may refuse new blocks.
         counts_uses: True if the policy reads `reused`. If False, a victim tier does not track uses.
-        write_cost: for policies that refuse: a new block must be worth ``1 + write_cost`` times the victim to
-            justify the write. None: the policy's default.
+        write_cost: for policies that refuse. A new block must be worth ``1 + write_cost`` times the victim,
+            otherwise it is refused. None: the policy's default.
 
     Every other public attribute with an annotation and a default, except a ``ClassVar``, is a parameter that
     users can set: ``s3fifo,small_share=0.2`` (see `Registry`).
@@ -64,32 +64,33 @@ class EvictionPolicy(ABC):
     def access(self, slots: SlotArray, reused: BoolArray) -> None:
         """Record that one request used these resident blocks, in prefix order.
 
-        A policy that orders by recency processes the blocks from last to first, so that the head of a prefix
-        becomes the most recent block and the tail is evicted first.
+        A policy that orders by recency processes the blocks from last to first. The head of a prefix is then
+        the most recent block, and the tail is evicted first.
 
-        A victim tier reports uses later, because the device holds a block while the block is used. When the
-        device has dropped blocks and `replace` has inserted these blocks, the tier calls `access` with all
-        blocks of the offer, in order. `reused` marks blocks that were used again while they were duplicates.
-        It marks no block for a policy that observes all traffic, or whose `counts_uses` is False. The tier
-        omits the call if no block was reused and the blocks were all kept or all stored.
+        A victim tier reports uses later, because the device holds a block while the block is used. The device
+        drops blocks, `replace` inserts them, and then the tier calls `access` with all blocks of the offer,
+        in order. `reused` marks the blocks that were used again while they were duplicates. It marks no block
+        for a policy that observes all traffic, or whose `counts_uses` is False. The tier omits the call if no
+        block was reused and the blocks were all kept or all stored.
 
         Args:
             slots: shape ``(n,)``, int32.
             reused: shape ``(n,)``, bool. True for the request's first access of the block. False if the
-                request accessed or stored the block before: the block is reordered and nothing is counted.
+                request has accessed or stored the block before: reorder the block, but count no use.
         """
 
     @abstractmethod
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
         """Insert the absent blocks `keys`, in prefix order, and choose their victims.
 
-        The first `num_free` entries of `slots` are free slots. The policy fills the other entries with its
-        victims, in order of eviction: ``keys[i]`` enters ``slots[i]``. It removes the victims from its order
-        and adds the new blocks; if it orders by recency, the head of the prefix is the most recent.
+        The first `num_free` entries of `slots` are free slots. The policy writes its victims to the other
+        entries, in order of eviction. ``keys[i]`` enters ``slots[i]``. The policy removes the victims from
+        its order and adds the new blocks. If it orders by recency, the head of the prefix becomes the most
+        recent block.
 
         A policy whose `refuses` is True may write `REFUSED` in place of a victim, if the victim is worth more
-        than the new block. If `protected.one_prefix`, the policy must also refuse all following blocks, which
-        would be unreachable. If `protected.admitted`, the policy must refuse no block.
+        than the new block. If `protected.one_prefix` is True, the policy must then refuse all later blocks,
+        which would be unreachable. If `protected.admitted` is True, the policy must refuse no block.
 
         Args:
             keys: keys of the new blocks, all different, none of them in the policy's order.
@@ -108,15 +109,15 @@ class EvictionPolicy(ABC):
     def remove(self, slots: SlotArray) -> None:
         """Forget blocks that left without being chosen as victims.
 
-        Called when a store has failed and when a block was damaged. In a victim tier, also called when the
-        device holds a block again.
+        Called after a failed store and for damaged blocks. In a victim tier, also called when the device
+        holds a block again.
         """
 
     def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
         """Record that a request in the engine's queue expects these blocks, resident or not.
 
         For policies that learn when blocks are used. Until the request is served, the manager evicts other
-        blocks first, and a policy should not refuse expected blocks. Called once for each block of a request,
+        blocks first. A policy should not refuse expected blocks. Called once for each block of a request,
         before `observe`. The request may never be served.
 
         Args:
@@ -129,8 +130,8 @@ class EvictionPolicy(ABC):
     ) -> None:
         """Record that a request refers to these blocks, resident or not.
 
-        For policies that learn from all traffic. Called once a request, before its first `access` or
-        `replace`, and again when the request has grown.
+        For policies that learn from all traffic. Called before the request's first `access` or `replace`, and
+        again when the request has grown.
 
         Args:
             path: the request's keys so far, in prefix order.
@@ -142,8 +143,8 @@ class EvictionPolicy(ABC):
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:  # noqa: B027  (most ignore it)
         """Record the end of a request, with its hints.
 
-        For policies that learn the value of hints, or count ages from the end of a request. Called once a
-        request, after its last `access`.
+        For policies that learn the value of hints, or count ages from the end of a request. Called once for
+        each request, after its last `access`.
 
         Args:
             path: the request's keys, in prefix order.
@@ -186,8 +187,8 @@ class EvictionPolicy(ABC):
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
         """Return the lists that define `order`, and the numbers of these lists, coldest list first.
 
-        Returns None if no lists define the order. A policy with lists or a heap can be replaced without any
-        call that takes O(blocks).
+        Returns None if no lists define the order. With lists or a heap, no call of a policy change takes
+        O(blocks).
         """
         return None
 
@@ -202,8 +203,8 @@ class EvictionPolicy(ABC):
 class BlockwisePolicy(EvictionPolicy):
     """Base class for policies in plain Python that handle one block at a time, for research.
 
-    Implement `hit`, `insert`, `victim` and `forget`, and `refresh` if recency matters; the batch methods loop
-    over them. 10 to 100 times slower than kernels, otherwise equivalent.
+    Implement `hit`, `insert`, `victim` and `forget`. Also implement `refresh` if recency matters. The batch
+    methods loop over these methods. 10 to 100 times slower than kernels, otherwise equivalent.
     """
 
     @abstractmethod
@@ -213,7 +214,7 @@ class BlockwisePolicy(EvictionPolicy):
     def refresh(self, slot: int) -> None:
         """Reorder the block in `slot` along its request's path, without counting a use.
 
-        Called for the blocks of a path from last to first: after their insertion, and when the request ends.
+        Called after an insertion and when the request ends, for the blocks of the path from last to first.
         """
 
     @abstractmethod
@@ -265,11 +266,14 @@ class CompiledPolicy(EvictionPolicy):
         replace(own: State, new: Entering, cache: Cache, path: Path)
         remove(own: State, used: Used)
 
-    `State` is a `Struct`, the class of the policy's `state`. In `expect`, the new blocks are on the path from
-    ``path.foreseen`` to ``path.num_expected``. In `observe`, they are on the path from ``path.observed`` on,
-    with their slots in ``path.found``. In `finished`, ``path.found`` covers the whole path, and
-    ``path.label`` is the number of the request's hints. `replace` calls `state.evictable` to find evictable
-    blocks. Subclasses inherit functions.
+    `State` is a `Struct`, the class of the policy's `state`. The new blocks of a call are these positions of
+    the path:
+
+    - `expect`: from ``path.foreseen`` to ``path.num_expected - 1``
+    - `observe`: from ``path.observed`` on; ``path.found`` has their slots
+    - `finished`: the whole path; ``path.found`` has the slots, ``path.label`` the number of the hints
+
+    `replace` calls `state.evictable` to find evictable blocks. Subclasses inherit functions.
 
     Attributes:
         state: the state of the functions, created in the constructor. `reset` clears or replaces it.

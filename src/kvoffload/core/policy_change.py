@@ -1,6 +1,6 @@
-"""The change of a serving manager's policy: the new policy adopts the resident blocks, in order.
+"""The change of a manager's policy during operation: the new policy adopts the resident blocks, in order.
 
-Any thread may create a `PolicyChange`. `OffloadingManager.begin_policy_change` begins the change, and
+Any thread may create a `PolicyChange`. `OffloadingManager.begin_policy_change` begins the change.
 `OffloadingManager.advance_policy_change` reads the old policy's order in steps (`resident_order`). The old
 policy decides until the new policy has every block.
 """
@@ -120,9 +120,7 @@ class Handover(CompiledPolicy):
 
 @inline
 def _forget(own: State, slot: int) -> None:
-    """Record that a block left the old policy's order; if the new policy has the block, add the block to
-    `removed`.
-    """
+    """Record that a block left the old policy's order. Also remove the block from the new policy."""
     taken = own.taken
     if taken.where[slot] == NEW:
         own.removed.slots[own.removed.count] = slot
@@ -211,7 +209,7 @@ def remove(own: State, used: Used) -> None:
 
 @kernel
 def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
-    """Remove the coldest recent blocks: at most ``len(slots)`` blocks, which one call used or stored.
+    """Remove the coldest recent blocks that one call used or stored, at most ``len(slots)``.
 
     Writes the blocks to the end of `slots`, the coldest block last. Returns their number.
     """
@@ -231,7 +229,7 @@ def _take_coldest(own: State, slots: I32Array, reused: BoolArray) -> int:
 
 @kernel
 def _adopt(own: State, slots: ReadI32Array, new: Entering, cache: Cache, path: Path) -> None:
-    """Add these blocks to the new policy, except recent blocks and blocks that the new policy has."""
+    """Add blocks to the new policy, except recent blocks and blocks that the new policy already has."""
     for i in range(slots.shape[0]):
         slot = slots[i]
         if is_left(own.taken, slot) and is_ordered(cache, slot):
@@ -251,8 +249,8 @@ class PolicyChange:
     Attributes:
         spec: the new policy, as the caller specified it.
         old, new: the policies.
-        policy: the manager's policy during the change: a `Handover`, or `old` if one of the policies is not
-            compiled and the change completes in one step.
+        policy: the manager's policy during the change. A `Handover` if both policies are compiled; otherwise
+            `old`, and the change completes in one step.
         known: the keys that a victim tier remembers for the new policy.
     """
 
@@ -317,7 +315,7 @@ class PolicyChange:
     def _advance_readers(self, taken: Taken, cache: Cache, num_blocks: int) -> int:
         """Add blocks to the new policy that no request has used since the change began.
 
-        Returns `num_blocks` minus the cost of this call, which is measured in blocks.
+        Returns `num_blocks` minus the cost of this call, in blocks.
         """
         taken.allow(num_blocks)
         while num_blocks > 0 and taken.visits_left > 0 and self._readers:

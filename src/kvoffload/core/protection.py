@@ -19,7 +19,7 @@ class Protected:
 
     These are free slots, slots in flight, pinned slots, slots of the storing request, and spared slots. A
     spared slot holds an expected block, or a block that a quota protects. Policies in Python test ``slot in
-    protected``; compiled policies call `state.evictable`. Valid during one call of `EvictionPolicy.replace`.
+    protected``. Compiled policies call `state.evictable`. Valid during one call of `EvictionPolicy.replace`.
 
     Attributes:
         entering: slots that the policy has assigned in this call. A policy in Python adds each slot to this
@@ -42,10 +42,10 @@ class Protected:
 
     @property
     def is_quiet(self) -> bool:
-        """True if the policy should not learn from this store.
+        """True if the policy should not learn from this store. Always False without quotas.
 
-        Only possible with quotas: the storing tenant replaces only its own blocks, and stores more blocks
-        than its part of the cache justifies.
+        The tenant then replaces only its own blocks, and stores more blocks than its part of the cache
+        justifies.
         """
         return bool(_is_quiet(self.cache))
 

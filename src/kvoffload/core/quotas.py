@@ -21,7 +21,7 @@ ONE_OWNER = (
 _NAMES, _TIERS = ("min", "max"), "tiers"
 
 ReadSize = Callable[[str, object], int]
-"""Reads a size, given its option. Raises `ConfigError`."""
+"""Function of an option's name and value that returns the size. Raises `ConfigError`."""
 
 
 class Quotas(NamedTuple):

@@ -19,8 +19,8 @@ from kvoffload.structures.keys import Keys, words_per_key, wrong_key
 from kvoffload.structures.structs import Struct
 
 HASH, HINT, FLAGS = 0, 1, 2
-"""Columns of `records`. HINT is the block's last known slot, ``version << 32 | slot + 1``, or 0 for none. A
-hint is valid until the slot's version changes. The block may leave and return while the request runs."""
+"""Columns of `records`. `HINT`: the block's last known slot, as ``version << 32 | slot + 1``; 0 for none. A
+hint is valid until the slot's version changes, because the block may leave while the request runs."""
 
 ACCESSED = 1
 SCRATCH = 2
@@ -52,8 +52,7 @@ class Path(Struct):
             `kernels.count_misses`: the code of each counted block.
         length: number of keys on the path.
         observed: number of leading keys that a compiled policy has observed.
-        on_device: number of leading blocks that the device holds, so the path position of the first looked-up
-            block.
+        on_device: number of leading blocks that the device holds. The first lookup begins at this position.
         was_asked: 1 after the first lookup.
         label: number of the request's hints (`hints.Labels`).
         num_expected: number of leading keys that are expected while the request waits in the engine's queue.
@@ -62,7 +61,7 @@ class Path(Struct):
         recorded: number of leading keys in the recording of calls; `log.ENDED` after the end of the request.
         tenant: number of the request's tenant (`tenants.TenantNumbers`); 0 without quotas.
         is_quiet: 1 if the policy does not observe the request (`tenants.may_learn`).
-        cut: 1 + position of the first block that the policy refused last; 0 if none. As long as this block is
+        cut: 1 + position of the first block of the policy's last refusal; 0 if none. While this block is
             absent, later blocks are refused too: they would be unreachable. Always 0 in a victim tier.
     """
 
@@ -221,7 +220,7 @@ class RequestContext:
         return Keys(Index.array(self.memory, "keys", self.length, start), self.key_bytes)
 
     def make_room(self, keys: Sequence[bytes], problem: int) -> None:
-        """Enlarge the path after `FULL`; after `WRONG`, raise the error of the first invalid key.
+        """Enlarge the path after `FULL`. After `WRONG`, raise an error for the first invalid key.
 
         Raises: `ValueError` for a wrong length, `TypeError` for an object that is not ``bytes``.
         """
@@ -245,7 +244,7 @@ def batch_of(keys: Sequence[bytes], key_bytes: int) -> Any:
 
 
 def room_for(count: int) -> int:
-    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, to allocate few different sizes."""
+    """Round `count` up to a power of two, at least `SMALLEST_ROOM`, so that few sizes are allocated."""
     return max(SMALLEST_ROOM, 1 << (count - 1).bit_length())
 
 
@@ -297,7 +296,7 @@ def add_batch(path: Path, batch: KeyBatch) -> int:
         if address == WRONG_KEY:
             problem = WRONG
             break
-        # Batches of one request repeat each other, so most keys follow their predecessor on the path.
+        # The batches of a request repeat each other: most keys follow the previous key on the path.
         position = following
         if following >= length or not is_key_at(address, key_bytes, keys, following):
             pack_key(address, key_bytes, keys, length)

@@ -1,10 +1,9 @@
 """The order of a policy's blocks, read in steps while the policy works.
 
-Each reader class reads one kind of order. `take` returns the next blocks, coldest first. A block that is used
-during the reading moves, and may be returned twice, late or never. So the caller must record used blocks
-(`Taken.recent`). The last reader, `SlotSweep`, returns the blocks that earlier readers missed.
-
-The caller marks the returned blocks as taken (`Taken.where`). Does not know why the order is read.
+Each reader class reads one kind of order. `take` returns the next blocks, coldest first. The caller marks
+these blocks as taken (`Taken.where`). A block that is used during the reading moves: it may be returned
+twice, late or never. So the caller must also record used blocks (`Taken.recent`). The last reader,
+`SlotSweep`, returns the blocks that earlier readers missed. Does not know why the order is read.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from kvoffload.structures.structs import Struct
 LEFT, NEW = 0, 1
 """Values of `Taken.where`: not taken, and taken."""
 _VISITS = 16
-"""Budget of a reader for each block that the caller requests, in visits. Passing a block of a list costs 1
-visit. Taking a block from a heap, or ending a pass over a list, costs `_VISITS` visits."""
+"""Budget of a reader for each requested block, in visits. Passing a block of a list costs 1 visit. Taking a
+block from a heap costs `_VISITS` visits, and so does the end of a pass over a list."""
 _COPY_VISITS = _VISITS // 2
 """Visits that the copy of one rank of a heap costs."""
 _NO_CURSOR = -1
@@ -88,9 +87,9 @@ class Reader(Protocol):
 class ListsReader:
     """Reads the lists of a policy, each list from the tail.
 
-    If the block at the cursor has moved, the reader starts again at the tail of the list and skips the taken
-    blocks. The reader cannot detect every move: a policy may move the block at the cursor to the head,
-    together with taken blocks. So a list is done only after a pass from the tail that finds no block.
+    If the block at the cursor has moved, the reader starts again at the tail of the list and skips taken
+    blocks. The reader cannot detect every move, for example if taken blocks move together with the block at
+    the cursor. So a list is done only after a pass from the tail that finds no block.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -216,7 +215,7 @@ def _stamp_of(taken: Taken, slot: int) -> int:
 def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
     """Return True if the block at the cursor is still in its place.
 
-    If so, the next colder block is taken or recent, because new and used blocks join the list at the head.
+    New and used blocks join the list at the head. So the next colder block is taken or recent.
     """
     if (
         slot == _NO_CURSOR
@@ -252,7 +251,7 @@ def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Arr
 
 @kernel
 def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, stop: int) -> None:
-    """Copy the ranks of the slots `start` to ``stop - 1`` to `copy`, for blocks that `is_left` selects."""
+    """Copy the ranks of the blocks that `is_left` selects to `copy`, from slot `start` to ``stop - 1``."""
     for slot in range(start, stop):
         if is_left(taken, slot) and is_ordered(cache, slot):
             copy.order[slot, RANK], copy.order[slot, STAMP] = heap.order[slot, RANK], heap.order[slot, STAMP]
@@ -278,9 +277,9 @@ def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
 
 @kernel
 def _sweep(taken: Taken, cache: Cache, start: int, stop: int, slots: I32Array) -> int:
-    """Write the slots from `start` to ``stop - 1`` whose blocks `is_left` selects to `slots`.
+    """Search the slots `start` to ``stop - 1``; write those whose blocks `is_left` selects to `slots`.
 
-    Returns ``next slot << 32 | number of slots``.
+    Returns ``next slot << 32 | number of written slots``.
     """
     count, slot = np.int64(0), np.int64(start)
     while slot < stop and count < slots.shape[0]:

@@ -1,8 +1,8 @@
 """A record of the uses of duplicates in a victim tier. No policy orders a duplicate.
 
-A policy forgets a block that becomes a duplicate, and would treat it as new when the device drops it. So the
-tier remembers used keys in two lists: keys used once, and keys used again. A hit from this tier always counts
-as used again. Decides nothing: when the block returns, the policy receives the flag `reused`.
+A policy forgets a block that becomes a duplicate. When the device drops the block, the policy would treat the
+block as new. So the tier remembers used keys in two lists: keys used once, and keys used again. A hit from
+this tier always counts as used again. When the block returns, the policy receives the flag `reused`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ONCE, AGAIN = 0, 1
 
 
 def known_keys(index: Index, is_needed: bool) -> KeyLists:
-    """Create the two lists. Each has one place for each slot of the tier, or no place unless `is_needed`.
+    """Create the two lists, each with one place per slot of the tier. Without room unless `is_needed`.
 
     The room suffices for a device with as many blocks as the tier. With a larger device the least recently
     used keys are forgotten, and their blocks return as new. Memory: 56 bytes and two keys per slot.
@@ -30,7 +30,7 @@ def known_keys(index: Index, is_needed: bool) -> KeyLists:
 def note_use(known: KeyLists, batch: U64Matrix, row: int, h: np.uint64, again: bool) -> None:
     """Record a use of the block with key ``batch[row]``. If `again`, even a first use counts as a reuse.
 
-    Cost: one index probe, and another if a key must be forgotten for a new key.
+    Cost: one index probe, or two if another key must be forgotten.
     """
     lists, links = known.lists, known.lists.links
     if lists.num_positions == 0:

@@ -37,11 +37,10 @@ class Slots(Struct):
 
     Attributes:
         ref_cnt: shape ``(capacity,)``, int32: pins of a ready block, `WRITING` or `FREE`.
-        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot. The slot hints that
-            requests have recorded for the block are then invalid.
-        condemned: shape ``(capacity,)``, bool; also True for unused slots, which have the `ref_cnt`
-            `WRITING`.
-        stack: int32: its first `num_free` entries are the free slots, used from the end; its last
+        version: shape ``(capacity,)``, uint32: grows by one when a block leaves the slot. This invalidates
+            the slot hints of requests.
+        condemned: shape ``(capacity,)``, bool. Also True for unused slots; their `ref_cnt` is `WRITING`.
+        stack: int32. The first `num_free` entries are the free slots; the last of them is used next. The last
             `num_unused` entries are the unused slots.
         num_free, num_writing, num_condemned, num_unused: slots in that state.
         num_evictable: ready blocks without a pin; condemned slots do not count.
@@ -59,12 +58,12 @@ class Slots(Struct):
     num_unused: int
 
     def __init__(self, capacity: int) -> None:
-        # Writing to the arrays now lets the system provide their pages before any later call needs them.
+        # The arrays are written now, so that no later call waits for the system to provide their pages.
         super().__init__(
             ref_cnt=np.full(capacity, FREE, np.int32),
             version=np.full(capacity, 0, np.uint32),
             condemned=np.full(capacity, False, np.bool_),
-            # Popped from the end: slots are first used in ascending order, so neighbours stay together.
+            # Descending, because slots are popped from the end: the first stores use ascending slots.
             stack=np.arange(capacity - 1, -1, -1, dtype=np.int32),
             capacity=capacity,
             num_free=capacity,

@@ -1,6 +1,6 @@
 """Structs of the manager's kernels: a cache, and the blocks of one store or load.
 
-Owns their memory layout and the test whether a block is evictable. Decides nothing.
+Also owns the test whether a block is evictable. Decides nothing.
 """
 
 from __future__ import annotations
@@ -36,23 +36,22 @@ class Cache(Struct):
         index: maps keys to slots.
         slots: the state of each slot.
         duplicates: one list of the slots whose block the device also holds; empty unless `follows_device`.
-        known: used keys of blocks that the policy does not order (`returning`). Empty unless `follows_device`
-            and the policy needs them.
+        known: used keys of duplicates (`returning`). Empty unless `follows_device` and the policy needs them.
         expected: keys that waiting requests expect. Without room until the first request waits
             (`make_queue`).
         misses: the last events of absent blocks. Without room unless the manager explains misses.
         tenants: owners and quotas. Without room until the manager has quotas.
         has_tenants: 1 if the manager has quotas.
-        member: tenant of all requests of this process, if the tenants are the engines of a shared pool;
-            otherwise 0, and each request names its tenant.
+        member: tenant of all requests of this process, if each engine of a shared pool is a tenant. 0 if each
+            request names its tenant.
         spares: bit mask of limits on the current store. `SPARES_EXPECTED`: the store evicts no expected
             blocks, because other slots suffice. `SPARES_TENANTS`: quotas limit the store's victims.
         policy: address of the policy's state.
         expect, observe, finished, access, replace, remove: addresses of the policy's compiled functions.
             0 if the manager calls a method in Python instead.
         follows_device: 1 in a victim tier.
-        holds: int32: for each slot the number of pins of this process, or `WRITING` while it writes the slot.
-            Empty unless processes share the slots.
+        holds: int32: number of pins of this process on each slot; `WRITING` while this process writes the
+            slot. Empty unless processes share the slots.
         log: the calls, if they are recorded (`log.Log`).
         stored, ...: as in `ManagerStats`.
     """
@@ -207,13 +206,13 @@ def evictable(cache: Cache, path: Path, slot: int) -> bool:
 
 @inline
 def is_expected(cache: Cache, new: Entering, row: int) -> bool:
-    """Return True if a waiting request expects this new block; then a policy should not refuse it."""
+    """Return True if a waiting request expects this new block. A policy should not refuse such a block."""
     return find(cache.expected.keys.index, new.keys, row, hash_row(new.keys, row)) != ABSENT
 
 
 @inline
 def note_move(cache: Cache, slot: int) -> None:
-    """Record that a block may move in its list, so that `resume_search` does not start at the block."""
+    """Record that a block may move in its list. `resume_search` then does not start at this block."""
     if cache.has_tenants:
         cache.tenants.moves[slot] += np.uint32(1)
 
@@ -222,8 +221,8 @@ def note_move(cache: Cache, slot: int) -> None:
 def coldest_evictable(cache: Cache, path: Path, links: I32Matrix, slot: int, sentinel: int) -> int:
     """Search a list from `slot` towards the head; return the first evictable block, or the sentinel.
 
-    With quotas, a search from the tail resumes after blocks that an earlier search has skipped. So a compiled
-    policy must call `note_move` when `replace` moves a block to the head of its list.
+    With quotas, a search from the tail resumes after the blocks that an earlier search has skipped. So a
+    compiled policy must call `note_move` when `replace` moves a block to the head of its list.
     """
     return coldest_of(cache, path, links, slot, sentinel, sentinel)
 
@@ -269,7 +268,7 @@ def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
 
 @inline
 def victim_of_either(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """Return the next victim of list `number`; if all its blocks are protected, of list ``1 - number``."""
+    """Return the next victim of list `number`, or of list ``1 - number`` if all blocks are protected."""
     victim = next_victim(cache, path, lists, number)
     if victim == ABSENT:
         victim = next_victim(cache, path, lists, 1 - number)

@@ -1,9 +1,9 @@
 """Tenants: the owners of blocks, their quotas, and the room of a store under these quotas.
 
 A tenant may use more than its minimum while other tenants do not need the slots. A store may evict blocks of
-another tenant only if that tenant stays at or above its minimum, even if the store takes all its victims from
-that tenant. A tenant at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys,
-policies or requests.
+another tenant only if that tenant cannot fall below its minimum, whatever victims the policy chooses. A
+tenant at its maximum evicts its own blocks. Owns the counts per tenant. Does not know keys, policies or
+requests.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MAX_TENANTS = 63
 UNLIMITED = 1 << 40
 ALL_TENANTS = (1 << MAX_TENANTS) - 1
 LEARNT_PART, LEARNT_ALWAYS = 2.0, 1 / 64
-"""Limit of learning from a tenant that exceeds its minimum, as a share of all offered blocks: `LEARNT_PART`
-times the tenant's share of the cache, plus `LEARNT_ALWAYS`. With the constant, a policy also learns from a
-tenant without blocks."""
+"""Limit of learning from a tenant above its minimum, as a share of all offered blocks: `LEARNT_PART` times
+the tenant's share of the cache, plus `LEARNT_ALWAYS`. The constant permits learning from a tenant that has no
+blocks."""
 UNSURE = -1
 """Result of `room_of_store`: the room is unknown until `on_path` is counted."""
 
@@ -101,12 +101,12 @@ class Tenants(Struct):
         orphans: bit mask of tenants that no longer exist; their blocks leave first.
         givers: bit mask of the tenants whose blocks the current store may evict.
         usable_free: number of free slots that the current store may use.
-        is_owed: 1 if the tenant of the current store is below its minimum and only other tenants lose blocks.
-        is_quiet: 1 if the policy should not learn from the current store (`may_learn`) and all victims belong
-            to the storing tenant.
+        is_owed: 1 if the current store fills its tenant's minimum with blocks of other tenants.
+        is_quiet: 1 if the policy should not learn from the current store (`may_learn`), and all victims
+            belong to the storing tenant.
         num_offered: number of absent blocks that all stores have offered.
-        credit: for each tenant the number of offered blocks from which the policy may still learn.
-        credited: for each tenant the value of `num_offered` when `credit` was last computed.
+        credit: number of offered blocks of each tenant from which the policy may still learn.
+        credited: value of `num_offered` at the last update of each tenant's `credit`.
         stride: number of skipped blocks between two remembered places.
     """
 
@@ -175,11 +175,11 @@ class TenantNumbers:
         return name if name in self.quotas else OTHER
 
     def nobody(self) -> int:
-        """Return the number of the owner of blocks that belong to no tenant. No tenant has its name."""
+        """Return the number that stands for the owner of blocks without a tenant."""
         return self._numbers.setdefault(_NOBODY, len(self._numbers))
 
     def set(self, quotas: Mapping[str, Quota], capacity: int) -> None:
-        """Replace all quotas. If this raises `ConfigError`, nothing has changed."""
+        """Replace all quotas. Raises `ConfigError` before any change."""
         check_quotas(quotas, capacity)
         names = [*self._numbers, *(name for name in quotas if name not in self._numbers)]
         if len(names) > MAX_TENANTS:
@@ -201,8 +201,8 @@ class TenantNumbers:
     def stats(self, tenants: Tenants) -> dict[str, TenantStats]:
         """Return the counts of each tenant with a quota, and of `OTHER`.
 
-        Blocks of tenants whose quota was removed count as held by `OTHER`. The loads and evictions of these
-        tenants count for no tenant, because a counter must not jump when a quota is removed or returns.
+        If a tenant's quota is removed, `OTHER` holds the tenant's blocks. The tenant's loads and evictions
+        then count for no tenant: a counter must not jump when a quota is removed or returns.
         """
         counts = (tenants.held, tenants.loaded, tenants.evicted)
         stats = {}
@@ -231,7 +231,7 @@ def check_quotas(quotas: Mapping[str, Quota], capacity: int) -> None:
 
 
 def _plain(quota: Quota) -> Quota:
-    """Return the quota with integers of Python, for recordings and reports."""
+    """Convert the numbers of a quota to Python integers, for recordings and reports."""
     high = quota.max_blocks
     return Quota(index(quota.min_blocks), None if high is None else index(high))
 
@@ -257,10 +257,10 @@ def num_evictable_of(tenants: Tenants) -> int:
 
 @inline
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
-    """Set `givers` for a store that needs this many victims; return how many blocks the givers can lose.
+    """Set `givers` for a store that needs `needed` victims; return how many blocks the givers can lose.
 
-    Another tenant is a giver if it stays at or above its minimum, even if the store takes all its victims
-    from that tenant. The tenant `owner` of the store is a giver if `with_own`.
+    Another tenant is a giver if it stays at or above its minimum even if it provides all victims. The tenant
+    `owner` of the store is a giver if `with_own`.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):
@@ -326,11 +326,12 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
     If no source has enough blocks, the largest part that has room is stored.
 
     If the store would exceed the maximum of `owner`, there are two ways: evict only blocks of `owner`, or
-    grow to the maximum and evict blocks of other tenants, too. The way that stores more blocks is chosen.
+    grow to the maximum and evict blocks of other tenants, too. The function chooses the way that stores more
+    blocks.
 
     Args:
-        margin: 0 if `on_path` is counted. Otherwise an upper bound of the evictable blocks on the path; then
-            the result is `wanted` or `UNSURE`.
+        margin: 0 if `on_path` is counted. Otherwise an upper bound of the evictable blocks on the path; the
+            result is then `wanted` or `UNSURE`.
 
     Cost: O(tenants), times the logarithm of `wanted` if the room is scarce.
     """
@@ -375,8 +376,8 @@ def room_of_store(tenants: Tenants, owner: int, wanted: int, num_free: int, marg
 def adopt(tenants: Tenants, slot: int, owner: int) -> bool:
     """Make tenant `owner` the owner of a pinned block whose owner no longer exists.
 
-    Returns True if the owner changed. The caller then calls `forget_places`, because a search may have passed
-    the block.
+    Returns True if the owner changed. The caller must then call `forget_places`, because a search may have
+    passed the block.
     """
     old = np.int64(tenants.owner[slot])
     if (tenants.orphans >> old) & 1 == 0 or (tenants.orphans >> np.int64(owner)) & 1 != 0:
@@ -403,10 +404,9 @@ def evicts_only_own(tenants: Tenants, owner: int) -> bool:
 def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, capacity: int) -> bool:
     """Count a store; return True if the policy may learn from the store.
 
-    The state that a policy learns, such as ghosts and reuse statistics, is common to all tenants. From a
-    tenant beyond its minimum the policy learns in proportion to the tenant's part of the cache
-    (`LEARNT_PART`, `LEARNT_ALWAYS`), so that a scan does not displace the state learnt from other
-    tenants.
+    All tenants share the state that a policy learns, such as ghosts and reuse statistics. A scan by one
+    tenant must not displace this state. So the policy learns from a tenant above its minimum only in
+    proportion to the tenant's part of the cache (`LEARNT_PART`, `LEARNT_ALWAYS`).
 
     Args:
         num_missing: number of absent blocks that the store offers.
@@ -433,8 +433,8 @@ def may_learn(tenants: Tenants, owner: int, num_missing: int, num_stored: int, c
 def forget_places(tenants: Tenants, owner: int) -> None:
     """Forget the search places that may be wrong after a tenant has adopted blocks of orphans.
 
-    A place may be wrong if the givers of its search include the tenant but not all orphans. A search whose
-    givers include all orphans has passed no block of an orphan, so its places stay valid.
+    A place may be wrong if the givers of its search include the tenant but not all orphans. If the givers
+    include all orphans, the search has passed no block of an orphan, and the place stays valid.
     """
     for row in range(tenants.marks.shape[0]):
         givers = tenants.marks[row, _MASK]
@@ -455,7 +455,7 @@ def resume_search(tenants: Tenants, links: I32Matrix, key: int, sentinel: int) -
     All colder blocks belong to tenants that are not givers.
 
     A search remembers places that it has passed, in a stack for each list and set of givers. A place is valid
-    while its block has not moved: new blocks join the list at the head, so that colder blocks can only leave.
+    until its block moves: new blocks join the list at the head, so blocks at its cold side can only leave.
     """
     marks, row = tenants.marks, _row_of(tenants, key)
     if marks[row, _KEY] == key and marks[row, _MASK] == tenants.givers:

@@ -20,9 +20,9 @@ MOST_UNSEEN = 512
 def unseen_keys(key_bytes: int) -> Keys:
     """Return `MOST_UNSEEN` keys of this length.
 
-    With `key_bytes` of 8 or more, the hashes of the keys do not depend on `key_bytes`. So a replay of
-    recorded hashes makes the same decisions as the recorded cache. Shorter keys may be in the cache; the
-    manager skips resident keys.
+    If `key_bytes` is 8 or more, the hashes of the keys do not depend on `key_bytes`. So a replay of recorded
+    hashes makes the same decisions as the recorded cache. Shorter keys may be in the cache; the manager then
+    skips them.
     """
     hashes = np.random.default_rng(0x6B766F).integers(0, 1 << 64, MOST_UNSEEN, np.uint64)
     words = words_with_hash(hashes, words_per_key(key_bytes))

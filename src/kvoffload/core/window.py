@@ -7,8 +7,8 @@ _MARGIN = 1.5
 _DECAY = 0.999
 """Decay of the window for each step that drops blocks; 693 such steps halve the window.
 
-A step that loads a long prefix drops many blocks at once, and such steps are rare. Blocks that are dropped
-without an offer cut the prefixes to which they belong: measured in vLLM's scheduler, see docs/performance.md.
+The decay is slow, because steps that load a long prefix are rare but drop many blocks at once. A block that
+is dropped without an offer cuts off the rest of its prefix (docs/performance.md has measurements).
 """
 
 

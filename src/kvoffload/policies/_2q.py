@@ -32,8 +32,8 @@ class State(Struct):
         a1out: ghosts.
         arriving: True for each block of A1in until its storing request finishes.
         max_a1in: Kin, in blocks; A1in can be larger while no victims are needed.
-        new_a1in: number of blocks of the current batch that will join A1in. Blocks join their lists after the
-            batch's last victim was chosen. Slots of blocks for Am are marked (`push_marked`).
+        new_a1in: number of blocks of the current batch that will join A1in. They join after the batch's last
+            victim was chosen. Until then, slots of blocks for Am are marked (`push_marked`).
         is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
 
@@ -62,11 +62,10 @@ class TwoQ(CompiledPolicy):
     - In A1in a block moves to its final place when the storing request finishes. So the tail of a path leaves
       first, even if the path was stored in parts. In Am a request's own store is no second access, but the
       block moves to the front with its path.
-    - In a victim tier, a block that returns from the device moves to Am if it was used again. Before, it was
-      in A1in.
+    - In a victim tier, a block that returns from the device moves from A1in to Am if it was used again.
     - The key of a returning block is removed from A1out before a victim is chosen.
-    - If the list that should provide the victim is empty or fully protected, the other list provides it.
-      Victims from A1in are always remembered, victims from Am never.
+    - If the list that should provide the victim is empty or fully protected, the other list provides the
+      victim. A1out remembers every victim from A1in and no victim from Am.
     - While slots are free no victim is needed, and A1in can grow beyond Kin, as in the paper.
     - A block whose store failed, or that was damaged, is not remembered, because it was not evicted.
 

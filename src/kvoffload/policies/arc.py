@@ -29,8 +29,7 @@ class State(Struct):
         ghosts: B1 and B2.
         target: target size of T1.
         new_t1, new_t2: number of blocks of the current batch that will join T1, and T2. They join after the
-            batch's last victim was chosen, because until then a reused slot still stands for the evicted
-            block. Slots of blocks for T2 are marked (`push_marked`).
+            batch's last victim was chosen. Until then, slots of blocks for T2 are marked (`push_marked`).
     """
 
     lists: Lists
@@ -45,10 +44,10 @@ class ARC(CompiledPolicy):
 
     The paper's algorithm with all four cases and bounds, for batches with pins.
 
-    T1 holds blocks used by one request, T2 blocks used by more; B1 and B2 hold the keys of blocks evicted
-    from T1 and T2. A miss on a key in B1 raises the target size `p` of T1, a miss on a key in B2 lowers the
-    target. After either miss the block enters T2. Invariants: ``|T1| + |B1| <= c``, ``|T1| + |T2| + |B1| +
-    |B2| <= 2c``.
+    T1 holds blocks used by one request, T2 blocks used by several. B1 holds the keys of blocks evicted from
+    T1, B2 those evicted from T2. A miss on a key in B1 raises the target size `p` of T1. A miss on a key in
+    B2 lowers `p`. After either miss the block enters T2. Invariants: ``|T1| + |B1| <= c`` and
+    ``|T1| + |T2| + |B1| + |B2| <= 2c``.
 
     The paper does not cover batches, pins and failures. There we choose:
 
@@ -59,13 +58,13 @@ class ARC(CompiledPolicy):
     - A miss counts when the block is stored. A refused block changes nothing, not even the target.
     - If REPLACE selects a list whose blocks are all protected, the other list provides the victim.
       The ghost of a victim from T1 joins B1, the ghost of a victim from T2 joins B2.
-    - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped, but the
-      other steps of the case run, so that the target is adapted and the bounds hold.
-    - With quotas: if a store evicts only blocks of its own tenant, only a part of the victims leave ghosts,
-      in proportion to the tenant's part of the cache (`tenants.may_learn`).
+    - While slots are free (at the start, after failures), no victim is needed. REPLACE is skipped. The other
+      steps of the case run, so that the target is adapted and the bounds hold.
+    - With quotas, a store may evict only blocks of its own tenant. Then only a part of the victims leave
+      ghosts, in proportion to the tenant's part of the cache (`tenants.may_learn`).
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted. While the
-      slot of a damaged block is pinned, the lists are shorter than the cache. At most `c` ghosts are kept:
-      the coldest of B2 is dropped first, then the coldest of B1.
+      slot of a damaged block is pinned, the lists are shorter than the cache. So the number of ghosts has its
+      own limit of `c`: the coldest ghost of B2 is dropped first, then the coldest of B1.
 
     Cost per block: O(1), and O(skipped) for protected blocks at the cold ends. Memory: 12 bytes a block
     for the lists, and 28 bytes and the key for each of `c` ghosts.
@@ -128,7 +127,7 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _prefetch(own: State, new: Entering, cache: Cache) -> None:
-    """Prefetch the likely victims. The balance may change within the batch, so this is a guess."""
+    """Prefetch the likely victims. This is a guess, because the balance may change within the batch."""
     links, c = own.lists.links, own.lists.num_positions
     number = T1 if links[c + T1, LIST] > own.target else T2
     ghost_number = B1 if links[c + T1, LIST] + own.ghosts.lists.links[c + B1, LIST] == c else B2
@@ -137,9 +136,9 @@ def _prefetch(own: State, new: Entering, cache: Cache) -> None:
 
 @inline
 def _learn(own: State, ghost: int) -> bool:
-    """Process a miss. With a ghost, adapt the target; without a ghost, enforce the bounds (cases II to IV).
+    """Process a miss, cases II to IV. With a ghost, adapt the target; without, enforce the bounds.
 
-    Returns False if the victim must come from T1 without a ghost.
+    Returns False if the victim must come from T1 and leave no ghost.
     """
     links, ghosts = own.lists.links, own.ghosts
     c, sizes = own.lists.num_positions, ghosts.lists.links

@@ -51,14 +51,14 @@ class GDSF(CompiledPolicy):
     The first term is the linear layers: 2 FLOPs for each parameter and token. The second term is attention
     over the `depth` preceding blocks: 4 FLOPs for each token, layer, unit of model width and token of
     context. So the ratio is ``2 * tokens in a block * layers * width / parameters``. For a model of 8 billion
-    parameters (32 layers of width 4,096) it is 0.0005 with blocks of 16 tokens, and 0.017 with blocks of 512
-    tokens. Depth is the key's position on the path of the storing request, from 0, so pass the whole path to
-    `begin_request`.
+    parameters (32 layers of width 4,096) the ratio is 0.0005 with blocks of 16 tokens, and 0.017 with blocks
+    of 512 tokens. Depth is the key's position on the path of the storing request, from 0. So pass the whole
+    path to `begin_request`.
 
-    GDSF does not optimise the prefix-hit ratio: it rates blocks separately, and a deep block costs more than
-    the head. So a path whose blocks are equally frequent loses its head a little before its tail, and the
-    tail is then unreachable. With the small ratio, depth changes a block's time in the cache by a few
-    percent; apart from that, GDSF is LFU with aging. The frequency of an evicted block is forgotten.
+    GDSF does not optimise the prefix-hit ratio. It rates blocks separately, and a deep block costs more than
+    the head. So a path whose blocks are equally frequent loses its head a little before its tail. The tail
+    is then unreachable. The ratio is small: depth changes a block's time in the cache by a few percent. Apart
+    from that, GDSF is LFU with aging. The frequency of an evicted block is forgotten.
 
     The paper does not cover batches, pins and failures. There we choose:
 
@@ -72,9 +72,9 @@ class GDSF(CompiledPolicy):
     - A block whose store failed, or that was damaged, does not raise L.
 
     Cost per block: O(log n), and O(log n) for each protected block at the cold end. n is the number of chains
-    of blocks with consecutive H (`structures.heap`); long requests have few chains. With requests of 64 to
-    4,096 blocks, the CPU time over a block's life is 1.8 times LRU's in a cache of 100,000 blocks. In a cache
-    of a million blocks the factor is 1.9. Memory: 40 bytes per block.
+    of blocks with consecutive H (`structures.heap`); long requests have few chains. The CPU time over a
+    block's life is 1.8 times LRU's, with requests of 64 to 4,096 blocks and a cache of 100,000 blocks. In a
+    cache of a million blocks the factor is 1.9. Memory: 40 bytes per block.
     """
 
     name = "gdsf"

@@ -41,7 +41,7 @@ class LFU(CompiledPolicy):
     - Counts stop at `max_count`: blocks with `max_count` or more uses share one list in LRU order. The limit
       matters only if every evictable block has been used `max_count` times. The number of a block's list is
       its count, so no counts are stored.
-    - A request's own store is the first use, and the end of the request is no second use: the block moves to
+    - A request's own store is the first use. The end of the request is no second use, but the block moves to
       the front of its list. Among equal counts the least recent block leaves first, the head of a path last.
     - Protected blocks are skipped; if a list has no evictable block, the next list is searched.
 

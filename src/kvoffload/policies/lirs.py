@@ -64,25 +64,27 @@ class LIRS(CompiledPolicy):
     The paper's algorithm for batches with pins: stack S, queue Q, 99 % LIR blocks and 1 % HIR blocks.
 
     S holds keys by recency down to the coldest LIR block: LIR blocks, HIR blocks, and ghosts of HIR blocks. Q
-    holds the resident HIR blocks. If a HIR block in S is used, resident or a ghost, the block becomes LIR,
-    and the coldest LIR block becomes HIR and the last in Q. If a HIR block outside S is used, the block stays
-    HIR and moves to the end of Q. The victim is the first block of Q. If the victim is in S, its key stays in
-    S as a ghost.
+    holds the resident HIR blocks.
 
-    Differs from the paper: no stack is stored or pruned. A block or ghost is in S if its last use is later
-    than the last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a
-    stack), and no call has to prune a long stack.
+    - Use of a HIR block or ghost in S: the block becomes LIR. The coldest LIR block becomes HIR and joins the
+      end of Q.
+    - Use of a HIR block outside S: the block stays HIR and moves to the end of Q.
+    - Eviction: the victim is the first block of Q. If the victim is in S, its key stays in S as a ghost.
+
+    Differs from the paper: no stack is stored. A block or ghost is in S if its last use is later than the
+    last use of the coldest LIR block. The decisions are equal (the naive twin in the tests has a stack), and
+    no call has to prune a long stack.
 
     The paper does not cover batches, pins and failures. There we choose:
 
     - A batch is processed block by block, and each block changes S and Q for the next. Blocks of one batch
       never evict each other, and the head of the batch is the most recent.
     - Q is short, so during a long request all blocks of Q are protected. Then the coldest evictable LIR block
-      is evicted without a ghost, because it was at the bottom of S. The new block is still HIR, and Q exceeds
-      its 1 % for a while, so that a scan does not replace the LIR set. If the block entered as LIR, a
-      recorded chat would lose a third of all hits, with 1,000 to 2,000 blocks.
+      is evicted. It leaves no ghost, because it was at the bottom of S. The new block is still HIR, and Q
+      exceeds its 1 % for a while, so that a scan does not replace the LIR set. If the block entered as LIR, a
+      recorded chat would lose a third of all hits, in a cache of 1,000 to 2,000 blocks.
     - While the LIR set is not full, a block that gets a free slot becomes LIR, as in the paper. A HIR block
-      that is used again also becomes LIR, in S or not; otherwise a lost LIR set would never grow again.
+      that is used again then also becomes LIR, in S or not. Otherwise a lost LIR set would never grow again.
     - A request's own store is no second access. When the request finishes, the block moves to the top of S
       with the rest of its path. A HIR block also moves to the end of Q.
     - At most `c` ghosts are kept; the oldest ghosts are forgotten first. (In the paper S has no bound.)

@@ -37,8 +37,8 @@ class State(Struct):
         counts: uses of each block in S and M.
         small_blocks: the share of S, in blocks.
         patience: largest number of used blocks that a call spares.
-        new_small: number of blocks of the current batch that will join S. All blocks of a batch join their
-            queues after its last victim has been chosen; slots of blocks for M are marked (`push_marked`).
+        new_small: number of blocks of the current batch that will join S. They join after the batch's last
+            victim was chosen. Until then, slots of blocks for M are marked (`push_marked`).
         num_spared: number of blocks that this call has spared.
         is_victim_tier: 1 if `access` reports blocks that return from the device.
     """
@@ -66,17 +66,17 @@ class S3FIFO(CompiledPolicy):
 
     Where the paper leaves a choice:
 
-    - The share of S is `small_share`, rounded down and at least one block; G remembers as many keys as M has
+    - The share of S is `small_share`, rounded down and at least one block. G remembers as many keys as M has
       blocks, at least one.
-    - While slots are free, new blocks beyond the share of S enter M, so that the queues have their sizes from
-      the start, as in the authors' simulator. The paper's algorithm sends every new block to S, and takes all
+    - While slots are free, new blocks beyond the share of S enter M, as in the authors' simulator. The queues
+      then have their sizes from the start. The paper's algorithm sends every new block to S, and takes all
       victims from S until M has grown. On a chat trace as a flat stream, the paper's algorithm has a hit
-      ratio of 0.285 instead of 0.242 with 20,000 blocks, and 0.139 instead of 0.151 with 5,000.
+      ratio of 0.285 with 20,000 blocks (here 0.242), and of 0.139 with 5,000 blocks (here 0.151).
     - Only one block is evicted at a time. If a moved block makes M larger than its share, the paper also
-      evicts a block from M. Here the victim comes from S, and the next victim from M, because S is then below
-      its share.
+      evicts a block from M. Here the victim comes from S. S is then below its share, so the next victim comes
+      from M.
     - A batch is processed block by block for counts and ghosts. The blocks join their queues together, after
-      the last victim, the head of the prefix last, so that the head outlives the tail.
+      the last victim was chosen. The head of the prefix joins last, so that it outlives the tail.
     - In a victim tier a returning block that was used again joins M. If the return only counted as a use, the
       block would leave S before its second use, and agents would lose 15 points of hit ratio.
     - A request's own store is no use of the block, and a finished path does not change the order.
@@ -84,8 +84,8 @@ class S3FIFO(CompiledPolicy):
       provides the victim. Victims from M leave no ghost.
     - A block whose store failed, or that was damaged, leaves no ghost, because it was not evicted.
     - A call spares at most `patience` used blocks, then evicts the next evictable block, used or not. Without
-      this limit a call could scan M three times, a fifth of a second for a million blocks. The limit changes
-      one of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
+      this limit a call could scan M three times; this takes 0.2 s for a million blocks. The limit changes one
+      of 18 replays of recorded traces, from a prefix-hit ratio of 0.8217 to 0.8213.
 
     Cost per block: O(1) on average, because each spared block was used before. A call costs at most
     O(patience). Protected blocks at the cold ends cost O(skipped). Memory: 13 bytes per block, and 28 bytes
@@ -155,7 +155,7 @@ def _provider(own: State) -> int:
 
 @inline
 def _is_spared(own: State, slot: int, queue: int) -> bool:
-    """Check whether a block's uses spare it from eviction. If so, reduce its use count and return True."""
+    """Return True if a block's uses spare it from eviction. Then also reduce its use count."""
     counts = own.counts
     if own.num_spared >= own.patience or counts[slot] <= (1 if queue == SMALL else 0):
         return False

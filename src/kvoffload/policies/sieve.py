@@ -47,22 +47,22 @@ class SIEVE(CompiledPolicy):
     The paper's algorithm for batches with pins, and with a limit on the search in one call.
 
     A hit marks a block as visited, and moves nothing. A new block joins the queue at the head. To find a
-    victim the hand moves from the oldest block towards the head, then starts at the oldest block again. The
-    hand clears the marks of visited blocks, which keep their places, and evicts the first block without a
-    mark. The next search continues from that place.
+    victim, the hand moves from the oldest block towards the head, then starts at the oldest block again. The
+    hand clears the marks of visited blocks, and evicts the first block without a mark. Visited blocks keep
+    their places. The next search continues from the victim's place.
 
     Where the paper leaves a choice:
 
-    - The blocks of a batch join the queue together, in prefix order, after the last victim was chosen. So a
-      victim at the head sends the hand to the oldest block, as in the paper. In prefix order the head of an
+    - The blocks of a batch join the queue together, after the last victim was chosen. So a victim at the head
+      sends the hand to the oldest block, as in the paper. The blocks join in prefix order, so the head of an
       unused prefix leaves first. This order reproduces the golden numbers exactly, and costs up to 0.003 of
       the prefix-hit ratio on a chat trace.
     - A request's own store is no visit, and a finished path does not change the order.
     - The hand passes a protected block without changing its mark.
     - When the block under the hand is removed, the hand moves to the next block, as for a victim.
     - A call spares at most `patience` visited blocks, then evicts the next evictable block, visited or not.
-      Without this limit a call could scan the whole cache, a fifth of a second for a million blocks. The
-      limit changes no decision on the recorded traces.
+      Without this limit a call could scan the whole cache; this takes 0.2 s for a million blocks. The limit
+      changes no decision on the recorded traces.
 
     Cost per block: O(1) on average, since each spared block was visited before. A call costs at most
     O(patience). Protected blocks cost O(skipped). Memory: 13 bytes a block.

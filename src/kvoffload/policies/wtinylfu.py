@@ -74,15 +74,16 @@ class WTinyLFU(CompiledPolicy):
       Blocks of one batch never evict each other, and the head of the batch is the most recent.
     - A request may be longer than the window, so that no block of the window is evictable. Then a block of
       the main cache is evicted without a duel, and the window grows beyond its share. Later blocks of the
-      window duel as usual. While the main cache is below its share, the first winner for each new block
-      enters the main cache, nothing is evicted for the winner, and the window's next block duels.
+      window duel as usual.
+    - While the main cache is below its share, the first winner for each new block enters the main cache
+      without an eviction. The window's next block then duels.
     - While the window is smaller than its share, as after discards, a block of the main cache is evicted
       without a duel.
     - If the window or the main cache is fully protected, the other provides the victim. The main cache
       provides its coldest evictable block on probation, else its coldest evictable protected block.
     - While slots are free there are no victims. If the window exceeds its share after a batch has entered,
       its coldest blocks move to the main cache without a duel. At most one block moves for each free slot
-      that the batch used, and none once the main cache has its share.
+      that the batch used. No block moves once the main cache has its share.
     - In a victim tier a returning block that was used again enters the main cache without a duel, on
       probation. The sketch counts only the block's store.
     - A request's own store is no second use. When the request finishes, the block moves to the front of its
@@ -195,10 +196,7 @@ def _main_has_room(own: State) -> bool:
 
 @inline
 def _defender(own: State, cache: Cache, path: Path) -> int:
-    """Return the coldest evictable block on probation, else the coldest evictable protected block.
-
-    Returns ABSENT if the main cache has no evictable block.
-    """
+    """Return the coldest evictable block of the main cache, on probation if possible, or ABSENT."""
     slot = next_victim(cache, path, own.lists, PROBATION)
     return slot if slot != ABSENT else next_victim(cache, path, own.lists, PROTECTED)
 

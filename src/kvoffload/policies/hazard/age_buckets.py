@@ -1,4 +1,4 @@
-"""Age buckets: ranges of the time since a block's last use. They number the columns of tables.
+"""Age buckets: ranges of the time since a block's last use. Each bucket is a column of the policy's tables.
 
 The unit of time is one block reference that a policy has observed. Owns no clock.
 """
@@ -23,7 +23,7 @@ def age_bounds() -> npt.NDArray[np.int64]:
 
 @inline
 def bucket_of_age(bounds: I64Array, age: int) -> int:
-    """Return the number of the bucket that contains an age. Ages beyond all buckets are in the last one."""
+    """Return the number of the bucket that contains an age. The last bucket has no upper limit."""
     low, high = 0, NUM_AGES
     while high - low > 1:
         middle = (low + high) // 2

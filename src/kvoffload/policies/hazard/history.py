@@ -25,13 +25,15 @@ _UNKNOWN = -1.0
 class History(Struct):
     """The most recently used keys, each with its use count and the typical gap between its uses.
 
-    The *class* of a key combines its use count (1, 2, 3-4, 5-9, 10 and more), its typical gap in octaves, and
-    the label of its last request (`hints.Labels`) or `ENDED`. A new block inherits the gap of the previous
-    block on its path, because its request is a turn of the same session. Times are numbers of block
-    references.
+    The *class* of a key combines three properties:
 
-    For each request call `begin_path`, then `use_key` for each of its blocks, from last to first, so that a
-    path's tail is forgotten first.
+    - use count: 1, 2, 3-4, 5-9, 10 and more
+    - typical gap between uses, in octaves. A new block inherits the gap of the previous block on its path,
+      because its request is a turn of the same session.
+    - label of the last request (`hints.Labels`), or `ENDED`
+
+    Times are numbers of block references. For each request call `begin_path`, then `use_key` for each of its
+    blocks, from last to first: a path's tail is then forgotten first.
 
     Args:
         capacity: number of keys.
@@ -48,8 +50,9 @@ class History(Struct):
         label: label of the current request.
         shadow: the keys that LRU would hold.
         inherited: the gap for new blocks of the current request.
-        places: position that each key of the current path had before this request, or ABSENT, for the path's
-            rows `start` to ``end - 1``. Rows from `end` on exceed the capacity and are not recorded.
+        places: position of each key of the current path before this request, or ABSENT. For the path's rows
+            `start` to ``end - 1``.
+        start, end: recorded rows of the current path. Rows from `end` on exceed the capacity.
 
     Memory: 72 bytes plus the key for each key. Cost: one index probe and a few writes per key.
     """
@@ -124,7 +127,7 @@ def _gap_now(history: History, place: int, now: int) -> float:
 
 @inline
 def begin_path(history: History, path: U64Matrix, start: int, label: int, now: int) -> None:
-    """Begin a request that uses the blocks of `path` from row `start` on. `path` has no key twice."""
+    """Begin a request that uses the blocks of `path` from row `start` on. All keys of `path` differ."""
     index, places = history.keys.index, history.places
     history.label = label
     # If a request is longer than the history, only its head is remembered.
@@ -155,7 +158,7 @@ def use_key(history: History, path: U64Matrix, row: int, h: np.uint64, now: int)
         return np.int64(ABSENT)
     keys, links = history.keys, history.keys.lists.links
     recent, place = keys.lists.num_positions, history.places[row - history.start]
-    # New blocks of this request may have taken over the position of a known, nearly forgotten key.
+    # A new block of this request may have replaced a known key at this position.
     if place != ABSENT and same_key(keys.index.keys, place, path, row):
         move_to_head(links, recent, place)
         history.gaps[place] = _gap_now(history, place, now)
@@ -182,14 +185,14 @@ def end_use(history: History, path: U64Matrix, row: int, h: np.uint64, label: in
 
 @inline
 def is_used_at(history: History, path: U64Matrix, row: int, now: int) -> bool:
-    """Return True if the last recorded time of the block ``path[row]`` is `now`."""
+    """Return True if the last use of the block ``path[row]`` was at time `now`."""
     place = find(history.keys.index, path, row, hash_row(path, row))
     return place != ABSENT and history.last[place] == now
 
 
 @inline
 def class_at(history: History, place: int) -> int:
-    """Return the class of the key at a position; for ABSENT, the class of a new block of this request."""
+    """Return the class of the key at a position. For ABSENT: the class of a new block of this request."""
     if place == ABSENT:
         return np.int64(_class_of(1, history.inherited, history.label))
     return np.int64(_class_of(history.counts[place], history.gaps[place], history.labels[place]))

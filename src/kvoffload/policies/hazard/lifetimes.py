@@ -18,10 +18,9 @@ from kvoffload.structures.lists import LIST, PREV, move_to_head
 from kvoffload.structures.structs import Struct
 
 PRIOR_WEIGHT = 50.0
-"""Weight that the estimate of a class or group gives to the parent group's estimate. Unit: observed keys."""
+"""Weight of the parent group's estimate in the estimate of a class or group. Unit: observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""Prior weight for classes that differ only in their label; larger than `PRIOR_WEIGHT`, as labels may be
-wrong."""
+"""The same for classes that differ only in their label. Larger than `PRIOR_WEIGHT`: labels may be wrong."""
 ENTERING = 0.05
 """Cost of an insertion, expressed as time in a slot without hits. Unit: turnovers of the cache. Without this
 cost, blocks with a high worth for a very short time would evict each other."""
@@ -32,7 +31,7 @@ _ALL, _GROUP, _PARENT = 0, 2, 4
 class Lives(Struct):
     """The sampled keys with an open life.
 
-    A life of a key is the interval from a use of the key, or from the end of a request, to the next use.
+    A life of a key ends at the next use. It begins at a use of the key, or at the end of a request.
 
     Attributes:
         keys: one list of lives for each age bucket, ordered by start time. The last list holds the stopped
@@ -57,20 +56,24 @@ class Lives(Struct):
 
 
 class Lifetimes(Struct):
-    """The chance that a block is used again, by its class and the time since its last use or request's end.
+    """The chance that a block is used again, by class and age.
 
-    A block has up to two lives at the same time, in two classes: one since its last use, and one since the
-    end of the request that used the block. While that request runs, the block's worth follows from the life
-    since its last use.
+    The age of a block is the time since its last use, or since the end of the request that used the block. So
+    a block has up to two lives at the same time, in two classes. While the request runs, the block's worth
+    follows from the life since the last use.
 
-    A life ends when the block is used. If a request starts to wait for the block, the life stops earlier,
-    because the reuse is then certain; the reuse counts when the request is served.
+    A life ends when the block is used. If a request starts to wait for the block, the life stops then,
+    because the reuse is certain. The reuse counts when the request is served.
 
     Ages fall into `NUM_AGES` buckets, two an octave. A sampled key counts as exposed in each bucket that its
     age reaches, and as reused in the bucket in which it is used. Open lives count as exposed only (the
-    actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life. Estimates
-    are shrunk in three steps: a class towards the classes that differ only in their label, this group towards
-    the classes with the same use count, and that group towards all classes.
+    actuarial life table; Kaplan and Meier, JASA 53, 1958). Old evidence decays with a half-life.
+
+    Estimates are shrunk in three steps:
+
+    1. a class towards the classes that differ only in their label
+    2. these classes towards all classes with the same use count
+    3. the classes with one use count towards all classes
 
     `worth` is the Gittins index of a block at the start of an age bucket: the maximum, over all holding
     times, of expected hits / expected slot-time (Gittins, J. Royal Stat. Soc. B 41, 1979).
@@ -80,12 +83,13 @@ class Lifetimes(Struct):
     `let_age`, then `live_after` for each of its blocks.
 
     Args:
-        num_classes: number of classes. `group_size` consecutive classes have one use count; `num_labels`
-            consecutive classes among them differ only in their label.
+        num_classes: number of classes.
+        group_size: number of consecutive classes with one use count.
+        num_labels: number of consecutive classes that differ only in their label.
         capacity_blocks: capacity of the cache; determines the sampling rate.
         sample_capacity: keys in the sample.
-        half_life: number of references after which evidence counts half; at least four times the capacity is
-            used.
+        half_life: number of references after which evidence counts half. The minimum is four times the
+            capacity.
 
     Attributes:
         begun: lives since the last use.
@@ -94,11 +98,11 @@ class Lifetimes(Struct):
         reused, exposed: shape ``(num_classes, NUM_AGES)``, float64: the evidence.
         hazard, worth: same shape: the estimates as of time `evaluated`.
         next_evaluation: time of the next `evaluate`.
-        sums: scratch memory of `evaluate`: three pairs of rows. Each pair has the reuses and the exposures
-            (1) of all classes, (2) of the classes with one use count, (3) of the classes that differ only in
-            their label.
+        sums: scratch memory of `evaluate`: three pairs of rows, for all classes, for the classes with one use
+            count, and for the classes that differ only in their label. Each pair has the reuses, then the
+            exposures.
 
-    Cost: an index probe and a few writes for each sampled key, which is one key in `sampled_one_in`. Also
+    Cost: an index probe and a few writes for each sampled key; one key in `sampled_one_in` is sampled. Also
     O(classes * ages^2), 0.2 ms, every 16,384 references. Memory: 3 MB and 60,000 keys.
     """
 
@@ -258,7 +262,7 @@ def live_on(
 def live_after(
     lifetimes: Lifetimes, path: U64Matrix, row: int, h: np.uint64, block_class: int, now: int
 ) -> None:
-    """Begin a life at the end of the request that used ``path[row]``. `block_class` includes its label."""
+    """Begin a life at the end of the request that used ``path[row]``. `block_class` includes the label."""
     if h & np.uint64(lifetimes.sampled_one_in - 1):
         return
     ended = lifetimes.ended
@@ -299,7 +303,7 @@ def _begin_sums(lifetimes: Lifetimes, row: int, prior: int) -> None:
 
 @inline
 def _set_hazard(lifetimes: Lifetimes, block_class: int) -> None:
-    """Set the estimates of a class, shrunk towards its parent's estimates."""
+    """Set the estimates of a class, shrunk towards the estimates of its parent group."""
     reused, exposed, hazard, sums = lifetimes.reused, lifetimes.exposed, lifetimes.hazard, lifetimes.sums
     if exposed[block_class, 0] > 0.0 and lifetimes.has_labels:
         for age in range(NUM_AGES):
@@ -312,10 +316,7 @@ def _set_hazard(lifetimes: Lifetimes, block_class: int) -> None:
 
 @inline
 def _estimate(lifetimes: Lifetimes) -> None:
-    """Estimate the chance of a reuse for each class and age, shrunk towards the parents of the class.
-
-    Each sum over classes is for all ages at once, because a class has its ages in one row.
-    """
+    """Estimate the chance of a reuse for each class and age, shrunk towards the class's parent groups."""
     sums, num_labels, group_size = lifetimes.sums, lifetimes.num_labels, lifetimes.group_size
     num_classes = lifetimes.reused.shape[0]
     for age in range(NUM_AGES):
@@ -337,7 +338,7 @@ def _estimate(lifetimes: Lifetimes) -> None:
 def _gittins_index(lifetimes: Lifetimes, block_class: int, age: int) -> float:
     """Return the best ratio of hits to slot-time over all holding times.
 
-    For a block at the start of an age bucket. The slot-time includes the cost of an insertion.
+    The block is at the start of the age bucket `age`. The slot-time includes the cost of an insertion.
     """
     hazard, bounds = lifetimes.hazard, lifetimes.bounds
     alive, hits, slot_time = 1.0, 0.0, lifetimes.entering
@@ -398,7 +399,7 @@ def evaluate(lifetimes: Lifetimes, now: int) -> None:
             exposed[block_class, age] *= faded
     _estimate(lifetimes)
     _set_worth(lifetimes)
-    # Early on each request changes the estimates much, so evaluations are more frequent.
+    # At first evaluations are more frequent, because each request changes the estimates much.
     lifetimes.evaluated = now
     lifetimes.next_evaluation = now + min(max(now // 8, 64), 16384)
 

@@ -22,14 +22,14 @@ class PathRuns(Struct):
         order: the list.
         runs: shape ``(num_positions + 2, 4)``, int32. Columns TAIL and LENGTH of row `r` are the last
             position and the length of run `r`. Column RUN_OF of row `p` is the run of position `p`. Column
-            SPARE is a stack of unused runs, with its height in the last row.
+            SPARE is a stack of unused runs; its last row is the height of the stack.
     """
 
     order: Lists
     runs: I32Matrix
 
     def __init__(self, num_positions: int) -> None:
-        # One run more than positions, because a position leaves its old run after the new run was created.
+        # One run more than positions: a new run is created before its first position leaves the old run.
         super().__init__(order=Lists(num_positions, 1), runs=np.zeros((num_positions + 2, 4), np.int32))
         self.clear()
 
@@ -52,7 +52,7 @@ class PathRuns(Struct):
 
 @inline
 def new_run(order: PathRuns) -> int:
-    """Return an empty run. A position must join it, otherwise the run's row is lost."""
+    """Return an empty run. The caller must let a position join the run, otherwise the run's row is lost."""
     runs = order.runs
     height = runs.shape[0] - 1
     runs[height, SPARE] -= 1

@@ -58,7 +58,7 @@ _NO_REFUSAL = -2.0
 _PROMISE, _PROMISE_OF_FEW_WRITES = 0.01, 0.02
 TOLERATED, FORGIVEN = 0.4, 0.28
 """Limits of LRU's lead, as multiples of ``promise * recent``. LRU decides once its lead exceeds `TOLERATED`,
-until the lead falls to `FORGIVEN`. The limits differ because a switch to LRU also costs hits."""
+until the lead falls to `FORGIVEN`. The limits differ to make switches rare: a switch also costs hits."""
 RECENT, RECENT_TURNS = 100_000, 4
 """LRU's lead decays to 1/e in `RECENT` references, or in `RECENT_TURNS` turnovers of the cache if that is
 longer. While LRU decides, the lead decays from `TOLERATED` to `FORGIVEN` in 0.36 times as many references."""
@@ -79,16 +79,16 @@ class State(Struct):
         lists: an LRU list for each class.
         runs: all blocks in recency order, grouped by request.
         last: last use of the block in each slot.
-        cursors: slot of each class's candidate, the coldest evictable block; the list's sentinel if there is
-            none. `cursors` and `scores` are valid only within a call of `replace`.
-        scores: worth of each candidate.
+        cursors: slot of each class's candidate, the coldest evictable block; the list's sentinel if no block
+            is evictable. Valid only within a call of `replace`.
+        scores: worth of each candidate. Valid only within a call of `replace`.
         classes: class with which the block in each slot entered.
         entered: batch row of the block that has just entered each slot; ABSENT between calls.
-        active: class numbers; the first `num_active` entries include all classes that have blocks.
-        is_active: 1 for each class among these entries.
+        active: class numbers. The first `num_active` entries include every class that has blocks.
+        is_active: 1 for each class among the first `num_active` entries of `active`.
         run, run_time: the run that new blocks of the batch join if their last use was at `run_time`.
-        threshold: smallest worth of a new block, as a multiple of the candidate's worth; if negative, no
-            block is refused.
+        threshold: smallest worth of a new block, as a multiple of the candidate's worth. A negative threshold
+            accepts every block.
         write_cost, victim_write_cost: write cost of blocks of a prefix, and of blocks of a victim tier.
         warm_up, promise: as in `Hazard`.
         recent: number of references in which the measured lead of LRU over this policy decays to 1/e.
@@ -129,33 +129,35 @@ class State(Struct):
 class Hazard(CompiledPolicy):
     """Evicts the block with the fewest expected hits for the time that it would occupy its slot.
 
-    Refuses a new block whose chance is lower than the victim's.
+    Refuses a new block that is worth less than the victim.
 
-    Blocks are classified by the number and the gaps of their uses (`History`). For each class, the policy
-    learns the chance that a block of a given age is used again. It learns on-line, from sampled keys of all
-    traffic, resident or not (`Lifetimes`). This chance determines each block's worth, a Gittins index. Each
-    class is an LRU list, and its last block is the candidate of the class. The candidate with the lowest
-    worth selects a request, whose *deepest* remaining block is evicted, because a block is useless without
-    the preceding blocks. A new block that is worth less than the candidate is refused, which saves its write.
-    A block that a waiting request expects is not refused.
+    1. Blocks are classified by the number and the gaps of their uses (`History`).
+    2. For each class, the policy learns the chance that a block of a given age is used again. It learns
+       on-line, from sampled keys of all traffic, resident or not (`Lifetimes`).
+    3. This chance determines each block's worth, a Gittins index.
+    4. Each class is an LRU list. The last block of the list is the candidate of the class.
+    5. The victim is the *deepest* remaining block of the request of the candidate with the lowest worth. The
+       deepest block is useless without the preceding blocks, but not the reverse.
+    6. A new block that is worth less than this candidate is refused, which saves its write. A block that a
+       waiting request expects is not refused.
 
     Two guards limit the loss against LRU:
 
-    - The policy evicts as LRU until it has observed three times the age at which LRU evicts, because it has
-      no evidence about such ages yet. In a victim tier this takes at least twelve times the capacity.
+    - At first the policy evicts as LRU. It has no evidence yet about the age at which LRU evicts. This phase
+      lasts three times that age, and in a victim tier at least twelve times the capacity.
     - An exact simulation of LRU (`ShadowLRU`) counts the blocks that LRU would have served. LRU's lead decays
       with a time constant of 100,000 references, or four turnovers of the cache if that is more. When the
       lead exceeds 0.4 of the `promise`, LRU decides until the lead is down to 0.28, about 36,000 references
       later. (Set duelling, Qureshi et al., ISCA 2007, with the whole cache as the sample.)
 
-    Blocks that a device serves are not looked up in this tier, and count neither as hits nor as misses. If
-    the engine reports the end of a request (`finished`), ages count from the end, and the request's label
+    Blocks that a device serves are not looked up in this tier. They count neither as hits nor as misses. If
+    the engine reports the end of a request (`finished`), ages count from the end. The request's label then
     becomes part of the class of its blocks.
 
     `write_cost` trades hits for writes: a new block must be worth ``1 + write_cost`` times the victim. The
     default is 0, and -0.2 in a victim tier, where writes stay in the host.
 
-    The unit of time is one block reference. Cost per block: three index probes, and for a victim a scan of
+    The unit of time is one block reference. Cost per block: three index probes. Cost per victim: a scan of
     the classes that have blocks (at most 50 without labels). Memory: 4 MB, 56 bytes per slot, and 72 bytes
     and the key for each key of history. The history has 65,536 keys, or twice the capacity if that is more.
 
@@ -166,9 +168,9 @@ class Hazard(CompiledPolicy):
         history_capacity: keys of history; at least twice the capacity is used.
         sample_capacity, half_life: as in `Lifetimes`.
         warm_up: duration of the first guard, as a multiple of the age at which LRU evicts.
-        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. A goal, which
-            is mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.01, or 0.02 with a
-            `write_cost` above 0, which accepts fewer hits for fewer writes.
+        promise: largest loss of hit ratio against LRU, in a run of 100,000 references or more. A goal that is
+            mostly reached (docs/decisions.md); 1 disables the guard. The default is 0.01. With a `write_cost`
+            above 0, which trades hits for writes, the default is 0.02.
     """
 
     write_cost: Annotated[float, msgspec.Meta(ge=-1, le=1000)] | None = None
@@ -304,7 +306,7 @@ def expect(own: State, path: Path) -> None:
         h = path.records[row, HASH]
         stop(own.lifetimes, keys, row, h, own.references)
         place = find(history.keys.index, keys, row, h)
-        # An LRU that knows the queue would spare the block, about as long as after a use.
+        # An LRU cache with knowledge of the queue would spare the block about as long as after a use.
         if place != ABSENT and shadow.blocks.links[place, LIST] != UNLISTED:
             enter_shadow(shadow, place)
 
@@ -341,7 +343,7 @@ def finished(own: State, path: Path) -> None:
     if path.length == 0:
         return
     history, links, keys = own.history, own.lists.links, path.index.keys[: path.length]
-    # If no other request was observed since its beginning, the request ends at the time of its beginning.
+    # If no other request was observed meanwhile, the request ends at the time of its beginning.
     is_at_once = own.now + path.length == own.references and is_used_at(
         history, keys, path.length - 1, own.now
     )
@@ -474,7 +476,7 @@ def _lowest(own: State) -> int:
 
 @inline
 def _is_refused(own: State, lowest: int, block_class: int, last: int) -> bool:
-    """Return True if a new block of this class and last use is worth too little for the candidate's slot."""
+    """Return True if a new block of this class and last use is worth too little to replace the candidate."""
     worth, score, threshold = _worth(own, block_class, last), own.scores[lowest], own.threshold
     is_older = threshold >= 0.0 and worth == score and last < own.last[own.cursors[lowest]]
     return worth < score * threshold or is_older
@@ -534,7 +536,7 @@ def _replace_as_lru(own: State, new: Entering, cache: Cache, path: Path) -> None
         if oldest == sentinel:
             return
         slot, oldest = oldest, order[oldest, PREV]
-        # The maximum decays within a few turnovers of the cache, so that LRU does not stay for ever.
+        # The maximum decays within a few turnovers of the cache, so that the LRU phase ends.
         if path.is_quiet == 0:
             own.oldest_victim *= 1.0 - 1.0 / own.last.shape[0]
             own.oldest_victim = max(own.oldest_victim, np.float64(own.now - own.last[slot]))
@@ -568,7 +570,7 @@ def _replace_for_prefix(own: State, new: Entering, cache: Cache, path: Path) -> 
 def _replace_one_by_one(own: State, new: Entering, cache: Cache, path: Path) -> None:
     """Choose victims for the blocks that a device drops, tail first.
 
-    A new block enters at once, and may be replaced by a later block that is nearer to the root.
+    A new block enters at once. A block nearer to the root, which comes later, may then replace it.
     """
     slots, entered = new.slots, own.entered
     _find_candidates(own, cache, path)

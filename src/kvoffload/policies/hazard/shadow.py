@@ -13,9 +13,8 @@ from kvoffload.structures.structs import Struct
 class ShadowLRU(Struct):
     """An exact simulation of LRU beside a policy. The history must have every key that LRU could hold.
 
-    Counts the blocks that are served to each request. These are the held blocks from the end of the device's
-    blocks to the first missing block. For each request call `compare` for each block, from last to first,
-    then `end_path`.
+    Counts the blocks that the cache serves to each request: after the device's blocks, up to the first
+    missing block. For each request call `compare` for each block, from last to first, then `end_path`.
 
     Args:
         num_keys: positions of the history.
@@ -23,9 +22,9 @@ class ShadowLRU(Struct):
 
     Attributes:
         blocks: the positions that LRU holds, most recent first.
-        lead: blocks served by LRU minus blocks served by the policy. The policy may set it.
-        own_run, lru_run: length of the run of blocks that the policy, or LRU, holds. The run starts at the
-            block of the current request that was compared last, and extends towards the request's end.
+        lead: blocks served by LRU minus blocks served by the policy. The policy may change the lead.
+        own_run, lru_run: number of consecutive blocks that the policy, and LRU, hold. Counted from the block
+            that was compared last, towards the end of the request.
 
     Memory: 12 bytes per position of the history. Cost: a move in a list for each block.
     """
@@ -75,8 +74,9 @@ def shrink_to_capacity(shadow: ShadowLRU) -> None:
 def compare(shadow: ShadowLRU, position: int, is_held: bool, asked: bool, is_victim_tier: int) -> None:
     """Record a use of the key at `position`.
 
-    In the simulated LRU the block becomes the most recent, even after a miss, because LRU stores missed
-    blocks. In a victim tier the block leaves the simulated LRU instead, because it moves to the device.
+    The block becomes the most recent of the simulated LRU, even after a miss, because LRU stores missed
+    blocks. In a victim tier the block leaves the simulated LRU instead, because the block moves to the
+    device.
 
     Args:
         is_held: True if the policy holds the block.
