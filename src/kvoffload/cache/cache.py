@@ -25,12 +25,12 @@ class KVCache:
             ...                                         # compute the other tokens
             request.store_from(kv, block_ids)
 
-    Blocks are verified against their keys at every load: a damaged block is a miss. Blocks are written to the
-    tiers in the background. A cache that is opened on the same disk finds the blocks of its predecessor. With
-    shared RAM (``ram="64GiB,shared=node"``) all processes of the pool load, store and evict its blocks.
+    Every load verifies the blocks. A damaged block is a miss. Blocks are written to the tiers in the
+    background. A later cache on the same disk finds the blocks of earlier caches. With shared RAM
+    (``ram="64GiB,shared=node"``) all processes of the pool load, store and evict the pool's blocks.
 
-    Thread: any number; the cache's own thread makes all decisions. Use the cache as a context manager, or
-    call `close`. A process that ends without `close` loses the blocks that no tier has written yet.
+    Thread: any number. The cache's own thread makes all decisions. Use the cache as a context manager, or
+    call `close`. Without `close` the process loses the blocks that no tier has written yet.
     """
 
     def __init__(self, jobs: Jobs, layout: KVLayout, deadline_s: float) -> None:
@@ -49,9 +49,10 @@ class KVCache:
 
         Args:
             token_ids: the prompt, without padding.
-            salt: for example a tenant or the hash of an image. Requests with different salts share no blocks.
+            salt: any text, for example a tenant or the hash of an image. Requests with different salts share
+                no blocks.
             keys: hashes of 32 bytes in place of tokens, one for each full block. A hash must identify the
-                block and everything before the block.
+                block and all earlier tokens.
             hints: labels for the policy.
         """
         if not isinstance(hints, Hints):
@@ -74,14 +75,14 @@ class KVCache:
 
     @property
     def manager(self) -> TieredManager:
-        """The manager of RAM and tiers, for metrics. Only the cache's own thread may call it."""
+        """The manager of RAM and tiers, for metrics. Only the cache's own thread may call the manager."""
         return self._jobs.manager
 
     def flush(self, timeout_s: float = _FLUSH_S) -> bool:
         """Write all blocks of RAM to every tier that admits them, within `timeout_s` seconds.
 
-        Returns False on time-out, or if a tier failed to write or dropped some of the blocks. With shared
-        RAM, also returns False if another process has stored blocks during the call.
+        Returns False on time-out, or if a tier dropped blocks or failed to write them. With shared RAM, also
+        returns False if another process has stored blocks during the call.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.flush(limit), limit)
@@ -94,14 +95,17 @@ class KVCache:
     def reset(self, timeout_s: float = _FLUSH_S) -> bool:
         """Forget every block in RAM and in the tiers, for all machines. Needed after a change of the weights.
 
-        This process finds none of the blocks after the call. Requests that began before the reset store no
-        more blocks, because their KV may come from the old weights. Returns False if a tier has not confirmed
-        the reset within `timeout_s` seconds. Call `reset` again in this case: until then other machines may
-        find old blocks, and this machine may find old blocks after a crash.
+        After the call this process finds none of the blocks. Requests that began before the reset store no
+        more blocks, because their KV may come from the old weights.
 
-        With shared RAM the call empties the pool of all processes, and the tiers of this process. Other
-        processes may store blocks of old weights afterwards, or load them from their own tiers: give new
-        weights a new `model` instead. Returns False also if a stopped process holds the pool's lock.
+        Returns False if a tier has not confirmed the reset within `timeout_s` seconds. Then call `reset`
+        again. Until a call returns True, other machines may find old blocks, and so may this machine after a
+        crash.
+
+        With shared RAM the call empties the pool of all processes, and the tiers of this process. But other
+        processes may store blocks of old weights afterwards, or load them from their own tiers. So give new
+        weights a new `model` instead. With shared RAM, the call also returns False if a stopped process holds
+        the pool's lock.
         """
         limit = _limit("timeout_s", timeout_s)
         return self._owner.run(self._jobs.reset(limit), limit)
@@ -111,15 +115,15 @@ class KVCache:
         return self._owner.run(self._jobs.stats(), Limit(math.inf))
 
     def observe(self, observer: Observer) -> None:
-        """Report counters to `observer`, in place of an earlier observer. `metrics.Collector` calls this."""
+        """Report counters to `observer`, which replaces an earlier observer. For `metrics.Collector`."""
         self._owner.run(self._jobs.observe(observer), Limit(math.inf))
 
     def close(self, flush_s: float = _FLUSH_S) -> None:
         """End the running jobs, flush RAM for at most `flush_s` seconds, and close RAM and the tiers.
 
-        Loads that wait for a tier end at once with the tokens that are present. Later calls raise
-        `MisuseError`, except `close` and the end of a request. An interrupt ends the flush; the call then
-        closes RAM and the tiers, and raises the interrupt.
+        Loads that wait for a tier end at once and return the tokens that are present. Later calls raise
+        `MisuseError`, except `close` and the end of a request. An interrupt ends the flush; after RAM and the
+        tiers are closed, the call raises the interrupt.
         """
         limit = _limit("flush_s", flush_s)
         self._owner.close(self._jobs.close(limit), limit)

@@ -36,8 +36,8 @@ BlockIds = npt.NDArray[np.int64]
 
 _WAITS = (LookupResult.RETRY, LookupResult.HIT_PENDING)
 _ATTEMPTS = 3
-"""Largest number of lookups in one load. A block damaged in RAM is looked up again: a tier may have it. In
-shared RAM, another process may evict a block after the lookup."""
+"""Largest number of lookups in one load. A load repeats the lookup if a block is damaged in RAM, because a
+tier may have a copy. With shared RAM also if another process has evicted a block after the lookup."""
 _CHUNK_BYTES = 4 * 1024 * 1024
 _COPY_THREADS = 2
 _UPDATE_PAUSE_S = 0.1
@@ -51,7 +51,7 @@ class CacheStats(NamedTuple):
 
     Attributes:
         hit_tokens: loaded tokens by source: ``ram`` and the name of each tier.
-        ram: counters of RAM; for shared RAM, of all its processes together.
+        ram: counters of RAM. With shared RAM: the sum over all processes.
         tiers: counters of each tier, by name.
     """
 
@@ -119,10 +119,10 @@ class Jobs:
     async def load(
         self, work: Work, keys: Keys, first: int, parts: Parts, ids: BlockIds, limit: Limit
     ) -> int:
-        """Load the leading blocks of `keys` into the engine's blocks `ids`. The first `first` are skipped.
+        """Load the leading blocks of `keys`, except the first `first` blocks, into the engine's blocks `ids`.
 
         Returns the number of leading blocks that are present, including the skipped blocks. A damaged block
-        is looked up again, because a tier may have a copy. Without a copy the damaged block ends the prefix.
+        is looked up again, because a tier may have a copy. Without a copy the prefix ends there.
         """
         async with work.turn:
             ctx = self._begun(work, keys)
@@ -194,13 +194,13 @@ class Jobs:
         """Write all blocks of RAM to the tiers that lack them; see `TieredManager.flush`."""
         self.manager.offer_all()
         pause_s = _SHORTEST_PAUSE_S
-        # In short slices: other jobs run between them, and a caller that is interrupted ends the wait.
+        # In short slices, so that other jobs run in between, and an interrupt of the caller ends the wait.
         while self.manager.poll() or not self.manager.drain(_LONGEST_PAUSE_S):
             if not limit.left_s():
                 return False
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-        return self.manager.flush(0.0)  # False if a block is still to be written, because its write failed
+        return self.manager.flush(0.0)  # False if the write of a block has failed
 
     async def reset(self, limit: Limit) -> bool:
         """Forget every block in RAM and in the tiers.
@@ -210,7 +210,7 @@ class Jobs:
         self.num_resets += 1
         self.manager.reset()
         pause_s = _SHORTEST_PAUSE_S
-        while not self.manager.drain(_LONGEST_PAUSE_S):  # in short slices: other jobs run between them
+        while not self.manager.drain(_LONGEST_PAUSE_S):  # in short slices, so that other jobs run in between
             if not limit.left_s():
                 return False
             await asyncio.sleep(pause_s)
@@ -317,6 +317,6 @@ class Jobs:
             self.ram.seal(keys[batch], slots[batch])
 
     def _chunks(self, count: int) -> list[slice]:
-        """Divide `count` blocks into chunks that fit the CPU's cache: check and copy both read each block."""
+        """Divide `count` blocks into chunks that fit the CPU's cache, because each block is read twice."""
         step = max(1, _CHUNK_BYTES // self.ram.block_bytes)
         return [slice(begin, begin + step) for begin in range(0, count, step)]

@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 
 KEY_BYTES = 32
 _FORMAT = 1
-"""Version of the keys and of the byte order in a slot; increment it when keys or byte order change."""
+"""Version of the keys and of the byte order in a slot. Increment it when keys or byte order change."""
 
 _LARGEST_TOKEN = 2**63 - 1
 
@@ -24,7 +24,7 @@ Tokens: TypeAlias = Any
 
 
 def fingerprint(model: str, layout: dict[str, Any]) -> str:
-    """Return the text of a producer: all facts that determine the bytes of a block, except the tokens."""
+    """Return a text of all facts, except the tokens, that determine the bytes of a block."""
     fields = {"model": model, "layout": layout, "byteorder": sys.byteorder, "format": _FORMAT}
     return json.dumps(fields, sort_keys=True)
 
@@ -32,9 +32,8 @@ def fingerprint(model: str, layout: dict[str, Any]) -> str:
 class KeyChain:
     """The keys of a growing sequence of tokens, one for each full block.
 
-    A key is the SHA-256 of the previous key and the block's token ids, so the key identifies the block and
-    all blocks before it. The chain begins with a hash of `salt`, so sequences with different salts share no
-    key.
+    A key is the SHA-256 of the previous key and the block's token ids. So the key identifies the block and
+    all earlier blocks. The chain begins with a hash of `salt`: sequences with different salts share no key.
 
     Attributes:
         keys: the keys so far.

@@ -29,8 +29,7 @@ DTYPES = {
 _LARGEST = 2**31 - 1
 
 KVTensors: TypeAlias = Any
-"""The engine's KV cache: a tensor for each layer, a pair (keys, values) for each layer, or a single
-tensor."""
+"""The engine's KV cache: a tensor for each layer, a pair (keys, values) for each layer, or one tensor."""
 
 
 class _Tensor(NamedTuple):
@@ -53,8 +52,9 @@ class KVLayout:
     | contiguous | ``batch head token dim`` | a pair (keys, values) for each layer |
     | MLA | ``block token dim`` | one for each layer |
 
-    With ``layer`` among the axes all layers are one tensor. Without ``head`` a layer has a single tensor.
-    With ``batch`` in place of ``block`` each sequence has its own row, and `block_tokens` is free to choose.
+    - With the axis ``layer``, one tensor has all layers.
+    - Without the axis ``head``, a layer has a single tensor.
+    - With ``batch`` in place of ``block``, each sequence has its own row. You choose `block_tokens`.
 
     Args:
         axes: names of a tensor's axes, in order, from ``layer``, ``kv``, ``block``, ``batch``, ``head``,
@@ -64,7 +64,7 @@ class KVLayout:
         head_dim: size of the axis ``dim``: the size of a head, or the latent size of MLA.
         block_tokens: tokens of a block.
         dtype: dtype of the tensors: ``bfloat16``, ``float16``, ``float32``, ``float8_e4m3fn``, ``uint8``, ...
-        value_dim: size of the axis ``dim`` in the values, if it differs from the keys.
+        value_dim: size of the axis ``dim`` in the values, if it differs from the size in the keys.
 
     Raises: `ConfigError`, all problems at once.
     """
@@ -155,7 +155,7 @@ class KVLayout:
         }
 
     def views(self, kv: KVTensors, row: int | None = None, start: int = 0) -> list[View]:
-        """Return views of the tensors, each ``(num_blocks, ...)``: for each layer the keys, then the values.
+        """Return views of shape ``(num_blocks, ...)``: for each layer the keys, then the values.
 
         Args:
             kv: the tensors, with the axes `axes`.
@@ -187,7 +187,7 @@ class KVLayout:
         return "head" in self.names and "kv" not in self.names
 
     def _tensors(self, kv: KVTensors) -> Iterator[_Tensor]:
-        """Yield the tensors in order: keys before values, and layer by layer unless ``layer`` is an axis."""
+        """Yield the tensors: for each layer the keys, then the values. ``layer`` may be an axis."""
         if "layer" in self.names:
             kinds = ((False, kv[0]), (True, kv[1])) if self._has_pairs and _is_pair(kv) else ((False, kv),)
             if self._has_pairs and len(kinds) != 2:
@@ -246,7 +246,7 @@ def _in_blocks(
 ) -> tuple[tuple[str, ...], View]:
     """Return the axes and the view of one sequence's whole blocks.
 
-    The axes have no ``batch``, and ``block token`` in place of ``token``.
+    The axes are `names` without ``batch``, and with ``block token`` in place of ``token``.
     """
     array = _at(array, names.index("batch"), row)
     names = tuple(name for name in names if name != "batch")

@@ -42,26 +42,26 @@ def open(
     deadline_s: float = 2.0,
     recompute_tokens_per_s: float | None = None,
 ) -> KVCache:
-    """Open a cache for KV blocks, in RAM and in tiers behind it.
+    """Open a cache for KV blocks, in RAM and in tiers behind RAM.
 
     Args:
-        model: identity of everything that determines KV besides the tokens: weights with their revision,
+        model: text that names everything that determines KV, except the tokens: weights with their revision,
             adapters, quantization, rope settings, library versions. Blocks of another model or layout are
             never served.
         layout: the layout of the engine's tensors.
-        ram: size of RAM: ``8GiB``, or a number of bytes. ``8GiB,shared=node`` or ``{"size": "8GiB", "shared":
-            "node"}``: one pool of this size. All processes of this user on this machine share the pool if
-            their `model`, `layout`, `ram` and `policy` are equal (docs/node-pool.md). ``keep`` and ``share``
-            as for vLLM.
+        ram: size of RAM: ``8GiB``, or a number of bytes. For a pool that processes share:
+            ``8GiB,shared=node`` or ``{"size": "8GiB", "shared": "node"}``. All processes of this user on this
+            machine share the pool if their `model`, `layout`, `ram` and `policy` are equal
+            (docs/node-pool.md). ``keep`` and ``share`` as for vLLM.
         tiers: from the fastest to the slowest: ``["disk:/nvme/kv:200GiB", "valkey://cache:6379/team-a"]``.
         policy, admission: policy and admission rule of RAM, as for `OffloadingManager`.
-        deadline_s: longest time that a load waits for tiers; upper limit of a load's `timeout_s`.
-        recompute_tokens_per_s: tokens that the engine computes in a second; a tier is read only if reading is
-            faster. None: tiers are always read.
+        deadline_s: longest time that a load waits for tiers. Upper limit of a load's `timeout_s`.
+        recompute_tokens_per_s: tokens that the engine computes in a second. A tier is read only if the read
+            is faster. None: tiers are always read.
 
     Raises:
         ConfigError: all problems at once.
-        UnavailableError: a tier cannot be opened now, or the shared pool cannot be used now.
+        UnavailableError: a tier or the shared pool cannot be used now.
     """
     problems = Problems("open")
     with problems:
@@ -133,7 +133,7 @@ def _own_memory(ram: object, num_blocks: int, block_bytes: int) -> MemoryTier:
 def _join(
     close_ram: ExitStack, pool: PoolDirectory, share_blocks: int, *arguments: Any, **keywords: Any
 ) -> NodeManager:
-    """Create the manager of shared RAM; `close_ram` gets its `close`."""
+    """Create the manager of shared RAM, and add the manager's `close` to `close_ram`."""
     manager = NodeManager(*arguments, directory=pool, share_blocks=share_blocks, **keywords)
     close_ram.callback(manager.close)
     return manager

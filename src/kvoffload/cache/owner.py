@@ -40,19 +40,18 @@ class Limit:
 
 
 def seconds_of(value: object) -> float:
-    """Convert seconds to a float; NaN for anything but a number of Python or numpy."""
+    """Convert a number of Python or numpy to a float. Other values give NaN."""
     return float(value) if isinstance(value, Real) else math.nan
 
 
 class Owner:
     """A thread with an event loop.
 
-    If a caller is cancelled or interrupted, its job gets no more time to wait for tiers. The call still waits
-    until the job has ended, through further cancellations and interrupts, because a running copy uses the
-    caller's tensors.
+    If a caller is cancelled or interrupted, the job stops to wait for tiers. The call returns only after the
+    job has ended, even if the caller is cancelled again: a running copy uses the caller's tensors.
 
-    Thread: any, except the owner's own. A forked child does not have the owner's thread: calls in the child
-    raise `MisuseError`.
+    Thread: any, except the owner's own. In a forked child, which has no such thread, calls raise
+    `MisuseError`.
     """
 
     def __init__(self) -> None:
@@ -94,7 +93,7 @@ class Owner:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
             limit.stop()
-            while not future.done():  # anyio cancels again and again
+            while not future.done():  # anyio cancels repeatedly
                 with suppress(asyncio.CancelledError):
                     await asyncio.wait([future])
             raise
@@ -102,7 +101,7 @@ class Owner:
     def close(self, last: Coroutine[Any, Any, None], limit: Limit) -> None:
         """Refuse new jobs, end the waits of running jobs, run the job `last`, and end the thread.
 
-        An interrupt ends the wait of the last job. A second call, or a call in a forked child, does nothing.
+        An interrupt ends the waits of `last`. A second call, or a call in a forked child, does nothing.
         """
         if self._is_elsewhere:
             last.close()

@@ -26,7 +26,7 @@ class Place(NamedTuple):
     def in_tensors(
         self, kv: KVTensors, layout: KVLayout, *, writeable: bool = False
     ) -> tuple[Parts, npt.NDArray[np.int64]]:
-        """Check tensors and place; return the tensors' parts, and the request's blocks in order.
+        """Check tensors and place. Returns the parts of the tensors, and the request's blocks in order.
 
         Args:
             writeable: True to refuse read-only tensors.

@@ -1,6 +1,6 @@
 """A single inference request: load its prefix, extend it, store its blocks.
 
-Checks arguments in the caller's thread and starts jobs; the jobs decide and copy.
+Checks arguments in the caller's thread and starts jobs. The jobs decide and copy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvoffload.structures.keys import Keys
 class KVRequest:
     """A single inference request, from `KVCache.request`.
 
-    A prefix of whole blocks is loaded and stored. Methods whose names end in ``_async`` are for `asyncio`;
-    a cancelled call returns when its copy has ended.
+    Only whole blocks are loaded and stored. Methods whose names end in ``_async`` are for `asyncio`. A
+    cancelled call returns when its copy has ended.
 
-    Thread: one at a time. Use it as a context manager. On exit the request reports its block uses to the
-    policies. Only `store_from` stores blocks.
+    Thread: one at a time. Use the request as a context manager. On exit the request reports its block uses to
+    the policies. Only `store_from` stores blocks.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class KVRequest:
     ) -> int:
         """Load the longest known prefix into the engine's tensors; return the number of tokens present.
 
-        Returns at most `num_tokens - 1`, because the engine needs the logits of the last token. If the last
-        block is full, its bytes are loaded too.
+        Returns at most `num_tokens - 1`, because the engine must compute the last token for its logits. If
+        the last block is full, the whole block is loaded nevertheless.
 
         Args:
             kv: the tensors of `KVLayout`.
             block_ids: the engine's blocks for the request, in order.
-            row, start: for tensors with the axis ``batch`` instead of ``block``: the row of the sequence,
-                and the position of its first token.
-            present: leading tokens that the tensors already hold. They count in the result; blocks
-                that they fill are not loaded.
-            timeout_s: longest wait for tiers in seconds, at most the cache's `deadline_s`, the default.
+            row, start: for tensors with the axis ``batch`` instead of ``block``: the row of the sequence, and
+                the position of its first token.
+            present: leading tokens that the tensors already hold. These tokens count in the result, and their
+                full blocks are not loaded.
+            timeout_s: longest wait for tiers, in seconds. Default and maximum: the cache's `deadline_s`.
 
         Raises: `ConfigError` for tensors or blocks that do not fit the layout, before any byte moves.
         """
@@ -93,7 +93,7 @@ class KVRequest:
         return self._usable(await self._owner.run_async(job, limit), present)
 
     def extend(self, token_ids: Tokens) -> None:
-        """Append generated tokens; for a request of `keys`, further keys."""
+        """Append generated tokens. For a request of `keys`: append further keys."""
         before = self._chain.num_tokens
         self._chain.extend(token_ids)
         if self._chain.num_tokens > before:
@@ -115,7 +115,7 @@ class KVRequest:
 
         Args:
             kv, block_ids, row, start: as for `load_into`.
-            num_tokens: leading tokens whose KV is computed. Default: the whole prompt; after `extend` all
+            num_tokens: leading tokens whose KV is computed. Default: the whole prompt. After `extend`: all
                 tokens except the last, because engines compute a sampled token's KV in the next step.
 
         Raises: as `load_into`.
@@ -137,7 +137,7 @@ class KVRequest:
         return self._layout.block_tokens * await self._owner.run_async(job, Limit(math.inf))
 
     def finish(self) -> None:
-        """End the request, after the jobs that are under way. A second call does nothing."""
+        """End the request, after its running jobs. A second call does nothing."""
         with self._if_open():
             self._owner.run(self._jobs.finish(self._work, self._keys()), Limit(math.inf))
 
@@ -162,7 +162,7 @@ class KVRequest:
 
     @contextmanager
     def _if_open(self) -> Iterator[None]:
-        """Suppress the `MisuseError` of a closed cache, which another thread may close at any moment."""
+        """Suppress the `MisuseError` of a closed cache. Another thread may close the cache at any time."""
         try:
             yield
         except MisuseError:

@@ -1,4 +1,4 @@
-"""RAM that processes with equal blocks share: joins their pool, and maps the memory of the slots.
+"""RAM that processes with equal blocks share: joins the pool, and maps the memory of the slots.
 
 Owns the facts that must be equal in all processes of a pool, and the file ``slots`` of the pool's directory.
 Does not know which slots are in use.
@@ -35,12 +35,12 @@ from kvoffload.text import size
 from kvoffload.tiers.memory import MemoryTier, SlotMemory, available_bytes, slot_stride
 
 _FORMAT = 1
-"""Version of the file `SLOTS`; increment it with every change of its layout."""
+"""Version of the file `SLOTS`. Increment it with every change of the file's layout."""
 _MAGIC = 0x6B766F66_736C6F74
 _STEP_BYTES = 256 * 1024 * 1024
 _POLL_S, _PATIENCE_S = 0.01, 600.0
-"""Two times in seconds: the pause between two attempts to lock the file, and the longest wait for another
-process that allocates the memory."""
+"""Two times in seconds: the pause between two attempts to lock the file, and the longest wait for the
+allocation of the memory by another process."""
 _log = logging.getLogger(__name__)
 
 
@@ -75,13 +75,13 @@ def _check_facts(path: Path, facts: dict[str, object]) -> None:
 
 
 def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) -> MemoryTier:
-    """Open a `MemoryTier` whose slots and checksums are in a file of a pool, for all processes of the pool.
+    """Open a `MemoryTier` whose slots and checksums are in a file, which all processes of a pool share.
 
-    Every block is verified, because other processes write the blocks. The first process allocates all the
-    memory; other processes wait for the allocation.
+    Every block is verified, because other processes write blocks, too. The first process allocates all the
+    memory. Other processes wait for the allocation.
 
     Args:
-        pool: the membership in the pool. The tier's `close` does not close it.
+        pool: the membership in the pool. The tier's `close` does not close the membership.
         num_slots, block_bytes: equal in all processes.
 
     Raises: `UnavailableError` in three cases: the machine lacks free memory, another process needs too long
@@ -104,9 +104,9 @@ def shared_memory_tier(pool: PoolDirectory, num_slots: int, block_bytes: int) ->
 
 
 def _make(pool: PoolDirectory, fd: int, facts: bytes, num_bytes: int) -> None:
-    """Allocate the file, also in place of an incomplete or damaged file that no other process uses.
+    """Allocate the file. Replaces an incomplete or damaged file that no other process uses.
 
-    The facts are written last: a process that is killed before leaves an incomplete file.
+    Writes the facts last: if the process is killed before, the file is incomplete.
     """
     path = pool.path / SLOTS
     is_new = not os.pread(fd, 1, 0).strip(b"\0")

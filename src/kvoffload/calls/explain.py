@@ -1,4 +1,4 @@
-"""The first difference between a recording and its replay, in words."""
+"""The first difference between a recording and its replay, as a report for a reader."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Difference:
 def result_of(
     call: Call, words: list[int], manager: OffloadingManager, plan: LoadPlan | StorePlan | None
 ) -> dict[str, Any]:
-    """Convert the words of a result to named values. `plan` is the plan that the replayed call returned."""
+    """Convert the words of a result to named values. `plan`: the plan that the replayed call returned."""
     if call is Call.LOOKUP and words:
         is_pending, ready = words[0] < 0, max(words[0], ~words[0])
         return {"num_ready": ready, "stopped_by_pending": is_pending}

@@ -1,6 +1,6 @@
 """The file of recorded calls: header, frames, end mark (docs/formats.md).
 
-Owns the bytes on disk. Each frame has a length and a checksum, so that readers can cut a torn file after its
+Owns the bytes on disk. Each frame has a length and a checksum, so that readers can cut a torn file after the
 last whole frame. All frames of calls share one zstd stream, because requests repeat the keys of earlier
 requests.
 """
@@ -30,7 +30,7 @@ from kvoffload.structures.keys import words_per_key
 
 MAGIC, VERSION = b"KVOCALLS", 3
 HASHES, WHOLE = "hashes", "whole"
-"""Two forms of the keys in a recording: 64-bit hashes of the keys, or all bytes of the keys."""
+"""The two forms of keys in a recording: 64-bit hashes of the keys, or all bytes of the keys."""
 HEADER, CALLS, END = 1, 2, 3
 """Kinds of frames: the header, records of calls, the end mark."""
 CLOSED = "closed"
@@ -48,11 +48,11 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         kvoffload: version of the package.
-        keys: `WHOLE` if the policy or admission rule comes from another package, because it may read keys.
-            Otherwise `HASHES`.
+        keys: `HASHES`. `WHOLE` if the policy or admission rule comes from another package, because it may
+            read keys.
         key_bytes: length of the engine's keys.
         policy, admission, store: as for `OffloadingManager`.
-        refuses_unasked: as for `OffloadingManager`; False if tiers behind RAM need every block.
+        refuses_unasked: as for `OffloadingManager`. False if tiers behind RAM need every block.
     """
 
     kvoffload: str
@@ -85,7 +85,7 @@ class Frame(NamedTuple):
 
 
 def is_recording(path: Path) -> bool:
-    """Return True for a file that starts with `MAGIC`; False if it cannot be read, or is a pipe."""
+    """Return True for a file that starts with `MAGIC`. Returns False for pipes and unreadable files."""
     if path.is_fifo():
         return False
     try:
@@ -96,7 +96,7 @@ def is_recording(path: Path) -> bool:
 
 
 def header_of(manager: OffloadingManager, policy: object, admission: object) -> Header:
-    """Return the header for a manager. `policy`, `admission`: the arguments with which it was created."""
+    """Return the header for a manager. `policy`, `admission`: the arguments of the manager's constructor."""
     used = [manager.policy, *([manager.admission] if manager.admission is not None else [])]
     return Header(
         kvoffload=__version__,
@@ -116,7 +116,7 @@ def is_ours(rule: object) -> bool:
 
 
 def text_of(registry: Registry[Any], given: object) -> str:
-    """Return the text from which `registry` creates the policy or rule `given`; ``all`` for None."""
+    """Return a text from which `registry` can create the policy or rule `given`; ``all`` for None."""
     if isinstance(given, str):
         return given
     if given is None:
@@ -165,7 +165,7 @@ class FrameReader:
 
     Attributes:
         header: the configuration.
-        end: the end mark; None before the reader reaches it, or if the file has none.
+        end: the end mark; None until the reader has read an end mark.
         num_cut: number of bytes behind the last whole frame.
 
     Raises: `TraceError` for a file that is not a recording, or of another format version.

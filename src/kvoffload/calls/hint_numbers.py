@@ -1,4 +1,4 @@
-"""Encodes hints and quotas for a recording, with hashes in place of users' texts. Also decodes them.
+"""Encodes and decodes the hints and quotas of a recording. Hashes replace the users' texts.
 
 Equal hints share a number. A recording has the text of each number once. After a renumbering, texts are
 recorded again.
@@ -21,10 +21,10 @@ _MOST = 4096
 
 
 class HintNumbers:
-    """Assigns numbers, from 1, to hints. Tenants and unusual finish reasons become salted hashes.
+    """Assigns numbers to hints, from 1. Tenants and unusual finish reasons become salted hashes.
 
-    A replay makes the same decisions, because decisions depend only on the equality of these texts. The salt
-    is not stored. After `_MOST` different hints, all hints get new numbers.
+    A replay makes the same decisions, because decisions only compare these texts for equality. The salt is
+    not stored. After `_MOST` different hints, all hints get new numbers.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class HintNumbers:
         self._num_assigned = 0
 
     def number(self, hints: Hints) -> tuple[int, bytes]:
-        """Return the number of these hints, and the text to record; b"" if the text is already recorded."""
+        """Return the number of these hints, and the text to record. The text is b"" if already recorded."""
         number = self._known.get(hints)
         if number is not None:
             return number, b""

@@ -1,15 +1,16 @@
 """Records of calls, decoded from the frames of a file.
 
-`core.log` defines the layout of a record. Further words of the calls that have any:
+`core.log` defines the layout of a record. Calls with further words:
 
-- `LOOKUP`: number of ready blocks `n`, or ``-1 - n`` if a block in flight follows these blocks.
-- `PREPARE_LOAD`, `PIN`: the slots, or ``-1 - n`` if block `n` was not ready.
-- `PREPARE_STORE`: (1) five numbers: stored blocks, missing blocks, dropped blocks, refused blocks, and used
-  free slots; (2) the slots; (3) the missing rows as runs. A single -1 means that there was no room
-  (``None``). A single number of -2 or less means that the policy named a wrong victim.
-- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. For a part of a plan the word is
-  larger by 2, and the slots follow.
-- `KEEP`, `DISCARD`: the returned number. `RESET`: ``drop_in_flight``.
+- `LOOKUP`: number of ready blocks `n`; ``-1 - n`` if a block in flight follows these blocks.
+- `PREPARE_LOAD`, `PIN`: the slots; ``-1 - n`` if block `n` was not ready.
+- `PREPARE_STORE`: five numbers (stored blocks, missing blocks, dropped blocks, refused blocks, used free
+  slots), then the slots, then the missing rows as runs. A single -1: there was no room (``None``). A single
+  number of -2 or less: the policy named a wrong victim.
+- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1; 0 for a failed store. For a part of a plan the word is larger
+  by 2, and the slots follow.
+- `KEEP`, `DISCARD`: the returned number.
+- `RESET`: ``drop_in_flight``.
 
 Texts are UTF-8, padded with zero bytes. Requests and plans are numbered from 1.
 """
@@ -31,12 +32,13 @@ class Record(NamedTuple):
     """A decoded record.
 
     Attributes:
-        number: number of the call, from 1. A record without a call, such as hints: number of the next call.
+        number: number of the call, from 1. For a record without a call, such as hints: number of the next
+            call.
         call: kind of the record.
         flags: sum of `ADMITTED` and `FAILED`, or 0.
         subject: number of the request, or of the plan that ends.
         new_keys: keys that the request's path gains, packed.
-        runs: positions of the batch's blocks in the request's path, as runs: start and length of each run.
+        runs: positions of the batch's blocks on the request's path, as start and length of each run.
         further: further words: arguments and results.
         time_ns: time at which the record's last frame was written, nanoseconds since 1970.
         num_words: length of the record.
@@ -58,10 +60,7 @@ class DamagedError(ValueError):
 
 
 def read_records(reader: FrameReader) -> Iterator[Record]:
-    """Yield the records of a file, in order; a record may continue in the next frame.
-
-    Raises `DamagedError`.
-    """
+    """Yield the records of a file, in order. Raises `DamagedError`."""
     key_words, number = reader.header.key_words, 1
     unread = np.empty(0, np.int32)
     for frame, time_ns in reader.frames():

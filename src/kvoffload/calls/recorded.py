@@ -1,8 +1,13 @@
-"""A manager that records its calls with their results.
+"""A manager that records its calls, with results.
 
-`OffloadingManager` and its kernels append most calls to the log. This class appends the other records: (1)
-calls that run without such a kernel, (2) hints, (3) exceptions that a policy or admission rule in Python
-raises. Single lookups are not recorded, because they only read.
+The kernels of `OffloadingManager` append most calls to the log. `RecordedManager` appends three further kinds
+of records:
+
+- calls whose kernels append nothing
+- hints
+- exceptions of policies and admission rules in Python
+
+`lookup_key` is not recorded, because it changes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ if TYPE_CHECKING:
     from kvoffload.core.policy_change import PolicyChange
 
 RING_WORDS = 1 << 21
-"""Capacity of the ring of records. The 8 MiB hold the calls of a busy engine for several seconds."""
+"""Capacity of the ring of records: 8 MiB, enough for several seconds of a busy engine."""
 _MAY_RAISE = ("touch", "finish_request", "prepare_load", "complete_load", "unpin", "prepare_store",
               "complete_store", "keep", "discard", "expect", "withdraw", "reset")  # fmt: skip
 
@@ -43,11 +48,10 @@ _MAY_RAISE = ("touch", "finish_request", "prepare_load", "complete_load", "unpin
 class RecordedManager(OffloadingManager):
     """An `OffloadingManager` that records all calls that affect decisions, for `replay --as-recorded`.
 
-    If a policy or admission rule in Python raises an exception, the call is recorded with the exception's
-    name.
+    If a policy or admission rule in Python raises an exception, the record includes the exception's name.
 
     Args:
-        recorder: writes the records; `end_recording` closes it.
+        recorder: writes the records. `end_recording` closes the recorder.
         capacity_blocks, and other keywords: as for `OffloadingManager`.
 
     Attributes:
@@ -157,7 +161,7 @@ class RecordedManager(OffloadingManager):
     def begin_policy_change(self, change: PolicyChange) -> None:
         """Begin to replace the policy, see `OffloadingManager.begin_policy_change`.
 
-        Raises: `ConfigError` for a policy in Python or of another package while calls are recorded: a replay
+        Raises: `ConfigError` for a policy in Python or of another package, while calls are recorded. A replay
         could not reproduce the change.
         """
         text = text_of(POLICIES, change.spec)
@@ -204,7 +208,7 @@ class RecordedManager(OffloadingManager):
         self._log.put(kind, subject, further)
 
     def _noting_errors(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a method so that its exceptions are recorded, except `MisuseError`, which changes nothing."""
+        """Wrap a method to record its exceptions, except `MisuseError`, which changes nothing."""
 
         @functools.wraps(method)
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -227,14 +231,14 @@ class RecordedManager(OffloadingManager):
     def _note_offer(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> None:
-        """Record a `prepare_store` that raised before its kernel recorded the call, if all keys are valid."""
+        """Record a `prepare_store` that raised before the kernel's record. Not with invalid keys."""
         if wrong_key(keys, self.key_bytes) is None:
             ctx = self._context(ctx)
             ctx.add(keys)
             self._note(ctx, Call.PREPARE_STORE | FAILED | ADMITTED * admitted, len(keys))
 
     def _note_end(self, plan: StorePlan, success: bool = False) -> None:
-        """Record a `complete_store` that raised before its kernel recorded the call, or after a reset."""
+        """Record a `complete_store` without a kernel's record: after an exception or a reset."""
         number = Entering.over(plan.memory).number
         of_part = plan.slots if number < 0 else plan.slots[:0]
         result = np.int32(success + IS_PART * (number < 0))

@@ -19,11 +19,11 @@ from kvoffload.core.log import Log
 from kvoffload.errors import MisuseError
 
 POLL_S, FLUSH_S, CLOSING_S = 0.05, 1.0, 5.0
-"""Three times in seconds: the thread's pause, the longest time between a call and its write, and the longest
-wait of `close`."""
+"""Three times in seconds: the thread's pause, the longest time until a call is written, and the longest wait
+of `close`."""
 FRAME_WORDS = 1 << 18
-"""Number of words in the largest frame, 1 MiB before compression. When the ring holds a full frame, the
-thread writes the frame before `FLUSH_S` has passed."""
+"""Number of words in the largest frame, 1 MiB before compression. The thread writes a full frame at once,
+without waiting for `FLUSH_S`."""
 _TOO_SLOW = "the writer did not keep up, and a gap would make the recording useless"
 logger = logging.getLogger("kvoffload.calls")
 
@@ -35,13 +35,13 @@ Create: TypeAlias = Callable[[Path], IO[bytes]]
 class CallRecorder:
     """A recording of one manager: a new file of up to `max_bytes`.
 
-    The manager's kernels append records to a ring (`Log`). The recorder's thread takes, compresses and writes
-    them, at least once a second. If the ring or the file is full, or the file cannot be written, the
-    recording ends with a warning in the log. The file is then sound up to its end.
+    The manager's kernels append records to a ring (`Log`). The recorder's thread compresses and writes these
+    records, at least once a second. If the ring or the file is full, or a write fails, the recording ends
+    with a warning in the log. The file is then sound up to its end.
 
     Attributes:
         path: the file: the requested path, or the next free ``NAME-2.calls``.
-        ended: reason of the end; None while calls are recorded.
+        ended: reason of the end; None during the recording.
 
     Memory: the ring, and about 20 MiB for the compression. Thread: `begin` and `close` run on the manager's
     thread. Only `close` waits for the file, for up to 5 seconds.
@@ -64,12 +64,12 @@ class CallRecorder:
     def begin(self, log: Log, header: Callable[[], Header]) -> None:
         """Start the recording of a manager.
 
-        A second `begin` replaces the manager, if no call of the first manager is recorded yet. Otherwise it
-        raises `MisuseError`.
+        A second `begin` replaces the manager. Raises `MisuseError` if calls of the first manager are recorded
+        already.
 
         Args:
-            header: returns the description of the manager. The recorder's thread calls this function before
-                it writes the first call.
+            header: returns the description of the manager. Called by the recorder's thread before it writes
+                the first call.
         """
         if self._log is not None and self._log.head:
             raise MisuseError("a recorder records one manager, and this recorder has recorded another")
@@ -80,8 +80,8 @@ class CallRecorder:
     def close(self, counters: dict[str, Any]) -> None:
         """Write the last records and the manager's counters, and close the file. Idempotent.
 
-        Waits at most 5 seconds for the thread. If the file takes longer, the log has a warning: the last
-        calls are missing if the process ends before.
+        Waits at most 5 seconds for the thread. After that time logs a warning, because the last calls will be
+        missing if the process ends now.
         """
         self._counters = self._counters or counters
         was_closing = self._closing.is_set()
@@ -107,9 +107,9 @@ class CallRecorder:
             self._log.is_open = 0
 
     def _take(self, log: Log, is_last: bool) -> None:
-        """Write the ring's records if there are many, if the last write is long ago, or if `is_last`.
+        """Write the ring's records: after `FRAME_WORDS` words, after `FLUSH_S` seconds, or if `is_last`.
 
-        If the kernels have lost a record, write the records and end the recording.
+        If the kernels have lost a record, also ends the recording.
         """
         is_lost, head, now = not log.is_open, log.head, time.monotonic()
         is_due = head - log.tail >= FRAME_WORDS or now - self._last_write_s >= FLUSH_S
@@ -169,10 +169,7 @@ class CallRecorder:
 
 
 def new_file(path: Path, create: Create) -> tuple[Path, IO[bytes]]:
-    """Create a new file, with a number in its name if `path` exists.
-
-    Each engine, and each restart of an engine, thus writes its own file.
-    """
+    """Create a new file, with a number in its name if `path` exists: each restart has its own file."""
     number, free = 1, path
     while True:
         try:

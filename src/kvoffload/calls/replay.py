@@ -1,7 +1,7 @@
 """The replay of recorded calls on a new manager, which must decide as the recorded manager did.
 
-Owns the translation of records into calls, and the comparison. The first difference ends a replay: later
-calls refer to blocks that one of the two managers does not have.
+Owns the translation of records into calls, and the comparison. The first difference ends a replay, because
+later calls may refer to blocks that only one of the two managers has.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Outcome:
         calls: number of replayed calls by kind.
         difference: the first difference; None if all decisions are equal.
         end: reason of the recording's end; empty if the end mark is missing.
-        num_cut: bytes behind the last whole frame, which were ignored.
+        num_cut: number of ignored bytes behind the last whole frame.
         warnings: sentences for the user.
     """
 
@@ -86,7 +86,7 @@ class Outcome:
 
 
 def manager_of(header: Header) -> OffloadingManager:
-    """Create the manager of a replay. Raises `ConfigError`, also for a policy that cannot be imported."""
+    """Create the manager of a replay. Raises `ConfigError`, for example if a policy cannot be imported."""
     manager = OffloadingManager(
         header.capacity_blocks,
         key_bytes=header.key_bytes if header.key_words else 8,
@@ -216,7 +216,7 @@ class CallReplay:
         return self._difference(record, request, keys, _Results(raised, expected, error, result))
 
     def _note(self, record: Record, request: _Request, keys: Keys) -> None:
-        """Remember the call for the report of a later difference, and forget a request that has finished."""
+        """Remember the call, for the report of a later difference. Forget the request if it has finished."""
         request.calls.append(f"{record.number} {record.call.name.lower()}, {len(keys)} blocks")
         if record.call is Call.FINISH:
             del self._requests[record.subject]
@@ -253,7 +253,8 @@ class CallReplay:
     def _request(self, record: Record) -> _Request:
         """Return the request of a record, extended by the record's new keys.
 
-        Returns a new request for a record that ends a plan, has no request, or is the first of its request.
+        A new request is returned for three kinds of records: the first record of a request, records without a
+        request, and ends of plans.
         """
         if record.call in _ENDS:
             return _Request(self.manager.begin_request(""), record.new_keys)
@@ -272,7 +273,7 @@ class CallReplay:
     def _end_plan(self, record: Record, request: _Request, keys: Keys) -> _Result:
         slots, is_part = record.further[1:], bool(record.further[0] & IS_PART)
         if is_part and not len(slots):
-            return _Result(record.further.tolist(), None)  # changes nothing, and its plan may have ended
+            return _Result(record.further.tolist(), None)  # an empty part; its plan may have ended
         opened = self._plans[record.subject]
         damaged, self._damaged = self._damaged, _NO_ROWS
         plan = opened.plan
@@ -374,7 +375,7 @@ _CALLS: dict[Call, Callable[[CallReplay, Record, _Request, Keys], _Result]] = {
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[Record, str]]:
-    """Yield each record with the name of the exception that its call raised, or an empty text."""
+    """Yield each record, and the name of the exception that the call raised; "" if it raised none."""
     previous: Record | None = None
     for record in records:
         is_error = record.call is Call.RAISED
@@ -386,7 +387,7 @@ def _calls(records: Iterator[Record]) -> Iterator[tuple[Record, str]]:
 
 
 def _runs_of(rows: npt.NDArray[np.int32]) -> list[int]:
-    """Return numbers as runs of consecutive numbers: start and length of each run."""
+    """Convert ascending numbers to runs of consecutive numbers: start and length of each run."""
     if not len(rows):
         return []
     starts = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) != 1)

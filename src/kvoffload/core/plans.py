@@ -55,7 +55,6 @@ ALL_READY, THEN_MISS = (
 
 
 class _Plan:
-
     __slots__ = ("completed", "epoch", "memory", "request")
 
     def __init__(self, request: RequestContext, memory: Any, epoch: int) -> None:

@@ -206,7 +206,7 @@ def evictable(cache: Cache, path: Path, slot: int) -> bool:
 
 @inline
 def is_expected(cache: Cache, new: Entering, row: int) -> bool:
-    """Return True if a waiting request expects this new block. A policy should not refuse such a block."""
+    """Return True if a waiting request expects this new block. A policy should not refuse expected blocks."""
     return find(cache.expected.keys.index, new.keys, row, hash_row(new.keys, row)) != ABSENT
 
 

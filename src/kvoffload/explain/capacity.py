@@ -1,6 +1,6 @@
-"""Hits with larger capacities. Replays the same configuration with larger caches.
+"""Hits with larger capacities: replays the same configuration with larger caches.
 
-Works for every policy and rule, because each capacity is replayed. Does not know reasons of misses.
+Works for every policy and admission rule, because each capacity is replayed. Does not know reasons of misses.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ def larger_hits(
 ) -> npt.NDArray[np.int32]:
     """Replay each larger capacity.
 
-    Returns an array of shape ``(len(FACTORS), requests)``: the number of hits in each request, which are its
-    leading blocks. A policy may lose hits at a larger capacity.
+    Returns the number of hits of each request: shape ``(len(FACTORS), requests)``. Hits are leading blocks. A
+    policy may lose hits at a larger capacity.
 
     Args:
-        progress: called with the number of requests replayed so far in all replays, at most `num_replayed`.
+        progress: called with the number of replayed requests so far, summed over all replays (`num_replayed`
+            at the end).
 
     Cost: one replay for each different capacity.
     """
     hits = np.zeros((len(FACTORS), trace.requests), np.int32)
     for number, factor in enumerate(FACTORS):
-        # Once every block fits, further capacities decide alike.
+        # If every block fits, a larger capacity changes nothing.
         if number and _larger(config, FACTORS[number - 1]).capacity_blocks >= trace.unique_blocks:
             hits[number] = hits[number - 1]
             continue

@@ -26,8 +26,8 @@ _Int64s = npt.NDArray[np.int64]
 class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive missing blocks of one request with one reason. Fields that do not apply are null.
 
-    Requests and blocks are numbered from 0. The number of a request is its position in the trace. For an
-    evicted run, all times and request numbers refer to the first block of the run.
+    Requests and blocks are numbered from 0. The number of a request is its position in the trace. Times and
+    numbers of other requests refer to the first block of the run.
 
     Attributes:
         request: the request.
@@ -38,8 +38,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         decided_at: the request for which the first block was evicted, refused or dropped.
         kept_s: seconds from `stored_by` to `decided_at`; null without times.
         since_s: seconds from `decided_at` to this request; null without times.
-        slowest: the slowest place that held the evicted block: the name of a tier, or ``ram`` if no tier held
-            it.
+        slowest: the slowest tier that held the evicted block; ``ram`` if no tier held the block.
         kept_with: smallest tried multiple of the capacity at which the first block is a hit.
         nearest_request: the earlier request with which this request is compared (`prompts.Beginnings`).
         difference: the first differing tokens, if the recording has token ids.
@@ -63,7 +62,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Differing(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of requests with the same beginning that differ from earlier prompts at the same place.
+    """Requests with the same beginning that differ from earlier prompts at the same place.
 
     Attributes:
         reason: ``prefix_differs`` or ``after_shared_prompt``.
@@ -71,10 +70,9 @@ class Differing(msgspec.Struct, frozen=True, kw_only=True):
         token: number of the first differing token; null without token ids.
         requests: number of these requests.
         blocks: number of their missing blocks from the difference on.
-        equal_tokens: number of tokens, summed over the requests, that are equal again behind the difference;
+        equal_tokens: number of tokens behind the difference that are equal again, summed over the requests;
             null without token ids.
-        in_session: number of these requests that differ from an earlier prompt of their own session, as
-            recorded.
+        in_session: number of these requests that differ from an earlier prompt of their own session.
         request: the request with the most missing blocks.
         nearest_request: the earlier request with which `request` is compared.
         difference: the difference between `request` and `nearest_request`, if the recording has token ids.
@@ -96,10 +94,9 @@ class Evicted(msgspec.Struct, frozen=True, kw_only=True):
     """Summary of the evicted blocks that were missed.
 
     Attributes:
-        slowest: number of blocks by the slowest place that held them. A place is the name of a tier, or
-            ``ram``.
-        kept_s: median time from the store to the eviction; null without times.
-        since_s: median time from the eviction to the use; null without times.
+        slowest: number of blocks by the slowest tier that held the block (``ram`` if no tier).
+        kept_s: median time from the store to the eviction, in seconds; null without times.
+        since_s: median time from the eviction to the use, in seconds; null without times.
         kept_requests, since_requests: the same two medians, as numbers of requests.
     """
 
@@ -116,7 +113,7 @@ class LargerCapacity(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         factor: the multiple.
         evicted_hits: hits at this capacity that the explained replay missed with the reason ``evicted``.
-        hits: all hits; can be fewer than at a smaller capacity, because a policy can lose hits.
+        hits: all hits. A policy can have fewer hits than at a smaller capacity.
     """
 
     factor: float
@@ -130,12 +127,10 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tokens: tokens by source: ``gpu``, ``host``, a tier.
         replayed_tokens: tokens that the replay hits.
-        requests_with_less: number of requests for which the server had cached at least one block less than
-            the replay.
+        requests_with_less: number of requests with at least one block less on the server than in the replay.
         tokens_less: number of tokens that the server lacked in these requests.
-        requests_with_more: number of requests for which the server had cached at least one block more than
-            the replay.
-        tokens_more: number of additional tokens in these requests.
+        requests_with_more: number of requests with at least one block more on the server than in the replay.
+        tokens_more: number of tokens that the replay lacked in these requests.
     """
 
     tokens: dict[str, int]
@@ -147,7 +142,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Reasons for all missing blocks of one replay; the fields are the keys of its JSON object.
+    """Reasons for all missing blocks of one replay. The fields are the keys of the JSON object.
 
     Attributes:
         tiers: names of the tiers behind RAM.
@@ -156,13 +151,12 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         reasons: missing blocks of each reason; they add up to `misses`.
         meanings: meaning of each reason that occurs.
         capacities: hits with each larger capacity, the smallest first; null if none was tried.
-        seen_before: number of blocks that were not admitted, by the number of earlier requests that had the
-            block.
+        seen_before: number of blocks that were not admitted, by number of earlier requests with the block.
         differing: places at which prompts differ, sorted by `equal_tokens` and `blocks`, the largest first.
         num_differing: number of all places at which prompts differ.
         equal_tokens: sum of `Differing.equal_tokens` of all places; null without token ids.
-        runs: the longest runs. Runs that a cache or another prompt could have avoided come first. If one
-            request is explained: all its runs, in the order of its blocks.
+        runs: the longest runs. Runs that a cache or another prompt could have avoided come first. For the
+            explanation of a single request: all runs of the request, in the order of the blocks.
         num_runs: number of all runs.
         decisions_sha256: digest of the decisions, equal to the digest of ``kvoffload replay``.
     """
@@ -214,7 +208,7 @@ def explain(
 
     Args:
         misses: the misses, with `Misses.larger_hits` if larger capacities were tried.
-        top: largest number of runs (`Run`) to list, and largest number of differing places (`Differing`).
+        top: largest number of runs (`Run`) and of differing places (`Differing`) to list.
         request: list all runs of this request instead of the longest runs.
     """
     trace, counts = misses.trace, misses.counts()
@@ -275,7 +269,7 @@ class _Facts:
     def __init__(self, misses: Misses, tiers: list[str]) -> None:
         trace = misses.trace
         self._misses, self._trace = misses, trace
-        # Names may be equal: several simulated tiers.
+        # Several simulated tiers may have the same name.
         self.tiers = [
             name if tiers.count(name) == 1 else f"{name} {number}" for number, name in enumerate(tiers, 1)
         ]
@@ -367,7 +361,7 @@ class _Facts:
 
 
 def _ranks(trace: Trace) -> _Int64s:
-    """Return for each reference the number of earlier references to its block."""
+    """Return the number of earlier references to the same block, for each reference."""
     order = np.argsort(trace.refs, kind="stable")
     counts = np.bincount(trace.refs, minlength=trace.unique_blocks)
     ranks = np.empty(trace.block_refs, np.int64)
@@ -387,7 +381,7 @@ def _differing(misses: Misses) -> list[Differing]:
         for request in np.flatnonzero(first_uses).tolist():
             known, difference = int(compared.known[request]), compared.differences.get(request)
             parent = int(trace.refs[trace.offsets[request] + known - 1]) if known else NO_REQUEST
-            # Behind a shared prompt every prompt is different, so its tokens tell nothing.
+            # Behind a shared prompt all prompts differ, so single tokens are no useful place.
             is_placed = difference is not None and reason == PREFIX_DIFFERS
             token = difference.start if difference is not None and is_placed else None
             groups.setdefault((reason, parent, token), []).append(request)

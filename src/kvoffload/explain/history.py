@@ -1,7 +1,7 @@
 """History of each block in a replay, and the reason for each missing block.
 
 `History` observes one replay. It records the last decision about each block, and the reason and cause of each
-missing block reference. It does not compare prompts: all first uses have the reason `NEVER_SEEN`.
+missing block reference. It does not compare prompts, so all first uses have the reason `NEVER_SEEN`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ NUMBER_OF = {name: number for number, name in enumerate(_REASONS)}
 """Number of each reason in `History.reasons`; 0 is a hit."""
 
 _OF_DECISION = np.full(1 + max(Decision), NUMBER_OF[NOT_OFFERED], np.int8)
-"""Reason for an absent block, by the last decision about the block (0: no decision). After `STORED` or
-`PROMOTED` the reason is `UNKNOWN`, because only a later decision removes a stored block."""
+"""Reason for an absent block, by the last decision about the block (0: no decision). `STORED` and `PROMOTED`
+give `UNKNOWN`: a stored block cannot be absent without a later decision."""
 for _decision, _reason in (
     (Decision.STORED, UNKNOWN),
     (Decision.PROMOTED, UNKNOWN),
@@ -52,12 +52,12 @@ class History:
     Attributes:
         hits: shape ``(requests,)``, int32; leading blocks of each request that were hits.
         reasons: shape ``(block_refs,)``, int8; number of the reason (`NUMBER_OF`), 0 for a hit.
-        caused_by: shape ``(block_refs,)``, int32; request that was served when the last decision about the
+        caused_by: shape ``(block_refs,)``, int32; the request during which the last decision about the
             missing block was made, or `NO_REQUEST`.
-        stored_at: shape ``(block_refs,)``, int32; request that was served when the block was last stored in
-            RAM, or `NO_REQUEST`.
-        was_in_tier: shape ``(block_refs,)``, int8; the slowest tier in which the missing block was last
-            found, as a number from 1; 0 if no tier was found to have the block.
+        stored_at: shape ``(block_refs,)``, int32; the request during which the missing block was last stored
+            in RAM, or `NO_REQUEST`.
+        was_in_tier: shape ``(block_refs,)``, int8; number of the slowest tier that last had the missing
+            block, from 1; 0 if no tier had the block.
 
     Cost: a few array operations per request, and a few bytes per block and per block reference.
     """
@@ -104,7 +104,7 @@ class History:
         decision = self._decision[missing]
         is_damaged = (decision == Decision.DAMAGED) & (self._decided_at[missing] == request)
         if places.num_tiers:
-            # RAM has had no such block before the lookup, and a tier has lost it: its read failed.
+            # Before the lookup only a tier had the block. Now no place has it: the tier's read has failed.
             was_below = self._places_before[len(self._places_before) - len(missing) :] >= IN_TIER
             has_damage = places.tier_mismatches > self._mismatches_before
             gone = was_below & (place == NOWHERE)
@@ -114,6 +114,6 @@ class History:
         is_here = (place != NOWHERE) & ~is_damaged
         reasons[is_here] = NUMBER_OF[BEHIND_A_GAP]
         first_absent = int((~is_here).argmax()) if not is_here.all() else len(missing)
-        # No block before these is absent, so the tier's blocks were usable and were not promoted.
+        # Before the first absent block, blocks in a tier were usable, but were not promoted.
         reasons[:first_absent][place[:first_absent] >= IN_TIER] = NUMBER_OF[TIER_GAVE_UP]
         return reasons.astype(np.int8)

@@ -55,8 +55,8 @@ class Misses:
         hits: shape ``(requests,)``; leading blocks of each request that were hits.
         reasons: number of the reason (`NUMBERS`), 0 for a hit.
         caused_by, stored_at, was_in_tier: as in `History`.
-        larger_hits: result of `explain.capacity.larger_hits`: hits of each request at each larger capacity.
-            None if no larger capacity was tried.
+        larger_hits: hits of each request at each larger capacity (`explain.capacity.larger_hits`); None if no
+            larger capacity was tried.
         beginnings: the comparison of each prompt with earlier prompts.
     """
 
@@ -70,10 +70,7 @@ class Misses:
     larger_hits: npt.NDArray[np.int32] | None = None
 
     def counts(self) -> dict[str, int]:
-        """Return the number of missing blocks of each reason, the most frequent first.
-
-        The numbers add up to the misses; anything else is a bug.
-        """
+        """Return the number of missing blocks of each reason, the most frequent reason first."""
         numbers = np.bincount(self.reasons, minlength=len(_NAMES) + 1).tolist()
         counts = {name: count for name, count in zip(_NAMES, numbers[1:], strict=True) if count}
         assert sum(counts.values()) == self.trace.block_refs - int(self.hits.sum()), counts
@@ -148,7 +145,7 @@ def _joined(
 
 
 def _kinds(trace: Trace, compared: Beginnings) -> npt.NDArray[np.int64]:
-    """Return, for each request, the reason for the first uses in it."""
+    """Return the reason of first uses in each request."""
     kinds = np.where(compared.nearest != NO_REQUEST, NUMBERS[PREFIX_DIFFERS], NUMBERS[NEW_PROMPT])
     is_alike = np.zeros(trace.requests, np.bool_)
     for request, difference in compared.differences.items():

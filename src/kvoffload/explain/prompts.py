@@ -1,6 +1,6 @@
-"""First uses of blocks. Finds the earlier prompt that is most similar to a request, and the first difference.
+"""First uses of blocks: finds the most similar earlier prompt of each request, and the first difference.
 
-Depends on the trace only, not on caches. Token ids are used if the recording has them.
+Depends on the trace only, not on caches. Compares token ids if the recording has token ids.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvoffload.traces.statistics import turns
 from kvoffload.traces.trace import Trace
 
 _WINDOW = 16
-"""Two places in prompts count as alike if at least this many tokens are equal."""
+"""Smallest number of equal tokens that count as an equal passage of two prompts."""
 _MOST_COMPARED = 32_768
 """Largest number of tokens that are compared behind the first difference of two prompts."""
 _CANDIDATES, _COMPARED_CANDIDATES = 16, 3
-"""Two limits for the continuations of a prefix: the latest `_CANDIDATES` are kept, and the most similar
-`_COMPARED_CANDIDATES` are compared in full."""
+"""Two limits for the continuations of a prefix: number of latest continuations to keep, and number of most
+similar continuations to compare in full."""
 _MOST_SHOWN = 4
 _ROOT = -1
 _FACTORS = np.array([pow(0x9E3779B97F4A7C15, power, 2**64) for power in range(_WINDOW)], np.uint64)
@@ -37,7 +37,7 @@ class BlockTokens:
     Attributes:
         ids: shape ``(unique_blocks, block_tokens)``, int64; token ids of each block.
         prefixes: shape ``(unique_blocks,)``, int64; number of the token prefix that ends with the block.
-            Equal token prefixes have equal numbers, even if their block ids differ because of `cache_salt`.
+            Equal token prefixes have equal numbers. Block ids of equal prefixes can differ, by `cache_salt`.
     """
 
     ids: Tokens
@@ -50,10 +50,11 @@ class Difference:
 
     Attributes:
         start: first token that differs.
-        end: first token behind the difference, in this prompt; `start` if the rest is not equal again.
-        equal_after: number of equal tokens from `end` on; 0 if the rest is not equal again.
-        shift: position of the equal rest in this prompt minus its position in the earlier prompt, in tokens.
-        ours, theirs: the first token ids of the difference, at most four, in this and in the earlier prompt.
+        end: first token behind the difference in this prompt; `start` if the prompts stay different.
+        equal_after: number of equal tokens from `end` on; 0 if the prompts stay different.
+        shift: position of the equal tokens in this prompt, minus their position in the earlier prompt.
+        ours, theirs: the first token ids of the difference in this prompt, and in the earlier prompt. At most
+            four each.
     """
 
     start: int
@@ -70,16 +71,16 @@ class Beginnings:
 
     Attributes:
         known: shape ``(requests,)``; number of leading blocks that an earlier request had.
-        nearest: shape ``(requests,)``; an earlier request that has the known blocks, followed by different
-            blocks. With token ids the request with the most similar prompt, otherwise the latest request.
+        nearest: shape ``(requests,)``; an earlier request that has the known blocks and continues
+            differently. With token ids: the most similar of these requests; otherwise the latest.
             `NO_REQUEST` if there is none.
-        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt: the known
-            blocks are the whole earlier prompt, or no earlier prompt has blocks after the known blocks. Also
-            True for prompts with different `cache_salt` if one prompt begins with all tokens of the other.
+        continues: shape ``(requests,)``, bool; True if the request continues an earlier prompt. The known
+            blocks are then a whole earlier prompt, or no earlier prompt has further blocks. Also True if one
+            of two prompts with different `cache_salt` begins with all tokens of the other.
         shares: shape ``(requests,)``, bool; True if the known blocks are a shared prompt
             (`Turns.is_shared_prompt`).
-        differences: request -> difference from the nearest prompt; only for requests that differ. Empty
-            without token ids.
+        differences: request -> difference from the nearest prompt, for requests that differ. Empty without
+            token ids.
         other_tenant: shape ``(unique_blocks,)``, bool; True if an earlier request with another `cache_salt`
             had all tokens up to the end of the block.
     """
@@ -98,8 +99,8 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
     Args:
         tokens: tokens of the blocks; None if unknown.
 
-    Cost: about 10 us per request. With `tokens`, in addition about 1 ms for each request that differs from an
-    earlier prompt.
+    Cost: about 10 us per request. With `tokens` also about 1 ms for each request that differs from an earlier
+    prompt.
     """
     lengths, history = np.diff(trace.offsets), turns(trace)
     known = lengths - history.new_blocks
@@ -122,7 +123,7 @@ def beginnings(trace: Trace, tokens: BlockTokens | None = None) -> Beginnings:
 
 
 def _nearest(trace: Trace, known: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return, for each request, the latest earlier request that has its known blocks and further blocks."""
+    """Return for each request the latest earlier request with its known blocks and further blocks."""
     longer = np.full(trace.unique_blocks, NO_REQUEST, np.int64)
     nearest = np.full(trace.requests, NO_REQUEST, np.int64)
     offsets = trace.offsets.tolist()
@@ -168,7 +169,7 @@ class _Continuations:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        # The last row is that of `_ROOT`.
+        # The last row belongs to `_ROOT`.
         self._first_child, self._first_request = np.full((2, num_blocks + 1), NO_REQUEST, np.int32)
         self._several: dict[int, deque[tuple[int, int]]] = {}
 
@@ -200,15 +201,15 @@ def _best(
     count: int,
     siblings: Sequence[tuple[int, int]],
 ) -> tuple[int, Difference | None] | None:
-    """Return the request of `siblings` with the most equal tokens, and its first difference.
+    """Return the request of `siblings` with the most equal tokens, and the first difference.
 
-    The difference is None if one prompt is the beginning of the other prompt, which has another `cache_salt`.
-    Returns None if `count` is 0 and all siblings have fewer equal tokens than a block.
+    The difference is None if the prompts differ only in `cache_salt` and length. Returns None if `count` is 0
+    and no sibling has a block of equal tokens.
     """
     children = np.array([child for child, _ in siblings])
     equal = tokens.ids[children] == tokens.ids[codes[count]]
     common = np.where(equal.all(axis=1), equal.shape[1], (~equal).argmax(axis=1))
-    # Ties: the latest.
+    # Among equal numbers the latest request comes first.
     order = np.lexsort((np.arange(len(children)), common))[::-1][:_COMPARED_CANDIDATES].tolist()
     best, most_equal = siblings[order[0]][1], -1
     best_difference: Difference | None = None
@@ -231,7 +232,7 @@ def _equal_blocks(
     earlier_codes: npt.NDArray[np.int32],
     count: int,
 ) -> int:
-    """Count the leading blocks with equal tokens. At least `count`; more if only the `cache_salt` differs."""
+    """Count the leading blocks with equal tokens: at least `count`, more if only the `cache_salt` differs."""
     shared = min(len(codes), len(earlier_codes))
     differs = prefixes[codes[count:shared]] != prefixes[earlier_codes[count:shared]]
     return count + int(differs.argmax()) if differs.any() else shared
@@ -254,7 +255,10 @@ def _difference(
 
 
 def _equal_rest(ours: Tokens, theirs: Tokens) -> tuple[int, int, int]:
-    """Return start, length and shift of the longest equal run at the most frequent shift; zeros if none."""
+    """Find the most frequent shift. Returns start, length and shift of the longest equal run at this shift.
+
+    Returns three zeros if there is no equal run.
+    """
     if min(len(ours), len(theirs)) < _WINDOW:
         return 0, 0, 0
     known, first = np.unique(_hashes(theirs), return_index=True)

@@ -1,4 +1,4 @@
-"""Recordings with token ids or text. Reads the trace and the tokens of its blocks, to compare prompts."""
+"""Reads recordings with token ids or text: the trace, and the tokens of its blocks, to compare prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITH_TOKENS = ("token_ids", "text")
 
 
 class _TokenKeys(Keys):
-    """Ids of blocks. Records the tokens of each block, and the id that the block has without `cache_salt`."""
+    """Ids of blocks. Records the tokens of each block, and the block's id without `cache_salt`."""
 
     def __init__(self) -> None:
         super().__init__(b"")
@@ -38,7 +38,7 @@ class _TokenKeys(Keys):
         parent = self._unsalted.get(ids[-1]) if ids else None
         unsalted = added
         if ids and parent != ids[-1]:
-            # Behind the root of a salt, or behind such blocks.
+            # `ids` contain a salt, so the unsalted chain has other ids.
             before = () if parent is None else (parent,)
             unsalted = super().after(before, contents)[len(before) :]
         self._unsalted.update(zip(added, unsalted, strict=True))
@@ -54,7 +54,7 @@ class _TokenKeys(Keys):
 
 
 def has_tokens(place: str, source: str | None = None) -> bool:
-    """Return True if the records have token ids or text, so that `read_with_tokens` can read them.
+    """Return True if `read_with_tokens` can read the records: they have token ids or text.
 
     Args:
         source: the user's name of the format; None detects it.
@@ -80,9 +80,9 @@ def read_with_tokens(
 ) -> tuple[Trace, BlockTokens]:
     """Read a recording with token ids or text as a trace, and the tokens of its blocks.
 
-    Arguments and errors as for `convert`. Memory for each token of the unique blocks, with blocks of 16
-    tokens: 37 bytes at the peak, 10 bytes afterwards, and 5 bytes more in `beginnings`. With blocks of 64
-    tokens: 21, 8 and 1 bytes.
+    Arguments and errors as for `convert`. Memory for each token of the unique blocks: 37 bytes at the peak,
+    10 bytes afterwards, and 5 bytes more in `beginnings`, with blocks of 16 tokens. With blocks of 64 tokens:
+    21, 8 and 1 bytes.
     """
     keys = _TokenKeys()
     with tempfile.TemporaryDirectory(prefix="kvoffload-explain-") as directory:

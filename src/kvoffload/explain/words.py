@@ -1,4 +1,4 @@
-"""Sentences of an explanation. Describes runs, and has advice for each reason. Knows no tables."""
+"""Sentences of an explanation: describes runs, and has advice for each reason. Knows no tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Managers with calls by key, over a pluggable block pool: the interface of vLLM's first managers.
+"""Managers with the interface of vLLM's first managers: calls by key, and a pluggable block pool.
 
-For engines and tests written against that interface. The managers are thin layers over `OffloadingManager`,
-which owns order, pins and ghosts. They are slower, because they create a Python object for each key. New code
-should call `OffloadingManager`.
+For engines and tests written against that interface. Each manager is a thin layer over an
+`OffloadingManager`. New code should call `OffloadingManager`, which is faster: it creates no Python object
+for each key.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class AbstractOffloadingManager(ABC):
 
     @abstractmethod
     def prepare_store(self, keys: Sequence[OffloadKey]) -> PrepareStoreOutput | None:
-        """Reserve room for blocks, and evict others if necessary; return None if there is no room."""
+        """Reserve room for blocks, and evict other blocks if necessary. Returns None if there is no room."""
 
     @abstractmethod
     def complete_store(self, keys: Iterable[OffloadKey], success: bool = True) -> None:
-        """Make prepared blocks loadable; if `success` is False, forget the blocks."""
+        """End a store: make the prepared blocks loadable, or forget them if `success` is False."""
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
@@ -135,7 +135,7 @@ class AbstractOffloadingManager(ABC):
 
 
 class PooledOffloadingManager(AbstractOffloadingManager):
-    """An `OffloadingManager` with calls by key; a `BlockPool` allocates the blocks.
+    """An `OffloadingManager` with calls by key. A `BlockPool` allocates the blocks.
 
     Args:
         pool: the allocator, used by this manager only.
@@ -174,11 +174,11 @@ class PooledOffloadingManager(AbstractOffloadingManager):
         self._stores: defaultdict[OffloadKey, list[StorePlan]] = defaultdict(list)
 
     def begin_request(self, request_id: str) -> RequestContext:
-        """Begin a request. Without a context every call is a separate request."""
+        """Begin a request. Calls without a context count as separate requests."""
         return self.manager.begin_request(request_id)
 
     def finish_request(self, ctx: RequestContext) -> None:
-        """End a request. Recency, frequency and the reuse filter count once per request, at its end."""
+        """End a request. Policy and reuse filter count a request's uses only now, once."""
         self.manager.finish_request(ctx)
 
     def lookup(self, keys: Sequence[OffloadKey], ctx: RequestContext | None = None) -> int:

@@ -1,6 +1,6 @@
 """Containment of internal errors: the engine continues without offloading.
 
-Each adapter defines the results after an error, and its reaction (`stop_after_error`).
+Each adapter defines the results that calls return after an error, and its reaction (`stop_after_error`).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def contained(
     before: Callable[[Any], None] | None = None,
     when_broken: Callable[[Any], bool] = lambda adapter: False,
 ) -> Callable[[Method[T]], Method[T]]:
-    """Decorate a method of a `Breakable`: the method then never raises an `Exception`.
+    """Decorator for methods of a `Breakable`: the method then never raises an `Exception`.
 
     Args:
-        answer: the result of a call that raises, and of every call to a broken adapter. A function `answer`
+        answer: result of a call that raises, and of every call to a broken adapter. May be a function, which
             computes the result from the arguments of the call.
         before: called first with the adapter, even if the adapter is broken.
-        when_broken: returns True if the method is also called while the adapter is broken.
+        when_broken: called with a broken adapter; returns True if the method should run nevertheless.
     """
 
     def wrap(method: Method[T]) -> Method[T]:

@@ -4,7 +4,7 @@
                    "class_name": "KVOffloadAdapter", "adapter_params": {"tiers": ["disk:/nvme/kv:500GiB"]}}'
 
 Translates LMCache's keys, memory objects, tasks and event descriptors into calls of an `ObjectStore`.
-LMCache's controllers call the adapter from two threads; the adapter's own threads wait for the tiers. No
+LMCache's controllers call the adapter from two threads. The adapter's own threads wait for the tiers. No
 failure reaches the controllers.
 """
 
@@ -41,7 +41,7 @@ _KEY_FORMAT = 1
 """Version of keys and of the order of bytes in an object; increment it with every change."""
 _LOADERS = 2
 _MOST_COUNTED = 1 << 16
-"""Number of counted objects from which the adapter looks for evicted objects among them."""
+"""Number of counted objects at which the adapter first searches for evicted objects among them."""
 _CHECKED_AT_ONCE = 1 << 10
 Format: TypeAlias = tuple[int, str]
 """Bytes of an object, and the names of its dtypes."""
@@ -55,9 +55,9 @@ class AdapterOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: a name for the weights, and for all settings that affect KV but are not in LMCache's keys.
-        block: bytes of a block; an object is stored in as many blocks as it needs.
-        deadline: longest duration of a load, in seconds; a store may take five times as long.
+        identity: a name for the weights and for the settings that affect KV but are not in LMCache's keys.
+        block: bytes of a block. An object is stored in one or more blocks.
+        deadline: longest duration of a load, in seconds. A store may take five times as long.
         staging: limit of the staging memory between tiers and LMCache's L1, in bytes.
     """
 
@@ -84,14 +84,14 @@ class KVOffloadAdapter(L2AdapterInterface):
 
     The tiers limit and evict their contents. LMCache's own eviction by usage is off; quotas by ``cache_salt``
     work. An object is served only if key, size, dtypes and bytes match the stored object. Objects are not
-    locked, so an object may be evicted between lookup and load; the load of this object then fails.
+    locked. If an object is evicted between lookup and load, the load of this object fails.
 
     Args:
         params: the options, `AdapterOptions`.
         l1_memory_desc: LMCache's L1 memory; not used.
 
-    Raises: `ConfigError` for impossible options. If a directory or server cannot be used now, an error is
-        logged, and the adapter runs without this tier.
+    Raises: `ConfigError` for impossible options. If a directory or server cannot be used now, the adapter
+        logs an error and runs without this tier.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
@@ -109,7 +109,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         self._formats: dict[Kind, Format] = {}
         self._counting = threading.Lock()
         self._counted: dict[Any, Format] = {}
-        """Objects that LMCache counts: reported as stored, and not as deleted since."""
+        """Objects that LMCache counts: objects reported as stored and not yet as deleted."""
         self._next_check = _MOST_COUNTED
         self._stored: dict[int, Any] = {}
         self._found: dict[int, Any] = {}
@@ -172,10 +172,10 @@ class KVOffloadAdapter(L2AdapterInterface):
             return self._loaded.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
-        """Delete objects whose kind was stored, looked up or loaded since the start; ignore other objects.
+        """Delete objects of the kinds that were stored, looked up or loaded since the start.
 
-        The format of other kinds is unknown, and the store's keys depend on the format. Reported as deleted:
-        present objects, and counted objects that the tiers have evicted.
+        Other objects are ignored: their format is unknown, and the store's keys depend on the format. Reports
+        two groups as deleted: present objects, and counted objects that the tiers have evicted.
         """
         with contextlib.suppress(Exception), self._counting:
             unique, deleted = [*dict.fromkeys(keys)], list[Any]()
@@ -280,7 +280,7 @@ class KVOffloadAdapter(L2AdapterInterface):
         return L2StoreResult(bool(ok.all()), sum(forms[row][0] for row in np.flatnonzero(new).tolist()))
 
     def _count(self, present: Mapping[Any, Format]) -> None:
-        """Report the uncounted objects as stored. If many are counted, look for evicted objects."""
+        """Report the uncounted objects as stored. If many objects are counted, report the evicted objects."""
         with self._counting:
             new = {key: form for key, form in present.items() if key not in self._counted}
             self._counted.update(new)

@@ -22,8 +22,8 @@ class _ToEngine(logging.Handler):
 def join(logger: logging.Logger) -> None:
     """Forward the library's log to an engine's logger, unless the user has set a handler. Idempotent.
 
-    If the engine's records reach the root logger, the forwarded records do too. Then the library's own
-    records do not propagate, so that no line is logged twice.
+    If the engine's records reach the root logger, the library's own records do not propagate. Otherwise each
+    line would be logged twice.
     """
     library = logging.getLogger("kvoffload")
     if not library.handlers:

@@ -37,7 +37,7 @@ _BUFFERS = 4
 _BATCHES_IN_FLIGHT = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.001
 _DRAIN_S = 0.005
-"""Time in seconds for which `clear` holds the lock at once while it waits for a tier."""
+"""Seconds for which `clear` holds the lock at a time while it waits for a tier."""
 
 Addresses = npt.NDArray[np.int64]
 
@@ -46,7 +46,7 @@ class Extents(NamedTuple):
     """Memory for a batch of equally large objects.
 
     Attributes:
-        addresses: ``(objects, extents)`` int64. A row has the addresses of an object's extents, in order.
+        addresses: addresses of each object's extents, in order: shape ``(objects, extents)``, int64.
         sizes: bytes of each extent, equal for all objects.
     """
 
@@ -107,7 +107,7 @@ class _Batch:
         keys: keys of all blocks; an object has `parts` consecutive blocks.
         rows: rows of the buffer, one for each block.
         ok: mask of the finished blocks.
-        tried: for each tier, a mask of the blocks that were requested from the tier.
+        tried: a mask for each tier: blocks that were requested from the tier.
         jobs: jobs in flight.
     """
 
@@ -131,19 +131,19 @@ class ObjectStore:
 
     An object is stored as blocks of `block_bytes`; the last block is padded. An object is present if all its
     blocks are present, even if they come from different stores of the object. The tiers verify each block at
-    a read. A load tries the tiers in order; a store writes to all tiers.
+    a read. A load tries the tiers in order. A store writes to all tiers.
 
-    **Copies.** A load reads into staging memory and copies sound objects to the caller's addresses, so that
-    no late job writes to memory that the caller has reused. A store copies into staging memory first. If
-    `zero_copy` allows it, batches whose extents all have `block_bytes` use the caller's memory directly.
+    **Copies.** A load reads into staging memory, then copies sound objects to the caller's addresses. So a
+    late job cannot write to memory that the caller has reused. A store copies into staging memory first. With
+    zero copy, the tiers use the caller's memory directly, if all extents have `block_bytes`.
 
     Args:
         tiers: from the fastest to the slowest. The store owns the tiers from now on.
         block_bytes: size of a block, equal in all tiers.
-        staging_bytes: limit of the staging memory; larger objects are neither stored nor loaded.
-        deadline_s: longest duration of a load, in seconds; a store may take `STORE_DEADLINES` times as long.
-        zero_copy: None: zero copy if every tier is shared. True: always; a call may then wait for a hanging
-            disk without limit. False: never.
+        staging_bytes: limit of the staging memory. Larger objects are neither stored nor loaded.
+        deadline_s: longest duration of a load, in seconds. A store may take `STORE_DEADLINES` times as long.
+        zero_copy: None: zero copy if every tier is shared. True: always. A call may then wait without limit
+            for a disk that hangs. False: never.
         clock: monotonic seconds.
 
     Thread: any; tiers are called by one thread at a time. No call raises for a failure of a tier.
@@ -191,7 +191,7 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count an access to a path. Its objects become the most recent; the first object is evicted last."""
+        """Count an access to a path. The objects become the most recent, the first object above all."""
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
@@ -202,7 +202,7 @@ class ObjectStore:
     def find(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
         """Return a mask of the present objects. An object is present if each of its blocks is in some tier.
 
-        Waits for probes of shared tiers, for at most the longest `probe_timeout_s`.
+        Waits for the probes of shared tiers, at most the longest `probe_timeout_s`.
         """
         parts = self.parts_of(object_bytes)
         if self._closed or not len(keys) or parts > MOST_PARTS:
@@ -222,9 +222,9 @@ class ObjectStore:
         return self._present(blocks, parts)
 
     def stored(self, keys: Sequence[bytes], object_bytes: int) -> Mask:
-        """Return a mask of the objects that are present as far as this process knows, without probes.
+        """Return a mask of the objects that are present as far as this process knows. Sends no probes.
 
-        After `store`, objects without a bit were refused or failed.
+        After `store`, the mask is False for objects that were refused or failed.
         """
         if self.parts_of(object_bytes) > MOST_PARTS:
             return np.zeros(len(keys), np.bool_)
@@ -234,7 +234,7 @@ class ObjectStore:
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
         """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
 
-        The memory of the other objects is unchanged; without staging (`zero_copy`) this memory is undefined.
+        The memory of the other objects is unchanged. With zero copy their memory is undefined.
 
         Args:
             prefix: stop after the first batch with a missing object.
@@ -261,8 +261,8 @@ class ObjectStore:
     def store(self, keys: Sequence[bytes], memory: Extents, path: ObjectPath | None = None) -> Mask:
         """Write objects from `memory` to all tiers. Returns a mask of the objects that need no retry.
 
-        True: each block of the object is in some tier, or was refused by an admission rule or a policy.
-        False: the tiers were busy, full or failed, or the deadline passed, or `clear` was called meanwhile.
+        - True: each block of the object is in some tier, or was refused by an admission rule or a policy.
+        - False: a tier was busy, full or failed, the deadline passed, or `clear` was called meanwhile.
         """
         num_clears = self._num_clears
         ok = np.zeros(len(keys), np.bool_)
@@ -297,10 +297,10 @@ class ObjectStore:
     def clear(self, timeout_s: float = 10.0) -> bool:
         """Forget all objects; in a shared tier for all machines. Returns False if a tier did not confirm.
 
-        A store that is under way writes nothing more, because its objects may come from the old weights.
+        A running store writes nothing more, because its objects may come from the old weights.
 
         Args:
-            timeout_s: longest wait for the tiers, in seconds. Calls of other threads go on meanwhile.
+            timeout_s: longest wait for the tiers, in seconds. Calls of other threads continue meanwhile.
         """
         with self._lock:
             self._num_clears += 1
@@ -473,9 +473,10 @@ class ObjectStore:
         ok[batch.objects] = whole
 
     def _begin_writes(self, batch: _Batch, path: ObjectPath | None, until: float, num_clears: int) -> None:
-        """Start to write the missing blocks of each tier. Waits for room in the queues, up to `until`.
+        """Start to write the missing blocks of each tier. Waits for room in the queues until `until`.
 
-        `num_clears`: number of calls of `clear` before the store. After a further call nothing is written.
+        `num_clears`: number of calls of `clear` before the store began. After a further call, nothing is
+        written.
         """
         for lane, tier in enumerate(self.tiers):
             record = None if path is None else path.records[lane]
@@ -516,7 +517,7 @@ class ObjectStore:
         self._give_back(batch)
 
     def _collect(self, batch: _Batch) -> None:
-        """Mark the blocks that ended jobs have transferred as finished, and remove these jobs."""
+        """Remove the ended jobs, and mark the blocks that these jobs have transferred as finished."""
         with self._lock:
             for job in [job for job in batch.jobs if job.result is not None]:
                 assert job.result is not None
@@ -524,7 +525,7 @@ class ObjectStore:
                 batch.jobs.remove(job)
 
     def _give_back(self, batch: _Batch) -> None:
-        """Release the staging buffer of a batch: now, or when late jobs have ended."""
+        """Release the staging buffer of a batch. If jobs are late, the buffer is released when they end."""
         if batch.buffer.memory is None:
             return
         memory = batch.buffer.memory
@@ -534,7 +535,7 @@ class ObjectStore:
                 self._log.warn(
                     "late", "%d jobs exceeded their deadline of %g s", len(batch.jobs), self.deadline_s
                 )
-            # Since `_collect`, another thread may have polled: a job with a result has left the tier.
+            # Another thread may have polled since `_collect`. A job with a result no longer uses the buffer.
             if unended := [(job.lane, job.number) for job in batch.jobs if job.result is None]:
                 self._staging.keep(memory, unended)
             else:
@@ -564,10 +565,7 @@ class ObjectStore:
 
 
 class _Staging:
-    """Page-aligned buffers of whole blocks, allocated when needed, within a limit.
-
-    Thread: one at a time.
-    """
+    """Page-aligned buffers of whole blocks, allocated on demand up to a limit. Thread: one at a time."""
 
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
         self.limit_bytes, self._block_bytes = limit_bytes, block_bytes
@@ -620,9 +618,9 @@ def _whole(blocks: Mask, parts: int) -> Mask:
 
 
 def _view(addresses: Addresses, size: int) -> tuple[Blocks, npt.NDArray[np.int64]]:
-    """Return the memory at `addresses` as an array of rows of `size` bytes, and the row of each address.
+    """Return an array of rows of `size` bytes that covers all `addresses`, and the row of each address.
 
-    Rows begin at multiples of a stride and may overlap. The stride is a common divisor of the distances
+    Rows may overlap: each row begins one stride after the previous row. The stride divides all distances
     between the addresses. The caller must keep the memory alive.
     """
     first = int(addresses.min())

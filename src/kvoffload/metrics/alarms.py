@@ -1,6 +1,6 @@
-"""Alarms on the metrics, and their form as a rule file for Prometheus.
+"""Alarms on the metrics, and the rule file for Prometheus.
 
-Owns the expressions, causes and remedies. ``docs/operations.md`` repeats them, and a test compares the two.
+Owns the expressions, causes and remedies. A test compares ``docs/operations.md`` with this list.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ RUNBOOK: Final = "docs/operations.md"
 _PREFIX = "PREFIX_"
 """Placeholder in expressions for the prefix of the metrics."""
 _SCOPE = "job, namespace, model_name, manager"
-"""Labels that do not change at a restart. Expressions sum over instances and engines. A missing label counts
-as empty."""
+"""Labels that do not change at a restart. Expressions with these labels sum over instances and engines. A
+missing label counts as empty."""
 _ENGINE = f"instance, engine, {_SCOPE}"
 
 
@@ -28,7 +28,8 @@ class Alarm:
 
     Attributes:
         template: PromQL, with a placeholder for the prefix of the metrics.
-        hold: time for which the expression must be true, such as ``10m``; empty: the alarm fires at once.
+        hold: time for which the expression must be true before the alarm fires, such as ``10m``. Empty: the
+            alarm fires at once.
         summary: one line, with the value and labels as Prometheus templates.
     """
 
@@ -56,7 +57,7 @@ class Alarm:
 
 
 def alarms(prefix: str) -> list[Alarm]:
-    """Return the alarms for metrics with this prefix. `LIBRARY_PREFIX` has no alarms for vLLM's features."""
+    """Return the alarms for metrics with this prefix. `LIBRARY_PREFIX` has no alarms of vLLM's features."""
     known = {
         family.series_name("") for family in FAMILIES if prefix != LIBRARY_PREFIX or not family.is_of_vllm
     }
@@ -101,10 +102,10 @@ def _lookups(period: str, offset: str = "") -> str:
 
 
 def _grew(counter: str, period: str) -> str:
-    """Return PromQL that is true if a counter grew in the period, or was above 0 when first scraped in it.
+    """Return PromQL that is true if a counter grew in the period, or first appeared with a value above 0.
 
     vLLM exports a counter only from the first step on, so `increase` misses the events of that step. The
-    comparison with earlier values prevents a second alarm for old events, if there was no scrape for hours.
+    comparison with earlier values prevents a second alarm for old events after hours without a scrape.
     """
     return (
         f"increase(PREFIX_{counter}[{period}]) > 0\n"

@@ -22,7 +22,7 @@ ENGINE_COUNTERS = (
     "lost_blocks",
     "internal_errors",
 )
-"""Counters that a manager cannot maintain. The engine counts them with `Collector.count`."""
+"""Counters that only the engine knows. The engine counts with `Collector.count`."""
 _LABEL = "manager"
 
 
@@ -48,9 +48,8 @@ class Collector:
         manager: a manager, or the cache of `kvoffload.open`.
         name: value of the label ``manager``.
 
-    Thread: `update` and `count` are for the scheduler's thread, as all calls of the manager. `collect` may
-    run in any thread, at any time: it reads only the values of the last `update`, which are replaced as a
-    whole and never changed. So a scrape never calls the manager or a tier, and all its values come from one
+    Thread: `update` and `count` on the scheduler's thread, as all calls of the manager. `collect` on any
+    thread, at any time. A scrape never calls the manager or a tier: all its values are those of the last
     `update`. Before the first `update` the metrics have no values.
 
     Raises: `ConfigError` if `prometheus_client` is not installed.
@@ -70,9 +69,9 @@ class Collector:
             manager.observe(self)
 
     def count(self, metric: str, number: int = 1) -> None:
-        """Count blocks or errors that only the engine notices: a metric of `ENGINE_COUNTERS`.
+        """Add `number` to a metric of `ENGINE_COUNTERS`: blocks or errors that only the engine notices.
 
-        Raises: `ConfigError` for another metric, and for a number that is no integer or less than 0.
+        Raises: `ConfigError` for another metric, or unless `number` is an integer of at least 0.
         """
         if metric not in self._counted:
             raise ConfigError("metric", metric, f"allowed: {', '.join(ENGINE_COUNTERS)}")
@@ -94,7 +93,7 @@ class Collector:
         self._values = values
 
     def describe(self) -> list[Any]:
-        """Return the metrics without values. A registry detects duplicate names from them."""
+        """Return the metrics without values. A registry uses this method to detect duplicate names."""
         return [self._family(family, ()) for family in FAMILIES if not family.is_of_vllm]
 
     def collect(self) -> list[Any]:

@@ -36,8 +36,8 @@ def manager_values(manager: AnyManager) -> Iterator[Value]:
 
     Thread: the scheduler's, because tiers may change while their counters are read.
     """
-    # In a shared pool `stats` sums the counters of all engines; a sum over the engines' metrics would then
-    # count each block once for each engine.
+    # In a shared pool `stats` has sums over all engines. A sum over the engines' metrics would then count
+    # each block several times.
     stats, own = manager.stats(), manager.counters()
     tiered = manager if isinstance(manager, TieredManager) else None
     plain = {
@@ -96,7 +96,7 @@ def tier_tenants(manager: TieredManager) -> dict[tuple[str, str], int]:
 def tier_counts(manager: TieredManager) -> dict[str, dict[str, Any]]:
     """Return the counters of each tier behind RAM, by name (`kvoffload.tiers.spec.names_of`).
 
-    Tiers that were not opened from options may have equal names, which are numbered.
+    Tiers that were not opened from options may have equal names. Equal names get a number.
     """
     counts: dict[str, dict[str, Any]] = {}
     tiers = zip(manager.tier_names, manager.hit_blocks[1:], manager.tier_stats(), strict=True)

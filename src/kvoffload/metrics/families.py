@@ -1,7 +1,7 @@
-"""Names, types and meanings of all metrics, without their prefix.
+"""Names, types and meanings of all metrics. Names have no prefix.
 
-vLLM's plug-in reports them with the prefix `VLLM_PREFIX`, the collector for other engines with
-`LIBRARY_PREFIX`. Knows no manager and no Prometheus client.
+vLLM's plug-in adds `VLLM_PREFIX`, the collector for other engines `LIBRARY_PREFIX`. Knows no manager and no
+Prometheus client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 from kvoffload.core.miss_reasons import LIVE_REASONS
 
 VLLM_PREFIX: Final = "vllm:kvoffload_"
-"""Prefix in vLLM. When an engine ends, vLLM unregisters only metrics with ``vllm`` in their names."""
+"""Prefix in vLLM. At the end of an engine, vLLM unregisters only metrics with ``vllm`` in their names."""
 LIBRARY_PREFIX: Final = "kvoffload_"
 
 UNRECORDED = "unrecorded_requests"
@@ -70,7 +70,7 @@ TENANT_COUNTERS = {
 TENANT_GAUGES = {"tenant_held_blocks": "With tenants: blocks of the tenant in RAM, readable or being stored."}
 """Metrics with the label ``tenant``. Values: each tenant with a quota, and ``other`` for all other tenants.
 
-In a shared pool whose engines have shares the tenants are ``own`` (this engine), ``others`` and ``ended``.
+If the engines of a shared pool have shares, the values are ``own`` (this engine), ``others`` and ``ended``.
 """
 TENANT_TIER = "tenant_tier_held_blocks"
 WHAT_IF_RATIO, WHAT_IF_GAIN = "what_if_hit_ratio", "what_if_gain"
@@ -131,8 +131,8 @@ class Family:
     Attributes:
         is_counter: False for a gauge. Prometheus appends ``_total`` to the names of counters.
         labels: names of the labels, without the labels that name the engine or manager.
-        values: for a metric with one label: the meaning of each value of the label. Empty if the label may
-            have any value.
+        values: value of the label -> meaning, for a metric with one label. Empty if the label may have any
+            value.
         is_of_vllm: True if only vLLM's plug-in reports the metric.
     """
 

@@ -17,7 +17,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def metrics_url(address: str, *, field: str = "url") -> str:
-    """Complete an address: ``HOST:PORT``, ``http://HOST:PORT`` and ``.../v1`` lead to ``.../metrics``.
+    """Complete an address: ``HOST:PORT``, ``http://HOST:PORT`` and ``.../v1`` become ``.../metrics``.
 
     Raises: `ConfigError` for anything but an HTTP address.
     """
@@ -39,11 +39,11 @@ def fetch(address: str, timeout_s: float, *, field: str = "url") -> str:
 
     Args:
         address: as for `metrics_url`.
-        timeout_s: time limit for the whole reply, in seconds. If the server stops in the middle, the call may
-            take twice as long.
+        timeout_s: time limit for the whole reply, in seconds. If the server stops in the middle of the reply,
+            the call may take twice as long.
         field: the option, for messages.
 
-    Raises: `UnavailableError` without a complete answer of at most `MAX_BYTES`; `ConfigError` as
+    Raises: `UnavailableError` if the server sends no complete reply of at most `MAX_BYTES`; `ConfigError` as
     `metrics_url`.
     """
     url, until = metrics_url(address, field=field), time.monotonic() + timeout_s
@@ -64,7 +64,7 @@ def fetch(address: str, timeout_s: float, *, field: str = "url") -> str:
 
 def _read(response: Any, until: float) -> bytes:
     parts, num_bytes = [], 0
-    # `read1` returns what has arrived, so that a slow server cannot prolong the wait byte by byte.
+    # `read1` returns the bytes that have arrived: a slow server cannot prolong the wait byte by byte.
     while part := response.read1(_CHUNK_BYTES):
         parts.append(part)
         num_bytes += len(part)

@@ -1,4 +1,4 @@
-"""Rates of a server, for each engine and tier. Computed from two scrapes of its metrics.
+"""Rates of a server, for each engine and tier, from two scrapes of the server's metrics.
 
 Knows names of metrics; fetches nothing.
 """
@@ -45,7 +45,7 @@ Key = tuple[str, str]
 
 @dataclass
 class Reading:
-    """A scrape. Has the values of each engine, by metric and label.
+    """A scrape: the values of each engine, by metric and label.
 
     Attributes:
         time_s: monotonic time of the scrape.
@@ -95,9 +95,9 @@ _KNOWN: Mapping[str, Family] = {family.series_name(""): family for family in FAM
 
 @dataclass(frozen=True)
 class TierRates:
-    """Rates of a tier in an interval, per second. `faults` is a count since the server's start.
+    """Rates of a tier in an interval, per second. `faults` are counts since the server's start.
 
-    A rate is None in the tier's first interval. A gauge is None if the server does not report it.
+    A rate is None in the tier's first interval. A gauge is None if the server does not report the gauge.
 
     Attributes:
         capacity: None if unknown, as for a shared server.
@@ -118,7 +118,7 @@ class TierRates:
 
 @dataclass(frozen=True)
 class WhatIfShown:
-    """The last reported estimates for a setting: a hit ratio and a gain, each with half a 95 % interval."""
+    """The last estimates for a setting: hit ratio and gain. Errors are half the width of a 95 % interval."""
 
     setting: str
     hit_ratio: float | None
@@ -129,7 +129,7 @@ class WhatIfShown:
 
 @dataclass(frozen=True)
 class TenantShown:
-    """The blocks that a tenant holds, and its loaded and evicted blocks per second."""
+    """A tenant's number of held blocks, and the tenant's loaded and evicted blocks per second."""
 
     tenant: str
     held: float | None
@@ -142,16 +142,16 @@ class EngineRates:
     """Rates of an engine in an interval, in blocks per second unless the name has another unit.
 
     A rate is None unless the server reported the metric at the start and at the end of the interval. `faults`
-    is a count since the server's start.
+    are counts since the server's start.
 
     Attributes:
         hit_ratio: hits in the interval, divided by the blocks looked up; None without lookups.
         ram_hits: hits that came from RAM.
-        what_if: estimates for the current setting of RAM, then for each setting to try; empty without
-            ``what_if``.
-        tenants: tenants with quotas. If engines of a shared pool have shares: these engines instead. Most
-            blocks first.
-        is_restarted: True if a counter decreased: the engine was restarted, and counts from 0 again.
+        what_if: estimates for the current setting of RAM, then for each setting to try. Empty without the
+            option ``what_if``.
+        tenants: tenants with quotas, most blocks first. If the engines of a shared pool have shares, the
+            engines are the tenants.
+        is_restarted: True if a counter decreased, because the engine was restarted and counts from 0 again.
     """
 
     engine: str
@@ -182,10 +182,7 @@ class EngineRates:
 
 
 def rates(before: Reading, after: Reading) -> list[EngineRates]:
-    """Compute the rates between two scrapes: one `EngineRates` for each engine of the later scrape.
-
-    The result is sorted by the engine's name.
-    """
+    """Compute the rates between two scrapes, for each engine of the later scrape, sorted by name."""
     return [
         _Engine(engine, before.engines.get(engine, {}), values, after.time_s - before.time_s).rates()
         for engine, values in sorted(after.engines.items())
@@ -273,7 +270,7 @@ class _Engine:
         return self._after.get((metric, label))
 
     def _rate(self, metric: str, label: str = "") -> float | None:
-        """Return the increase per second; None if a scrape lacks the metric. Lower values mean a restart."""
+        """Return the increase per second; None if a scrape lacks the metric. A decrease means a restart."""
         value, before = self._value(metric, label), self._before.get((metric, label))
         if value is None or before is None:
             return None

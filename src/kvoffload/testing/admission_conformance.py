@@ -32,7 +32,7 @@ class AdmissionConformance:
 
     Attributes:
         max_examples: number of Hypothesis examples.
-        remembers_keys: number of new keys after which the state of the rule must not grow any more.
+        remembers_keys: number of new keys after which the state of the rule must stop growing.
     """
 
     max_examples: ClassVar[int] = 20
@@ -47,7 +47,7 @@ class AdmissionConformance:
         return None
 
     def test_life_cycle(self) -> None:
-        """Check that every invariant of a manager holds with this rule, for each of two policies."""
+        """Check every invariant of a manager with this rule, for two policies."""
         for policy in ("lru", "arc"):
             machine = manager_machine(
                 policy,
@@ -60,7 +60,7 @@ class AdmissionConformance:
             run_machine(machine)
 
     def test_it_answers_for_each_block_and_admits_a_length(self) -> None:
-        """Check the results of `admit` and `leading`, and that neither changes the rule."""
+        """Check the results of `admit` and `leading`, and that these methods do not change the rule."""
         for seed in _SEEDS:
             rule = self.make()
             for _, _, numbers in random_script(seed, num_steps=100):
@@ -127,7 +127,7 @@ def _keys(numbers: list[int]) -> Keys:
 
 
 def _answers(rule: Admission, script: list[Step]) -> list[list[bool]]:
-    """Return the answers of `admit` before a script, and after each of its steps."""
+    """Return the answers of `admit` before a script and after each step."""
     answers = [rule.admit(_keys([*range(16)])).tolist()]
     for action, _, numbers in script:
         keys = _keys(numbers)

@@ -1,8 +1,7 @@
 """Checks of a manager's internal invariants, in O(capacity).
 
-This is the only module that may read private attributes of other modules. Call `audit` after every step of a
-test. If invariants are violated, the `AssertionError` names the structures that disagree, and the slots or
-keys.
+Only this module may read private attributes of other modules. Call `audit` after every step of a test. If an
+invariant is violated, the `AssertionError` names the structures that disagree, and the slots or keys.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     if isinstance(thing, float):
         return repr(thing)  # so that nan equals itself
     if isinstance(thing, RequestContext):
-        # The path is left out, because a refused call may have added keys, and the owner would be a cycle.
+        # Without the path, to which a refused call may have added keys. Without the owner, which is a cycle.
         return (thing.request_id, Path.over(thing.memory).num_expected)
     if isinstance(thing, bytearray):
         return None  # the memory of a struct, whose fields are compared
@@ -93,8 +92,8 @@ def state_of(thing: Any) -> bytes | Any:
     """Return the whole state of a policy or an admission rule, as a value that can be compared with ``==``.
 
     Unlike `snapshot`, this function handles cycles and foreign objects (`random.Random`). Compare only states
-    of one object at different times, because equal objects may have different states. The `index` of a policy
-    is left out, because it belongs to the manager.
+    of one object at different times, because equal objects may have different states. Leaves out the `index`
+    of a policy, which belongs to the manager.
     """
     state = {name: value for name, value in vars(thing).items() if name != "index"}
     try:
@@ -191,7 +190,7 @@ def _audit_index(label: str, index: Index, positions: set[int]) -> None:
 
 @kernel
 def _first_fault(links: I32Matrix, num_positions: int) -> int:
-    """Walk every list; return a faulty row, `len(links)` if a listed row was not reached, or -1 if sound."""
+    """Walk every list. Returns a faulty row; ``len(links)`` if a listed row was not reached; -1 if sound."""
     num_listed = 0
     for sentinel in range(num_positions, links.shape[0]):
         row, size = sentinel, 0

@@ -14,11 +14,11 @@ class EndlessLoopError(BaseException):
 
 
 class CallLimit:
-    """A CPU time limit of at most twice `cpu_s` for each call of a policy. Active from `begin` to `end`.
+    """A CPU time limit for each call of a policy: between `cpu_s` and twice `cpu_s`.
 
-    Every `cpu_s` seconds of CPU time, a timer checks if the policy is still in the same call. Loops in
-    compiled code are not detected, because Python delays signals until the code returns. Thread: main. In
-    other threads there is no limit.
+    From `begin` to `end`, a timer checks after every `cpu_s` seconds of CPU time if the policy is still in
+    the same call. Loops in compiled code are not detected, because Python delays signals until the code
+    returns. Thread: main. In other threads there is no limit.
     """
 
     def __init__(self, cpu_s: float) -> None:

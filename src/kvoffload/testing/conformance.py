@@ -5,9 +5,9 @@
     class TestMine(PolicyConformance):
         policy = "examples/my_policy.py:MyPolicy"
 
-The suite checks a policy's decisions through a manager, and reads the policy's state only to detect changes
-and growth. It does not check that a policy keeps the *right* blocks: use `kvoffload replay` for hit ratios,
-and `PolicyConformance.twin` to compare the policy with your twin of it.
+The suite checks a policy's decisions through a manager. It reads the policy's state only to detect changes
+and growth. It does not check that a policy keeps the *right* blocks. Use `kvoffload replay` for hit ratios,
+and `PolicyConformance.twin` for a comparison with a simple implementation of your policy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _ROLES = ("may leave", "pinned", "in flight", "of the storing request", "damaged
 
 
 def fatal(check: Check) -> Check:
-    """Mark a check as fatal: if it fails, the other checks are useless, and pytest skips all later checks."""
+    """Decorator for a fatal check. After its failure other checks are useless, and pytest skips them."""
 
     @wraps(check)
     def run(self: PolicyConformance) -> None:
@@ -69,17 +69,17 @@ def fatal(check: Check) -> Check:
 class PolicyConformance:
     """Base class of a policy's tests: set `policy`, and pytest runs every check on the policy.
 
-    Cheap checks run first; after a failure of a `fatal` check the others are skipped. Random checks print
-    their seed, or Hypothesis shrinks them for at most 5 s of CPU time. A run takes about 10 s of CPU time.
-    Each check is a method; to disable a check, set it to None.
+    Cheap checks run first. After a failure of a `fatal` check later checks are skipped. Random checks print
+    the seed, or Hypothesis shrinks the failure for at most 5 s of CPU time. A run takes about 10 s of CPU
+    time. Each check is a method. To disable a check, set it to None.
 
     Attributes:
         policy: a name, ``module:Class``, ``path/to/file.py:Class``, or the class.
         twin: another policy that must make the same decisions, or None.
         admissions: admission rules to combine with the policy, ``all`` first.
         max_examples: number of Hypothesis examples in each check.
-        remembers_blocks: number of new blocks after which the state of a policy for 16 blocks must not grow
-            any more.
+        remembers_blocks: number of new blocks after which the state of a policy for 16 blocks must stop
+            growing.
         call_cpu_s: largest CPU time of one call of a policy in Python.
         failed_check: name of the fatal check that failed; set by the suite.
     """
@@ -93,7 +93,7 @@ class PolicyConformance:
     failed_check: ClassVar[str] = ""
 
     def setup_method(self) -> None:
-        """Skip the check after a fatal fault; start the limit of policy calls. Called by pytest."""
+        """Skip the check after a fatal failure. Start the limit of policy calls. Called by pytest."""
         if failed := vars(type(self)).get("failed_check"):
             pytest.skip(f"earlier fatal fault: {failed} failed")
         self._limit = CallLimit(self.call_cpu_s)
@@ -127,7 +127,7 @@ class PolicyConformance:
     def test_first_steps(self) -> None:
         """Check short scripts of stores, loads, failures and damage, with an audit after each step.
 
-        Finds the worst faults in about a second: a victim that may not leave, a leaked slot, an exception.
+        Finds the worst faults in about a second: a protected victim, a leaked slot, an exception.
         """
         failure = first_failure(lambda capacity, store: _manager(self.policy, capacity, store))
         if failure is not None:
@@ -201,7 +201,7 @@ class PolicyConformance:
     # ---- as a victim tier
 
     def test_life_as_a_victim_tier(self) -> None:
-        """Check random histories of a victim tier, whose duplicates leave the policy's order and return."""
+        """Check random histories of a victim tier. Duplicates leave the policy's order and return later."""
         _run_machine(
             manager_machine(
                 self.policy,
@@ -258,7 +258,7 @@ class PolicyConformance:
             check_elsewhere([name])
 
     def test_reset_forgets_everything(self) -> None:
-        """Check that after `reset` a policy behaves like a new one."""
+        """Check that a policy behaves like a new policy after `reset`."""
         for seed in SEEDS:
             used, new = _manager(self.policy, 6), _manager(self.policy, 6)
             play(used, random_script(seed, num_steps=200, settle=True))
@@ -404,7 +404,7 @@ def _short(value: object) -> str:
 
 
 def _run_machine(machine: type[ManagerMachine]) -> None:
-    """Run a state machine. The message of a failure lists the steps, then the violation."""
+    """Run a state machine. The message of a failure lists the steps, then the violated invariant."""
     try:
         run_machine(machine)
     except Exception as error:
@@ -480,7 +480,7 @@ def _check_asking(manager: OffloadingManager, seed: int) -> None:
 
 
 def _address(policy: type[EvictionPolicy]) -> str | None:
-    """Return the name by which another process can import this class, or None."""
+    """Return a name by which another process can import this class; None if it cannot."""
     if "." in policy.__qualname__:
         return None
     if policy.__module__.startswith("kvoffload."):

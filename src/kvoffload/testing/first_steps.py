@@ -1,7 +1,7 @@
 """A fast check of a policy with short scripts. A failing script is reduced in bounded time.
 
-Finds the worst faults (a victim that may not leave, a leaked slot, a method that raises) in about a second.
-State machines search deeper and need longer.
+Finds the worst faults (a protected victim, a leaked slot, a method that raises) in about a second. State
+machines search deeper and need longer.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Failure:
 
 
 def first_failure(make: Callable[[int, str], OffloadingManager]) -> Failure | None:
-    """Play short random scripts, with an audit after each step; return the first failure, reduced.
+    """Play short random scripts, with an audit after each step. Returns the first failure, reduced.
 
     Args:
-        make: creates a manager, given its capacity in blocks and its store mode.
+        make: creates a manager with a capacity in blocks and a store mode.
 
     Cost: 160 scripts of 4 to 32 steps. After a failure, at most 300 more scripts.
     """
@@ -81,7 +81,7 @@ def _play(
 
 
 def _reduced(make: Callable[[int, str], OffloadingManager], failure: Failure) -> Failure:
-    """Remove steps and keys, one at a time, while the script raises the same type of error."""
+    """Remove steps and keys, one at a time, as long as the script raises the same type of error."""
     replays = 0
     while True:
         for script in _shorter(failure.script):

@@ -1,7 +1,7 @@
 """Random scripts for managers, and logs of the decisions. Used to compare policies.
 
-A script is data, so that several managers can play it. Steps refer to requests, keys and jobs by numbers that
-are valid for every manager. Managers with equal decisions give equal logs.
+A script is data that several managers can play. Steps refer to requests, keys and jobs by numbers that are
+valid for every manager. Managers with equal decisions give equal logs.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def random_script(seed: int, num_steps: int, settle: bool = False) -> list[Step]
 
 
 def long_lists(elements: st.SearchStrategy[T], max_size: int) -> st.SearchStrategy[list[T]]:
-    """Draw lists with uniformly distributed lengths up to `max_size`; `st.lists` prefers short lists."""
+    """Draw lists with uniformly distributed lengths up to `max_size`. (`st.lists` prefers short lists.)"""
     return st.integers(0, max_size).flatmap(lambda n: st.lists(elements, min_size=n, max_size=n))
 
 
@@ -77,7 +77,7 @@ def play(
 ) -> list[Any]:
     """Play a script. Returns for each step: its name, the decision, and the result of `after_step`.
 
-    Each time a request begins or ends, it gets the next element of `hints`, cyclically.
+    A request gets the next element of `hints`, cyclically, when it begins and when it ends.
     """
     player = Player(manager, hints)
     return [(step[0], player.play(step), after_step(manager)) for step in script]
@@ -113,7 +113,7 @@ class Player:
             self.manager.complete_store(self.stores.pop(number % len(self.stores)), success)
 
     def load(self, number: int, keys: list[bytes]) -> Any:
-        """Look up blocks and start to load the ready ones."""
+        """Look up blocks and start to load the ready blocks."""
         ctx = self.contexts[number]
         result = self.manager.lookup(keys, ctx)
         self.loads.append(self.manager.prepare_load(keys[: result.num_ready], ctx))
@@ -133,7 +133,7 @@ class Player:
         return self.manager.discard(keys[:1])
 
     def wait(self, number: int, keys: list[bytes]) -> None:
-        """Look up blocks of a request, and expect the request: it waits in the engine's queue."""
+        """Look up blocks of a request, and register the request as waiting in the engine's queue."""
         self.manager.lookup(keys, self.contexts[number])
         self.manager.expect(self.contexts[number])
 
@@ -167,7 +167,7 @@ def key_of(number: int, key_bytes: int) -> bytes:
 
 @cache
 def colliding_keys(num_keys: int, capacity_blocks: int, key_bytes: int) -> list[bytes]:
-    """Return keys whose home buckets are the last of a manager's index, so that probing wraps around."""
+    """Return keys whose home buckets are at the end of a manager's index, so that probing wraps around."""
     rng = np.random.default_rng(0)
     keys = Keys.pack(list({rng.bytes(key_bytes): None for _ in range(num_keys * 20)}), key_bytes)
     homes = []

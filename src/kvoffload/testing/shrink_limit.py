@@ -24,7 +24,7 @@ class _TimeIsUp(BaseException):
 def check_examples(
     check: Callable[..., None], *strategies: st.SearchStrategy[Any], max_examples: int
 ) -> None:
-    """Run a check on random arguments; report the smallest failure found in `SHRINK_CPU_S` of shrinking."""
+    """Run a check on random arguments. Reports the smallest failure after `SHRINK_CPU_S` of shrinking."""
     limit = _Limit()
 
     @wraps(check)
@@ -41,7 +41,7 @@ def check_examples(
 
 
 def run_machine(machine: type[RuleBasedStateMachine]) -> None:
-    """Run a state machine; report the smallest failure found in `SHRINK_CPU_S` of shrinking."""
+    """Run a state machine. Reports the smallest failure after `SHRINK_CPU_S` of shrinking."""
     limit = _Limit()
 
     def teardown(self: RuleBasedStateMachine) -> None:
@@ -59,7 +59,7 @@ def run_machine(machine: type[RuleBasedStateMachine]) -> None:
 class _Limit:
     """Raises `_TimeIsUp` if more than `SHRINK_CPU_S` of CPU time have passed since the first failure.
 
-    Raises only after an example, because Hypothesis requires that equal examples draw equally.
+    Raises only after an example: Hypothesis requires that a repeated example draws the same values.
     """
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ class _Limit:
 
 
 def _run(run: Callable[[settings], None], limit: _Limit, base: settings) -> None:
-    # Hypothesis' explanations re-run a failure under a tracer, which is slow.
+    # Without Hypothesis' explanations, which run a failure again under a slow tracer.
     phases = [phase for phase in base.phases if phase is not Phase.explain]
-    # The smallest failure so far is in the database, from where the second run takes it.
+    # The second run reads the smallest failure so far from the database.
     database = base.database or InMemoryExampleDatabase()
     base = settings(base, phases=phases, database=database, report_multiple_bugs=False)
     try:

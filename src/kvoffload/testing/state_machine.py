@@ -2,7 +2,7 @@
 
 Completion, failure and loss of a job are rules of the machine. So a single-threaded test explores the
 interleavings of completions. The model checks that every victim was evictable, that duplicates in a victim
-tier are evicted first, and that nothing else changes. The model does not know the order of eviction: only
+tier are evicted first, and that nothing else changes. The model does not know the order of eviction. Only
 tests of a policy check that the victims are *right*.
 
     TestMine = manager_machine(policy="mine.policies:Mine", capacity_blocks=5).TestCase
@@ -53,8 +53,9 @@ batches = st.one_of(runs, st.lists(st.integers(0, NUM_KEYS - 1), max_size=8))
 class Request:
     """An inference request and its path so far. Stores of the request do not evict blocks of the path.
 
-    `accessed` holds the keys that the request has touched or stored. `cut` is the first of the blocks that
-    the policy refused last.
+    Attributes:
+        accessed: keys that the request has touched or stored.
+        cut: first key of the policy's last refusal.
     """
 
     ctx: RequestContext | None
@@ -65,8 +66,12 @@ class Request:
 
 @dataclass
 class Job:
-    """A transfer in flight. After a `reset` the job is `stale`: its blocks are forgotten. After a reset with
-    `drop_in_flight` the job is `void`: its completion has no effect."""
+    """A transfer in flight.
+
+    Attributes:
+        stale: True after a `reset`, which has forgotten the job's blocks.
+        void: True after a reset with `drop_in_flight`. The completion of the job has no effect.
+    """
 
     plan: LoadPlan | StorePlan
     stale: bool = False
@@ -75,7 +80,7 @@ class Job:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """The rules and the model; `manager_machine` creates subclasses.
+    """The rules and the model. `manager_machine` creates subclasses.
 
     Attributes:
         state: the model: each key's state, WRITING or READY.
@@ -121,7 +126,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(target=requests)
     def begin_without_context(self) -> Request:
-        """Create a request whose calls have no context, so that each call is a separate request."""
+        """Create a request whose calls have no context. Each call then counts as a separate request."""
         return Request(None)
 
     @rule(request=consumes(requests), hints=known_of_requests)
@@ -310,7 +315,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for key in ready:
             self._forget(key)
 
-    # Resets only of a full manager, because they would otherwise be too frequent.
+    # Only full managers are reset. Otherwise resets would be too frequent.
 
     @precondition(lambda self: len(self.state) == self.manager.capacity_blocks)
     @rule()
@@ -384,7 +389,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return path.index(missing[0]) > path.index(request.cut)
 
     def _check_prefix(self, plan: StorePlan, missing: list[bytes], room: int, num_given: int) -> None:
-        """Check a plan of path blocks: it has the leading missing blocks that are admitted and have room."""
+        """Check that a plan has the leading missing blocks that are admitted and have room."""
         stored = len(plan.keys)
         assert plan.keys == missing[:stored], "not the head of the missing blocks"
         assert stored + plan.num_dropped + plan.num_refused == len(missing), (
@@ -406,7 +411,7 @@ class ManagerMachine(RuleBasedStateMachine):
         room: int,
         num_given: int,
     ) -> None:
-        """Check a plan of blocks that the device drops. Each block may enter independently of the others."""
+        """Check a plan of blocks that the device drops. Each block may enter independently."""
         considered, dropped = admitted[:room], admitted[room:]
         stored = list(plan.keys)
         refused = [key for key in considered if key not in stored]
@@ -432,7 +437,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def _limit(
         self, request: Request, num_missing: int, may_leave: set[bytes], num_free: int
     ) -> tuple[int, int]:
-        """Return the number of blocks that a store has room for, and the number of free slots it may use.
+        """Return two numbers for a store: blocks that have room, and free slots that the store may use.
 
         Subclasses with quotas remove blocks from `may_leave`.
         """
@@ -443,7 +448,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return duplicate_slots(self.manager) is not None
 
     def _admitted(self, missing: list[bytes]) -> list[bytes]:
-        """Return the blocks of `missing` that the admission rule admits, each judged separately."""
+        """Return the blocks of `missing` that the admission rule admits. Each block is judged separately."""
         if self.manager.admission is None:
             return missing
         # A copy of the rule, because a call of `admit` may change its state.
@@ -451,7 +456,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return [key for key, is_allowed in zip(missing, allowed.tolist(), strict=True) if is_allowed]
 
     def _mark_duplicates(self, keys: list[bytes]) -> None:
-        """In a victim tier, mark the ready blocks of `keys` as duplicates: the device also holds them."""
+        """In a victim tier, mark the ready blocks of `keys` as duplicates."""
         if self._is_victim_tier:
             latest = [key for key in dict.fromkeys(keys) if self.state.get(key) is READY]
             self.duplicates = [*latest, *(key for key in self.duplicates if key not in latest)]
@@ -474,7 +479,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return PrefixLookup(ready, (*states, READY)[ready])
 
     def _expect_all(self, ctx: RequestContext) -> bool:
-        """Expect the keys of a request, head first. Returns False if there is no room for all of them."""
+        """Expect the keys of a request, head first. Returns False if not all keys have room."""
         expected, own = {key for keys in self.waiting.values() for key in keys}, self.waiting[ctx]
         for key in list(ctx.keys())[len(own) :]:
             if len(expected | {key}) > self.manager.capacity_blocks * 7 // 8:
@@ -484,7 +489,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return True
 
     def _end_wait(self, ctx: RequestContext) -> None:
-        """Remove a waiting request, then expect further keys of the other requests, the oldest first."""
+        """Remove a waiting request, then expect further keys of other waiting requests, oldest first."""
         if self.waiting.pop(ctx, None) is not None:
             self.is_full = self.is_full and not all(map(self._expect_all, self.waiting))
 
@@ -505,7 +510,7 @@ class ManagerMachine(RuleBasedStateMachine):
         return job
 
     def _expect_misuse(self, call: Callable[[], object]) -> str:
-        """Check that a call raises `MisuseError` and changes nothing; return the message."""
+        """Check that a call raises `MisuseError` and changes nothing. Returns the message."""
         before = snapshot(self.manager)
         try:
             call()
@@ -526,13 +531,13 @@ def manager_machine(
     step_count: int = 40,
     base: type[ManagerMachine] = ManagerMachine,
 ) -> type[ManagerMachine]:
-    """Create a state machine for managers with this policy and admission; pytest runs its `TestCase`.
+    """Create a state machine for managers with this policy and admission. pytest runs its `TestCase`.
 
     Args:
         policy: as for `OffloadingManager`.
-        admission: a name, or a function that creates a rule, because each manager needs its own rule.
+        admission: a name, or a function that creates a rule. Each manager needs its own rule.
         store: ``on-compute``, or ``on-device-eviction`` for a victim tier.
-        capacity_blocks: number of slots; keep it small, so that there is often no room.
+        capacity_blocks: number of slots. Choose a small number, so that there is often no room.
         key_bytes: length of the keys.
         max_examples: number of random histories; None: the number in Hypothesis' profile.
         step_count: maximum number of steps in a history.

@@ -22,10 +22,11 @@ class StorageOptions:
 
     Attributes:
         tiers: from the fastest to the slowest.
-        identity: a name for the weights, and for all settings that affect KV but are not SGLang's arguments.
-        deadline: longest time to read a batch, in seconds; a write may take five times as long.
+        identity: a name for the weights and for the settings that affect KV but are not SGLang's arguments.
+        deadline: longest time to read a batch, in seconds. A write may take five times as long.
         staging: limit of the staging memory between tiers and SGLang's host pool, in bytes.
-        zero_copy: when pages move without staging. ``auto``: if all tiers are shared; ``always``; ``never``.
+        zero_copy: ``always`` or ``never`` move pages without staging; ``auto``: always if all tiers are
+            shared, otherwise never.
     """
 
     tiers: Tiers

@@ -1,4 +1,4 @@
-"""SGLang's host pools as memory of objects: addresses of each page, and the text that identifies its format.
+"""SGLang's host pools as memory of objects: the addresses of each page, and a text for the page format.
 
 Does not know keys or tiers.
 """
@@ -45,14 +45,14 @@ _ANATOMY = (
     ),
     *("temporal_dtype", "temporal_state_elem_size", "indexer_dtype", "index_k_dtype", "quant_block_size"),
 )
-"""Attributes of host pools that determine the format of a page, where a pool has them."""
+"""Attributes of host pools that determine the format of a page. A pool has only some of them."""
 
 
 class HostPages:
     """The pages of a host pool.
 
-    If the pool reports the addresses of its pages (`get_page_buffer_meta`), extents have these addresses.
-    Otherwise the pool itself copies pages (`get_data_page`, `set_from_flat_data_page`).
+    If the pool reports the addresses of its pages (`get_page_buffer_meta`), no page is copied. Otherwise the
+    pool copies each page (`get_data_page`, `set_from_flat_data_page`).
 
     Attributes:
         page_bytes: bytes of a page.
@@ -147,11 +147,9 @@ def _plain(value: Any) -> Any:
 def best_block_bytes(sizes: Sequence[int], extents: Sequence[int]) -> int:
     """Return the block size for objects of these sizes, in bytes.
 
-    If all objects have one size, a block is a whole object. But if the extents of an object are equal, large
-    and few, a block is an extent, because pages then move without a copy.
-
-    If objects have several sizes, the block size is a multiple of 4 KiB. It is chosen so that padding and the
-    number of blocks cost least together.
+    - Objects of one size: a block is a whole object. If the extents of an object are equal, large and few, a
+      block is an extent instead, because pages then move without a copy.
+    - Objects of several sizes: a multiple of 4 KiB with the smallest total cost of padding and blocks.
 
     Args:
         sizes: bytes of an object of each pool.

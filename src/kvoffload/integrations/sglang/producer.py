@@ -1,7 +1,7 @@
 """The identity of an SGLang engine as producer of pages: SGLang's arguments, versions, device, weights.
 
-An argument that `producer_table` does not list is *bound*: it is part of the fingerprint. The format of
-a page, with its dtype, is part of each key (`pages`).
+An argument that `producer_table` does not list is *bound*: it is part of the fingerprint. The format of a
+page, including the dtype, is part of each key (`pages`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Producer:
         facts: all parts of the fingerprint except the weights.
         models: path and revision of each model.
         download_dir: SGLang's cache of weights from the hub; empty for the default cache.
-        identity: the user's name of the weights; replaces the weights in the fingerprint for shared tiers.
-        loads_adapters: True if requests may use LoRA adapters, whose contents are in no fingerprint.
+        identity: the user's name of the weights. Replaces the weights in the fingerprint for shared tiers.
+        loads_adapters: True if requests may use LoRA adapters. No fingerprint includes their contents.
     """
 
     facts: Mapping[str, Any]
@@ -64,7 +64,7 @@ class Producer:
         """Return the fingerprint for tiers that machines share. Raises `ConfigError` for unknown weights.
 
         Args:
-            name: the tier's name of the weights; empty for none. The engine's `identity` is also bound.
+            name: the tier's name of the weights; empty for none. The engine's `identity` is bound as well.
         """
         names = [given for given in (name, self.identity) if given]
         identities = [] if names else [weights_identity(model, self.download_dir) for model, _ in self.models]
@@ -97,8 +97,8 @@ class Producer:
 def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity: str) -> Producer:
     """Return the producer of the running engine.
 
-    Raises: `ConfigError` if SGLang's arguments are unknown and `identity` is not given, because pages of
-        another configuration could be served.
+    Raises: `ConfigError` if SGLang's arguments are unknown and `identity` is empty. Pages of another
+        configuration could otherwise be served.
     """
     arguments = server_arguments()
     if arguments is None and not identity:
@@ -141,7 +141,7 @@ def find_producer(storage_config: Any, pools: Mapping[str, HostPages], identity:
 def server_arguments() -> dict[str, Any] | None:
     """Return SGLang's arguments in this process; None if unknown.
 
-    The values are the user's. The arguments in `RESOLVED` have SGLang's resolved values.
+    Returns the values that the user has given, and SGLang's resolved values for arguments in `RESOLVED`.
     """
     try:
         from sglang.srt.runtime_context import get_server_args

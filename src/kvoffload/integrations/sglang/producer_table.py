@@ -67,7 +67,7 @@ WITHOUT_EFFECT = frozenset(
     weight_loader_prefetch_num_threads
     """.split()  # noqa: SIM905
 )
-"""Arguments without effect on KV. Names of weights are included: files or commit identify the weights."""
+"""Arguments without effect on KV. Includes the names of weights: the files or the commit identify weights."""
 
 SEED, LOAD_FORMAT, DUMMY = "random_seed", "load_format", "dummy"
 """SGLang draws the seed at each start. The seed affects KV only with random weights (`DUMMY`)."""

@@ -1,7 +1,7 @@
 """The ranks of an SGLang server: ranks with equal pages, and the part of a disk for each rank.
 
-A rank here is one scheduler process. The ranks of tensor, pipeline and context parallelism are in
-`HiCacheStorageConfig`, the rank of data parallelism is in SGLang's runtime context.
+A rank is one scheduler process. `HiCacheStorageConfig` has the ranks of tensor, pipeline and context
+parallelism. SGLang's runtime context has the rank of data parallelism.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_ranks(config: HiCacheStorageConfig, tiers: Sequence[TierOptions]) -> N
 
 
 def num_ranks(config: HiCacheStorageConfig) -> int:
-    """Return the number of ranks that share a tier's capacity; each rank has its own directory."""
+    """Return the number of ranks that share a tier's capacity. Each rank has its own directory."""
     return int(config.tp_size * config.pp_size * config.attn_cp_size * _data_parallel(config)[1])
 
 

@@ -5,7 +5,7 @@
         "hicache_storage_pass_prefix_keys": true, "tiers": ["disk:/nvme/kv:500GiB"]}'
 
 Translates SGLang's pages, keys and host pools into objects (`kvoffload.integrations.objects`). SGLang's
-threads for queries, reads and writes call the storage; each call waits for the tiers until its deadline. No
+threads for queries, reads and writes call the storage. Each call waits for the tiers until its deadline. No
 failure and no internal error reaches SGLang.
 """
 
@@ -49,9 +49,9 @@ class KVOffloadStorage(HiCacheStorage):
 
     The tiers open when SGLang has registered its host pools, and close when SGLang detaches the backend.
 
-    Raises: `ConfigError` at construction for impossible options, and from `on_host_pools_registered` for an
-        engine whose pages cannot be identified. If a directory or server cannot be used now, an error is
-        logged, and SGLang runs without this tier.
+    Raises: `ConfigError` from the constructor for impossible options, and from `on_host_pools_registered` if
+        the engine's pages cannot be identified. If a directory or server cannot be used now, the storage logs
+        an error and runs without this tier.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -81,7 +81,7 @@ class KVOffloadStorage(HiCacheStorage):
         self._register(PoolName.KV.value, mem_pool_host)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Register a further host pool; also allowed after the tiers are open."""
+        """Register a further host pool, before or after the tiers open."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         self._register(_name(host_pool_name), host_pool)
 
@@ -153,8 +153,10 @@ class KVOffloadStorage(HiCacheStorage):
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """Write pages from the host pool; return True for each page that a tier has, or refused by its
-        rule."""
+        """Write pages from the host pool. Returns True for each page that needs no retry.
+
+        No retry is needed for pages that are in a tier, or that a tier's rule has refused.
+        """
         return self._set(PoolName.KV.value, keys, host_indices, _prefix(extra_info))
 
     # ---- interface v2, for models with several pools
@@ -166,7 +168,7 @@ class KVOffloadStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the number of leading pages that all pools can restore, by the hit policy of each pool."""
+        """Return the number of leading pages that all pools can restore. Each pool has its own hit policy."""
         kv_pages = len(keys)
         if PoolName.KV.value in self._pages:
             kv_pages = _leading(self._find(PoolName.KV.value, keys))
@@ -235,7 +237,7 @@ class KVOffloadStorage(HiCacheStorage):
         return [target if is_there else None for target, is_there in zip(targets, ok.tolist(), strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Write a page from a flat tensor. Returns True if a tier has the page, or refused it by its rule."""
+        """Write a page from a flat tensor. Returns True if the page needs no retry (see `batch_set_v1`)."""
         return self.batch_set([key], [value])
 
     @contained(lambda keys, values=None, target_locations=None, target_sizes=None: False)
@@ -253,7 +255,7 @@ class KVOffloadStorage(HiCacheStorage):
     # ---- objects
 
     def stop_after_error(self, method: str) -> None:
-        """Log an internal error, and answer every call with a miss from now on."""
+        """Log an internal error. From now on every call returns a miss."""
         self.broken = True
         logger.exception("kvoffload: internal error in %s; the storage is no longer used", method)
 
@@ -307,8 +309,8 @@ class KVOffloadStorage(HiCacheStorage):
     ) -> ObjectPath:
         """Return the path that consists of `prefix` and `keys`.
 
-        If `prefix` equals the path of the last batch, `keys` are appended to this path. So the policies count
-        each page of an operation once.
+        If `prefix` is the path of the last batch, `keys` extend this path. So the policies count each page of
+        an operation only once.
         """
         before, page_bytes = prefix or [], self._pages[name].page_bytes
         path, chain = self._paths.get(kind), self._chains.get(kind)
@@ -395,7 +397,7 @@ def _owner(config: HiCacheStorageConfig, producer: Producer, block_bytes: int) -
         KEY_BYTES,
         producer.fingerprint(),
         directory_of(config),
-        # SGLang writes the nodes of its tree one by one, so groups of pages would seldom be complete.
+        # SGLang writes the nodes of its tree one by one, so few groups of pages would be complete.
         reports_paths=False,
         on_unavailable=on_unavailable,
         shared_fingerprint=producer.shared_fingerprint,

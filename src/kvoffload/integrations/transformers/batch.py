@@ -15,14 +15,14 @@ from kvoffload.errors import ConfigError
 class PrefixBatch:
     """A context manager for a batch of prompts and the longest prefix that is known for all prompts.
 
-    All rows of a batch have the same number of columns in ``cache``. With left padding a row's tokens begin
-    at its first column without padding; columns of padding are zero.
+    All rows of a batch have the same number of columns in `cache`. With left padding a row's tokens begin at
+    its first column without padding; columns of padding are zero.
 
     Attributes:
-        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``, named
-            ``past_key_values`` before transformers 5.24. Layers with a sliding window keep all tokens: later
-            prompts may continue any prefix.
-        num_cached: number of leading columns of the batch in `cache`; never includes the last column.
+        cache: a `DynamicCache` of `num_cached` columns, for ``model(..., cache=cache)``. The argument's name
+            is ``past_key_values`` before transformers 5.24. Layers with a sliding window keep all tokens,
+            because later prompts may continue any prefix.
+        num_cached: number of leading columns of the batch in `cache`. Never includes the last column.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class PrefixBatch:
         """Begin a batch.
 
         Args:
-            counts_padding: True if the model counts columns of padding as positions. Then rows with different
-                padding share no KV.
+            counts_padding: True if the model counts columns of padding as positions. Rows with different
+                padding then share no KV.
         """
         self._kv_cache, self._ids = kv_cache, input_ids
         self._starts = first_columns(input_ids, attention_mask)
@@ -68,12 +68,12 @@ class PrefixBatch:
         May be called again when `cache` has more columns.
 
         Args:
-            sequences: token ids of all rows, prompts and generated tokens. Several sequences of a
-                prompt are consecutive, as in the result of ``model.generate``.
-            prompts_only: Store only the prompts. Needed after beam search, which reorders the rows of
+            sequences: token ids of all rows: prompts and generated tokens. Several sequences of a prompt are
+                consecutive, as in the result of ``model.generate``.
+            prompts_only: store only the prompts. Needed after beam search, which reorders the rows of
                 `cache`.
 
-        Raises: `ConfigError` for sequences that do not continue the prompts and the last call's sequences.
+        Raises: `ConfigError` unless the sequences continue the prompts, and those of the last call.
         """
         kv = [(layer.keys, layer.values) for layer in self.cache.layers]
         if not kv:

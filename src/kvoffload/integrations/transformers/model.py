@@ -29,9 +29,9 @@ _WITHOUT_EFFECT = {
 def kv_layout(model: Any, block_tokens: int = 16) -> KVLayout:
     """Return the layout of a model's KV, from a forward pass of one token.
 
-    Raises: `ConfigError` in two cases. The model is in training mode, or its KV is not one key and one value
-    for each token and layer. The second case includes encoder-decoders, linear attention, paged attention,
-    rope that depends on the total length, and layers of different shapes or devices.
+    Raises: `ConfigError` for a model in training mode, or with unsuitable KV. The KV must be one key and one
+    value for each token and layer. This excludes encoder-decoders, linear attention, paged attention, rope
+    that depends on the total length, and layers of different shapes or devices.
     """
     if model.config.is_encoder_decoder:
         raise ConfigError("model", type(model).__name__, "allowed: decoder-only; it is an encoder-decoder")
@@ -75,7 +75,7 @@ def _probe(model: Any) -> None:
     parameters = inspect.signature(model.forward).parameters
     is_wrapper = any(part.kind is part.VAR_KEYWORD for part in parameters.values())
     if "position_ids" not in parameters and not is_wrapper:
-        return  # its positions are those of the columns
+        return  # positions are column numbers
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 0
 
     def kv_of(positions: list[int]) -> list[torch.Tensor]:
@@ -89,5 +89,5 @@ def _probe(model: Any) -> None:
         try:
             kv_of([0, 1])
         except (TypeError, ValueError):
-            return  # nor does the wrapped model take positions
+            return  # the wrapped model takes no positions either
     probe_rope(model, longest, kv_of)

@@ -35,7 +35,7 @@ class PrefixCache:
             prefix = PrefixCache(model, cache)
             output = prefix.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=200)
 
-    In float32 greedy tokens equal the tokens of ``model.generate``. In shorter types rounding may differ,
+    In float32 the greedy tokens are those of ``model.generate``. In shorter types rounding may differ,
     because fewer tokens are computed at once.
 
     Args:
@@ -61,9 +61,9 @@ class PrefixCache:
 
         Args:
             input_ids: prompts of equal length; shape ``(batch, tokens)``.
-            attention_mask: all ones, if given. Padding is refused: without ``position_ids`` a model gives
-                positions to padding, and the stored KV would be wrong in batches with other padding.
-            salt: for example a tenant. Prompts with different salts share no KV.
+            attention_mask: all ones, if given. Padding is refused: without ``position_ids`` a model counts
+                padding as positions, and the stored KV would be wrong in batches with other padding.
+            salt: any text, for example a tenant. Prompts with different salts share no KV.
 
         Raises: `ConfigError` for padding.
         """
@@ -110,7 +110,7 @@ class PrefixCache:
         return output
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-        """Return all arguments of ``model.generate`` by name; positional arguments follow `inputs`."""
+        """Return all arguments of ``model.generate`` by name. `arguments` are those after `inputs`."""
         parameters = inspect.signature(self._model.generate).parameters.values()
         names = [part.name for part in parameters if part.kind is part.POSITIONAL_OR_KEYWORD][1:]
         given = dict(zip(names, arguments, strict=False))
@@ -121,7 +121,7 @@ class PrefixCache:
         return given | options
 
     def _batch(self, ids: torch.Tensor, mask: torch.Tensor | None, salt: str) -> PrefixBatch:
-        """Return a batch. A model that does not take ``position_ids`` counts padding as positions."""
+        """Create a batch. A model without the argument ``position_ids`` counts padding as positions."""
         counts_padding = "position_ids" not in inspect.signature(self._model.forward).parameters
         salt = f"{self._digest}/{salt}"
         return PrefixBatch(self._cache, ids, mask, salt, counts_padding=counts_padding)
@@ -157,7 +157,7 @@ class PrefixCache:
             raise ConfigError("attention_mask", None, f"give it: the prompts contain the padding token {pad}")
 
     def _setting(self, name: str, config: Any, options: dict[str, Any]) -> Any:
-        """Return a setting from the first of `options`, `config` and the model that has it; else None."""
+        """Return a setting from `options`, else from `config`, else from the model; None if it is unset."""
         for value in (
             options.get(name),
             getattr(config, name, None),

@@ -1,7 +1,7 @@
-"""Refuses rope that computes the KV of a token from the length of the whole sequence.
+"""Refusal of rope that computes the KV of a token from the length of the whole sequence.
 
-Known types are refused by name. Other models are probed: the KV of earlier tokens must not change with the
-position of the last token.
+Known types are refused by name. Other models are probed: the position of the last token must not change the
+KV of earlier tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvoffload.errors import ConfigError
 
 _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
-"""Probed sequence lengths beyond ``max_position_embeddings``, as multiples of this number."""
+"""Probed sequence lengths, as multiples of ``max_position_embeddings``."""
 LONGEST_TABLE = 1 << 19
 """Limit of probed sequence lengths: a module may compute a table of all positions, here 256 MiB."""
 _TOLERANCE = 0.02
@@ -48,10 +48,10 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
 def probe_rope(model: Any, longest: int, kv_of: Callable[[list[int]], list[torch.Tensor]]) -> None:
     """Refuse a model whose KV depends on the length of the sequence, whatever the name of the rope type.
 
-    The model computes a few tokens three times: with the last token near the others, at position ``longest -
-    1``, and near the others again. The KV of the other tokens must stay the same. Positions beyond `longest`
-    are computed only by copies of the rotary modules on the CPU, because they could be an error on a device.
-    Not detected: rope that a function computes, without a module, and that changes only beyond `longest`.
+    The model computes a few tokens three times: with the last token near the other tokens, at position
+    ``longest - 1``, and near the other tokens again. The KV of the other tokens must stay the same. Only
+    copies of the rotary modules on the CPU compute positions beyond `longest`, because such positions could
+    be an error on a device. Not detected: rope that changes only beyond `longest` and has no module.
 
     Args:
         longest: ``max_position_embeddings``.

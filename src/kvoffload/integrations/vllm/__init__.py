@@ -1,7 +1,7 @@
 """kvoffload inside vLLM: `KVOffloadConnector` (``kv_connector``) and `KVOffloadSpec` (``spec_name``).
 
-The only package that knows vLLM. vLLM is imported at the first use of these two classes, so options can be
-checked without vLLM.
+The only package that knows vLLM. The first use of these classes imports vLLM. Options can be checked without
+vLLM.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class KVOffloadConnector(OffloadingConnector):
     def build_prom_metrics(cls, vllm_config: Any, *arguments: Any) -> Any:
         """Return the metrics of our specification.
 
-        The name of the specification is set here too: in a ``MultiConnector`` vLLM passes a different copy of
-        the configuration than to the constructor.
+        Sets the name of the specification here, too: in a ``MultiConnector`` vLLM passes a different copy of
+        the configuration to the constructor.
         """
         _with_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *arguments)
@@ -133,7 +133,7 @@ class KVOffloadConnector(OffloadingConnector):
 
 
 def _with_spec(vllm_config: Any) -> dict[str, Any]:
-    """Set our specification in `kv_connector_extra_config` if the user names none; return these options."""
+    """Return `kv_connector_extra_config`. Sets our specification in the options if the user names none."""
     extra_config: dict[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     extra_config.setdefault("spec_name", "KVOffloadSpec")
     extra_config.setdefault("spec_module_path", "kvoffload.integrations.vllm")

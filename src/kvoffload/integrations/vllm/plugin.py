@@ -14,8 +14,8 @@ _HOME = "kvoffload.integrations.vllm"
 def register() -> None:
     """Register `KVOffloadSpec` and `KVOffloadConnector` in vLLM's factories. Idempotent. Raises nothing.
 
-    vLLM imports a registered class when a configuration names the class. vLLM calls plugins in every engine,
-    with or without kvoffload, so an error is only logged.
+    vLLM imports a registered class when a configuration names the class. An error is only logged, because
+    vLLM calls plugins in every engine, with or without kvoffload.
     """
     try:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

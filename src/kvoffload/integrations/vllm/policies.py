@@ -4,8 +4,8 @@
                                   "cache_policy_module_path": "kvoffload.integrations.vllm.policies"}
 
 ``eviction_policy`` is a policy name of kvoffload, ``module:Class`` or ``path/to/file.py:Class``. ``lru`` and
-``arc`` select vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or
-later: older versions do not load policies by module path.
+``arc`` are vLLM's own policies; ours are ``kvoffload-lru`` and ``kvoffload-arc``. Needs vLLM 0.27 or later,
+because older versions do not load policies by module path.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _Request:
-    """Our record of a vLLM request.
-
-    `missed`: keys that were not in the cache when vLLM offered or touched them for this request.
-    """
+    """Our record of a vLLM request. `missed`: keys that were absent when vLLM offered or touched the keys."""
 
     def __init__(self, owner: VLLMPolicy, ctx: RequestContext) -> None:
         self.owner, self.ctx, self.missed = owner, ctx, set[bytes]()
@@ -48,17 +45,21 @@ class _Request:
 class VLLMPolicy(CachePolicy):
     """Adapter of our policies to vLLM's interface.
 
-    vLLM's manager asks for victims first and inserts the new blocks later, one by one. Our policies choose
+    vLLM's manager requests victims first and inserts the new blocks later, one by one. Our policies choose
     victims and place new blocks in one batch. So this class mirrors vLLM's blocks and their states in an
-    `OffloadingManager`, plans a batch at the first call, and answers the following calls from the plan.
+    `OffloadingManager`. The first call for a batch makes a plan; the following calls read the plan.
 
-    Three decisions differ from our own manager: vLLM stores a whole offer or nothing, vLLM's admission rule
-    applies, and a policy cannot refuse a block.
+    Differences from our own manager:
 
-    A request never evicts blocks on its own path. When the request finishes, the whole path counts as used,
-    including blocks that the device served. vLLM's own policies see only blocks that were loaded or offered.
+    - vLLM stores a whole offer or nothing.
+    - vLLM's admission rule applies.
+    - A policy cannot refuse a block.
 
-    Thread: the scheduler's. Cost: the cost of our manager plus vLLM's single calls.
+    As in our manager, a request never evicts blocks on its own path. When the request finishes, the whole
+    path counts as used, including blocks that the device served. vLLM's own policies see only blocks that
+    were loaded or offered.
+
+    Thread: the scheduler's. Cost: our manager's calls, plus vLLM's call for each block.
     """
 
     policy: ClassVar[str] = "lru"
@@ -79,7 +80,7 @@ class VLLMPolicy(CachePolicy):
     def get(self, key: bytes) -> Any:
         chunk = self.chunks.get(key)
         if chunk is None:
-            # vLLM looks up every offered block before a store, so the order of lookups is the blocks' order.
+            # vLLM looks up every offered block before a store, so lookups show the order of the blocks.
             if len(self._absent) >= _MAX_ABSENT:
                 self._absent.clear()
             self._absent.pop(key, None)
@@ -191,7 +192,7 @@ class VLLMPolicy(CachePolicy):
         return self._manager
 
     def _request(self, req_context: Any, keys: list[bytes]) -> _Request:
-        """Return our record of a request, with the path that vLLM has recorded so far, in prefix order."""
+        """Return our record of a request. Its path has the keys that vLLM has recorded so far."""
         request: _Request | None = req_context.get_state(_Request)
         # If vLLM records no positions, only the keys of this call are known.
         positions = getattr(req_context, "_offload_key_positions", None) or dict.fromkeys(keys, 0)
@@ -212,7 +213,7 @@ class VLLMPolicy(CachePolicy):
 
     def _reserve(self, entering: list[bytes], ctx: RequestContext | None) -> list[bytes]:
         """Reserve slots for blocks that vLLM will insert one by one. Returns the keys of evicted blocks."""
-        # With `admitted`, because vLLM's interface has no refusal of single blocks.
+        # `admitted`, because single blocks cannot be refused in vLLM's interface.
         plan = self._manager_for(entering[0]).prepare_store(entering, ctx, admitted=True)
         assert plan is not None, f"no room for {entering[0].hex()}"
         evicted = list(plan.evicted)

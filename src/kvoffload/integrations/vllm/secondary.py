@@ -56,11 +56,11 @@ _INFO = {
     "kvoffload_admission": "admission",
     "kvoffload_capacity": "capacity",
 }
-"""Label of vLLM's info metric -> option of a tier; a tier without the option leaves the label empty."""
+"""Label of vLLM's info metric -> option of a tier. The label is empty for a tier without the option."""
 
 
 class KVOffloadTier(SecondaryTierManager):
-    """Adapter of our tiers to vLLM's tiering manager; every read is verified.
+    """Adapter of our tiers to vLLM's tiering manager. Every read is verified.
 
     A lookup returns HIT if the tier has an entry for the block. A load reports the keys of sound blocks; vLLM
     computes the other blocks. A shared tier is probed once a step, for all blocks of the step's lookups. A
@@ -69,12 +69,11 @@ class KVOffloadTier(SecondaryTierManager):
     Options: ``url`` and its parameters, or the options of a disk, as for a tier of `KVOffloadSpec`.
     Raises `ConfigError` when the engine starts.
 
-    Thread: the scheduler's. Since vLLM 0.33 also the thread that polls other tiers, which looks up blocks for
-    requests of peers. vLLM's lock serializes the calls, and no method depends on the calling thread.
+    Thread: the scheduler's. Since vLLM 0.33 a thread that polls other tiers also calls `lookup`, for requests
+    of peers. vLLM's lock serializes the calls.
 
     Attributes:
-        tolerates_off_thread_polling: False, so that vLLM 0.33 polls for finished jobs only in its steps. No
-            peer waits for this tier between steps.
+        tolerates_off_thread_polling: False: vLLM 0.33 polls for finished jobs only in its steps.
         broken: True if the tier is not used: it could not be opened, or an internal error has occurred.
     """
 
@@ -102,7 +101,7 @@ class KVOffloadTier(SecondaryTierManager):
         self._missing: list[str] = []
         producer = Producer.of(facts, find_configuration(offloading_spec, facts.engine_id), pool="vllm")
         owner = tier_owner(producer, facts, self._pool.shape[1], USUAL_KEY_BYTES, self._missing)
-        # vLLM offers each block once, when it is stored, and not in whole paths.
+        # vLLM offers single blocks, each once, and no whole paths.
         usable = usable_tiers(producer, [checked], self._missing)
         opened = open_tiers(usable, replace(owner, reports_paths=False))
         # After an exception in the tier the result is a miss, and the tier stays in use. After an exception
@@ -230,12 +229,12 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(list)
     def take_events(self) -> list[Any]:
-        """Return events of a shared tier: blocks that this engine has written, or has found missing."""
+        """Return events of a shared tier: blocks that this engine has written or found missing."""
         changes, name = self._tier.take_changes(), self._tier.name
         return [event for keys, removed in changes for event in events(base, keys, removed, name)]
 
     def has_pending_work(self) -> bool:
-        """Return True while jobs, results or probes are pending: vLLM must step even without requests."""
+        """Return True while jobs, results or probes are pending. vLLM then steps even without requests."""
         return bool(self._jobs or self._finished or self._probes or self._unknown)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -248,8 +247,8 @@ class KVOffloadTier(SecondaryTierManager):
 
     @contained(None)
     def _forget(self) -> None:
-        # vLLM drains jobs only when its cache is reset, and sends no other notification. After a reset, for
-        # example because of new weights, the blocks of the tier are wrong as well.
+        # vLLM drains jobs only at a reset of its cache, and reports the reset in no other way. The tier's
+        # blocks are then wrong as well, for example because of new weights.
         name, timeout_s = self._tier.name, _SHARED_DRAIN_TIMEOUT_S if self._tier.shared else _DRAIN_TIMEOUT_S
         if not self._tier.drain(timeout_s):
             logger.error(
@@ -276,8 +275,8 @@ class KVOffloadTier(SecondaryTierManager):
         keys, rows = list(job.keys), np.asarray(job.chunk_ids, np.int64)
         number = self._begin(job, keys, rows, is_store)
         if number == NO_JOB:
-            # A store without blocks is a success, a load without blocks is a failure. `transfer_bytes` is 0;
-            # otherwise vLLM would count the bytes of the job.
+            # A store without blocks is a success, a load without blocks a failure. `transfer_bytes` is set,
+            # because vLLM would otherwise count the bytes of the job.
             self._finished.append(JobResult(job_id=job.job_id, success=is_store, transfer_bytes=0))
         else:
             self._jobs[number] = job

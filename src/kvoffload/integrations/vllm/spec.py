@@ -42,23 +42,23 @@ from kvoffload.tiers.contract import SecondaryTier
 from kvoffload.tiers.spec import open_tiers
 
 WORKERS_WAIT_S, WORKERS_WAIT_S_PER_GIB = 600.0, 2.0
-"""Longest time that a worker waits for the other workers' allocations before it pins the pool: seconds in
-total, and seconds for each GiB of the pool. The larger limit applies.
+"""Longest time that a worker waits for the other workers' allocations before it pins the pool. The larger of
+two limits applies: seconds in total, and seconds for each GiB of the pool.
 
-Allocating a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
+The allocation of a GiB in pages of 4 KiB takes 0.6 s. The wait is part of the engine's start
 (``VLLM_ENGINE_READY_TIMEOUT_S``)."""
 
 OFFERS_DROPPED: ContextVar[bool] = ContextVar("kvoffload_offers_dropped", default=False)
 """True during the construction of a connector that offers blocks before the GPU drops them."""
 
 SEES_REQUESTS: ContextVar[bool] = ContextVar("kvoffload_sees_requests", default=False)
-"""True during the construction of our connector, which, unlike vLLM's, passes requests to the manager."""
+"""True during the construction of our connector. Unlike vLLM's, it passes requests to the manager."""
 
 
 def checked_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     """Parse the options. Raises `ConfigError`.
 
-    Each problem is also logged on a separate line, because vLLM's traceback would hide the message.
+    Also logs each problem, because vLLM's traceback would hide the message.
     """
     try:
         return parse_options(extra_config)
@@ -104,7 +104,7 @@ class KVOffloadSpec(OffloadingSpec):
                 "compute, and its own connector stores these blocks; use KVOffloadConnector (docs/vllm.md)"
             )
         self.offload_prompt_only = self.options.prompt_only
-        # If all workers hold the same bytes, one worker stores a block, and all workers load it.
+        # True: one worker stores a block, and all workers load it.
         self.replicated_layout = self.facts.replicated
         self._missing: list[str] = []
         self._node_pool = join_node_pool(

@@ -1,7 +1,8 @@
 """Audits of stored blocks: chooses requests, pins the blocks to compare, and counts the workers' findings.
 
-An audited request is computed although RAM holds its blocks. When the engine offers the computed blocks, the
-workers compare them with the stored blocks. Owns the choice and the pins. The caller handles differences.
+An audited request is computed although RAM holds its blocks. Then the engine offers the computed blocks, and
+the workers compare these blocks with the stored blocks. Owns the choice and the pins. The caller handles
+differences.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MOST_DUE = 65536
 
 
 class Difference(NamedTuple):
-    """A stored block that differs from the computed block, and the place of the largest difference."""
+    """A stored block that differs from the computed block, with the largest difference and its place."""
 
     key: bytes
     difference: float
@@ -90,7 +91,10 @@ class Audits:
         return request.is_audited
 
     def pin(self, offered: Sequence[bytes]) -> Audited | None:
-        """Pin the offered blocks that are due for a comparison and ready in RAM; None if there are none."""
+        """Pin the offered blocks that are due for a comparison and ready in RAM.
+
+        Returns None if no block is pinned.
+        """
         rows = [row for row, key in enumerate(offered) if key in self._due and key not in self._comparing]
         if not rows:
             return None
@@ -112,7 +116,7 @@ class Audits:
             self._due.pop(key, None)
 
     def end(self, request_id: str, keys: Collection[bytes], *, success: bool) -> list[Difference]:
-        """End the comparisons of a finished store; return the differences, none for a failed store."""
+        """End the comparisons of a finished store; return the differences. A failed store has none."""
         differences = []
         for plan in self._pinned.take(request_id, keys):
             findings = self._pool.take_findings(plan.slots)
@@ -131,7 +135,7 @@ class Audits:
         return differences
 
     def reset(self) -> list[LoadPlan]:
-        """Forget all due and running comparisons, before a reset. Returns the plans of the pinned blocks."""
+        """Forget all due and running comparisons, before a reset. Returns the plans of pinned blocks."""
         self._due.clear()
         self._comparing.clear()
         return self._pinned.drain()

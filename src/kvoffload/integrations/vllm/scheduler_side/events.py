@@ -16,9 +16,8 @@ class Events:
     """Events that vLLM has not taken yet.
 
     After a reset, the removal of a block is reported only if the block is still absent when vLLM takes the
-    events. The reason: vLLM creates a record of a block when the block is offered, and deletes the record
-    when the block's removal is reported. A late report would delete the record of a block that has been
-    stored again.
+    events. The reason: vLLM creates a block's record at the offer, and deletes the record when the removal is
+    reported. If the block has been stored again, a late report would delete the new record.
     """
 
     def __init__(self) -> None:

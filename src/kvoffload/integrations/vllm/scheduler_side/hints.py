@@ -28,7 +28,7 @@ _Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Retain(msgspec.Struct):
-    """Payload of a retain action. vLLM has not defined the fields yet; open proposals use these names."""
+    """Payload of a retain action. vLLM has not defined the fields yet; proposals for vLLM use these names."""
 
     priority: _Priority | None = None
     ttl_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
@@ -52,8 +52,9 @@ class _UserHints(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def user_hints(kv_transfer_params: Any) -> Hints:
-    """Parse a user's hints: ``{"kvoffload": {"session_over": true, "priority": 1, "time_to_live_s": 600,
-    "tenant": "a"}}``, all fields optional.
+    """Parse a user's hints. All fields are optional::
+
+        {"kvoffload": {"session_over": true, "priority": 1, "time_to_live_s": 600, "tenant": "a"}}
 
     Raises `ValueError` that names the wrong field and the allowed fields.
     """
@@ -69,13 +70,13 @@ def user_hints(kv_transfer_params: Any) -> Hints:
 
 
 def envelope_hints(envelope: Any) -> tuple[Hints, list[str]]:
-    """Translate the actions of a request's ``kv_hints`` (vLLM 0.31 and later) into hints; raises nothing.
+    """Translate the actions of a request's ``kv_hints`` (vLLM 0.31 and later) into hints. Raises nothing.
 
     An action is a hint, not a command: a policy learns how useful the hint is. Only the last part of an
     action's type matters (``kv.retain`` is ``retain``). Later actions override earlier actions.
 
     Returns:
-        the hints, and the name of each action as in `metrics.families.KV_HINTS`.
+        The hints, and the name of each action as in `metrics.families.KV_HINTS`.
     """
     hints, names = NO_HINTS, list[str]()
     for action in getattr(envelope, "actions", None) or ():
@@ -108,9 +109,9 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    If a stop string, or a stop token other than the usual end-of-text token, ended the request, the reason is
-    ``stop``, a space, and this string or token. Some models end tool calls with a special token, so policies
-    can distinguish tool calls.
+    The reason includes a stop string, or a stop token other than the usual end-of-text token: ``stop``, a
+    space, and the string or token. Some models end tool calls with a special token, so policies can
+    distinguish tool calls.
     """
     reason = request.get_finished_reason()
     if reason is None:

@@ -17,13 +17,16 @@ class InFlight(Generic[P]):
         self._plans: dict[str, list[tuple[P, set[bytes]]]] = {}
 
     def add(self, plan: P, keys: Collection[bytes], request_id: str | None = None) -> None:
-        """Record a plan until `take` has removed all its keys. `request_id` None: the plan's request."""
+        """Record a plan until `take` has removed all its keys. `request_id`: None for the plan's request."""
         if len(plan):
             request_id = plan.request_id if request_id is None else request_id
             self._plans.setdefault(request_id, []).append((plan, set(keys)))
 
     def take(self, request_id: str, keys: Collection[bytes]) -> list[P]:
-        """Remove and return the plans of these keys. Splits plans with other keys. Ignores unknown keys."""
+        """Remove and return the plans of these keys. Splits a plan that also has other keys.
+
+        Ignores unknown keys.
+        """
         wanted = set(keys)
         taken: list[P] = []
         remaining: list[tuple[P, set[bytes]]] = []

@@ -42,8 +42,8 @@ class LiveOptions:
 class LiveSettings:
     """Applies the settings of a file to a manager, when the file appears and whenever it changes.
 
-    A new policy is prepared in a thread, because its kernels may have to be compiled. Wrong settings are
-    logged as errors and change nothing.
+    A thread prepares a new policy, because kernels may have to be compiled. Wrong settings are logged as
+    errors and change nothing.
 
     Args:
         path: the file. It need not exist.
@@ -69,7 +69,7 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to this manager from now on. The manager must have the policy of the start."""
+        """Apply the settings to this manager from now on. It must have the policy of the engine's start."""
         self._manager = manager
         self._policy = self._wanted = self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)
@@ -108,7 +108,7 @@ class LiveSettings:
         return has_changed or has_resized
 
     def _apply(self, manager: AnyManager, options: LiveOptions) -> None:
-        """Set the quotas and begin to resize. Raises `ConfigError`; then nothing has changed."""
+        """Set the quotas and begin to resize. A `ConfigError` changes nothing."""
         tenants, quotas, num_blocks = options.tenants, None, None
         if tenants is not None:
             if self._store == ON_DEVICE_EVICTION and tenants.quotas:
@@ -164,7 +164,7 @@ class LiveSettings:
 
 
 class _Preparation:
-    """Prepares a new policy on a thread. `policy`: the policy's name."""
+    """A thread that prepares a new policy. `policy`: the policy's name."""
 
     def __init__(self, manager: AnyManager, policy: str) -> None:
         self._manager, self.policy = manager, policy

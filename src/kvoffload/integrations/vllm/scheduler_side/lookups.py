@@ -1,7 +1,7 @@
 """Lookups for an engine that asks block by block.
 
-Owns the steps of a lookup (manager, then verification) and lookups ahead of the engine's calls. The caller
-contains errors.
+Owns the steps of a lookup (manager, then verification), and lookups ahead of the engine's calls. Errors
+propagate to the caller.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ class Request:
         reach: number of keys that are looked up ahead.
         checks: verifications of the request's blocks, pending and done.
         begun_step: the last step in which vLLM may have begun the request; None while the request waits.
-        waits_since: the last step in which the request was seen waiting, after a preemption.
+        waits_since: after a preemption, the last step in which the request was still waiting.
         was_preempted: True if the request was preempted. vLLM does not report in which step the request
             resumes.
-        pending_since_s: time of the first lookup of a block that an engine of the shared pool is writing;
-            monotonic seconds. None: no such lookup yet.
-        is_audited: True if the request is computed although RAM holds blocks of it; None before the first
-            hit.
+        pending_since_s: time of the first lookup of a block that another engine is writing, in monotonic
+            seconds; None before such a lookup.
+        is_audited: True if the request is computed although RAM holds its blocks; None before the first hit.
         num_skipped: number of leading blocks that were not looked up; -1: unknown.
         asked_end: position after the last looked-up block; -1: unknown.
     """
@@ -61,14 +60,15 @@ class Request:
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.
 
-        A preempted request resumes without a lookup if the GPU's cache holds its prompt.
+        vLLM does not report this: a preempted request resumes without a lookup if the GPU's cache holds its
+        prompt.
         """
         if self.begun_step is not None:
             return self.begun_step < step
         return self.waits_since is not None and self.waits_since < step - 1
 
     def wait_again(self, step: int) -> None:
-        """Record in `step` a preemption or a failed load: vLLM looks the request up again."""
+        """Record that vLLM will look up the request again, after a preemption or failed load in `step`."""
         self.waits_since = step
         self.begun_step, self.was_preempted = None, True
 
@@ -79,10 +79,11 @@ class Lookups:
     vLLM's own connector looks up each block in a separate call, and the overhead of a call is as large as the
     lookup. So a hit also looks up the following blocks of the path, in one batch. These results are valid
     until the manager changes: any call that changes the manager must set `ahead` to an empty list. With tiers
-    or verification a result is valid for one request only, so nothing is looked up ahead.
+    or verification, nothing is looked up ahead, because a result is valid for one request only.
 
     Args:
-        deadline_s: longest wait for a block that another engine is writing; None: no engine shares the pool.
+        deadline_s: longest wait for a block that another engine is writing. None: no other engine shares the
+            pool.
 
     Attributes:
         ahead: blocks known to be ready, in reverse order of the expected calls.
@@ -144,7 +145,7 @@ class Lookups:
 
 
 def positions_of(req_context: Any) -> dict[bytes, int]:
-    """Return the position of each key in its request, as vLLM has recorded it; empty if vLLM records none."""
+    """Return vLLM's record of the position of each key in its request; empty if vLLM has no record."""
     positions: dict[bytes, int] = getattr(req_context, "_offload_key_positions", {})
     return positions
 

@@ -70,13 +70,12 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(eq=False)
 class Arrival:
-    """Facts about a request from its arrival to its end, recorded even for a request without a lookup.
+    """Facts about a request from its arrival to its end. Every request has an `Arrival`, looked up or not.
 
     Attributes:
-        has_adapter: True if the request uses a LoRA adapter. Such a request loads from no tier.
-        is_outdated: True if the cache was reset while the request ran. The request then stores nothing more.
-        ran_unasked: True if the request has begun without a lookup, for example because the GPU's cache holds
-            its prompt.
+        has_adapter: True if the request uses a LoRA adapter and so must load from no tier.
+        is_outdated: True if the cache was reset during the request. The request must store nothing more.
+        ran_unasked: True if the request has begun without a lookup. Example: the GPU's cache has the prompt.
     """
 
     hints: Hints = NO_HINTS
@@ -93,7 +92,7 @@ def _forget_lookups_ahead(manager: KVOffloadManager) -> None:
 
 
 def _contained(answer: Any) -> Callable[[Method[T]], Method[T]]:
-    """Decorate a method that may change the manager: errors are contained, and `Lookups.ahead` is cleared."""
+    """Decorator for methods that may change the manager: contains errors and clears `Lookups.ahead`."""
     return contained(answer, before=_forget_lookups_ahead)
 
 
@@ -102,8 +101,8 @@ def _shares_blocks(manager: KVOffloadManager) -> bool:
 
 
 _ends = contained(None, before=_forget_lookups_ahead, when_broken=_shares_blocks)
-"""Decorator like `_contained`, for methods that end a request, a transfer or a step. If engines share the
-pool, these methods also run after an error, because other engines need the pinned blocks and slots."""
+"""Decorator as `_contained`, for methods that end a request, a transfer or a step. If engines share the pool,
+these methods also run after an error: other engines need the pinned blocks and slots."""
 
 
 class KVOffloadManager(OffloadingManager):
@@ -111,19 +110,20 @@ class KVOffloadManager(OffloadingManager):
 
     The path of a request has all keys that vLLM has recorded by the first lookup. So a hit refreshes the
     whole prefix, including the blocks that the GPU's own cache served. The keys of all KV groups form one
-    path, in the order of their tokens: a partial store keeps the leading blocks of every group.
+    path, in the order of their tokens. So a partial store has the leading blocks of every group.
 
     Args:
         tokens_per_block: tokens in a block, for events.
         blocks_per_chunk: engine blocks in a slot.
-        open_tiers: opens the tiers behind RAM, given the bytes of a block and of a key; None: no tiers.
-        missing_tiers: places of tiers that could not be opened; a reset does not reach these tiers.
+        open_tiers: function of the bytes of a block and of a key that opens the tiers behind RAM. None: no
+            tiers.
+        missing_tiers: places of tiers that could not be opened. A reset does not reach these tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
 
     Attributes:
         core: the manager that decides.
-        broken: True after an internal error, or after an audit with ``on_difference`` ``stop`` has found a
-            difference. Nothing is offloaded until the next reset.
+        broken: True after an internal error, or after a difference in an audit with ``on_difference``
+            ``stop``. Nothing is offloaded until the next reset.
         num_lost: number of blocks that the device dropped before they could be offered.
         audits: the audits of stored blocks; None if no audit is configured.
         options: the options of the engine.
@@ -176,7 +176,7 @@ class KVOffloadManager(OffloadingManager):
         self._build(USUAL_KEY_BYTES)
 
     def _build(self, key_bytes: int) -> None:
-        """Create manager, tiers and verifier for keys of this length; close earlier tiers and verifiers."""
+        """Create manager, tiers and verifier for keys of this length. Closes earlier tiers and verifiers."""
         options, pool = self.options, self.pool
         given: dict[str, Any] = {
             "key_bytes": key_bytes,
@@ -257,7 +257,7 @@ class KVOffloadManager(OffloadingManager):
     # ---- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Record a request and its user's hints; vLLM adds the keys later."""
+        """Record a request and the user's hints. vLLM adds the keys later."""
         self._arrival(req_context.req_id)
         self._add_user_hints(req_context)
         return RequestOffloadingContext()
@@ -284,15 +284,15 @@ class KVOffloadManager(OffloadingManager):
     def note_adapter(self, request_id: str) -> None:
         """Record that a request uses a LoRA adapter. Call this before the first lookup of the request.
 
-        Keys contain the adapter's name and path, not its contents. So the request loads from no tier, unless
-        the user has named the weights for every tier. If engines share the pool, the request neither loads
-        nor stores.
+        Keys contain the adapter's name and path, but not its contents. So the request loads from no tier,
+        unless the user has named the weights for every tier. If engines share the pool, the request neither
+        loads nor stores.
         """
         if self._node_pool is not None or not all(is_named(tier) for tier in self.options.tiers):
             self._arrival(request_id).has_adapter = True
 
     def _is_kept_out(self, req_context: Any) -> bool:
-        """Return True if a request must neither load nor store: it has an adapter, and the pool is shared."""
+        """Return True if a request must neither load nor store: an adapter in a shared pool."""
         return self._node_pool is not None and self._arrivals.get(req_context.req_id, _UNKNOWN).has_adapter
 
     def _arrival(self, request_id: str) -> Arrival:
@@ -317,7 +317,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(None)
     def expect(self, req_context: Any) -> None:
-        """Protect the blocks of a request that waits in vLLM's queue: other blocks are evicted first."""
+        """Protect the blocks of a request in vLLM's queue. Other blocks are evicted first."""
         if path_of(req_context):
             self.core.expect(self._request(req_context).ctx)
 
@@ -335,7 +335,7 @@ class KVOffloadManager(OffloadingManager):
             self.core.touch(list(keys), self._request(req_context, keys).ctx)
 
     def _request(self, req_context: Any, keys: Collection[bytes] = ()) -> Request:
-        """Return the record of a request. The first call creates it; the first key sets the key length."""
+        """Return the record of a request. The first call for the request creates the record."""
         request = self._requests.get(req_context.req_id)
         if request is None:
             path = path_of(req_context)
@@ -354,7 +354,7 @@ class KVOffloadManager(OffloadingManager):
         return request
 
     def _fit_to(self, keys: Collection[bytes]) -> None:
-        """Create the manager again if these keys, the first ones, have another length."""
+        """Create the manager again if the first keys of the engine have another length than expected."""
         first = next(iter(keys), None)
         if first is not None and len(first) != self.core.key_bytes and not self._requests:
             self._build(len(first))
@@ -378,8 +378,8 @@ class KVOffloadManager(OffloadingManager):
         try:
             request = self._requests.get(req_context.req_id) or self._request(req_context, (key,))
             if request.may_run(self._step):
-                # The request was preempted, perhaps by a reset before this step. vLLM dies if the step that
-                # reports the preemption also begins a load of the request (docs/upstream.md).
+                # The request was preempted, perhaps by a reset before this step. vLLM crashes if one step
+                # both reports the preemption and begins a load of the request (docs/upstream.md).
                 self._asked_again.append(request)
                 return VLLMResult.RETRY
             answer = self._lookups.block(key, request)
@@ -416,13 +416,13 @@ class KVOffloadManager(OffloadingManager):
         return num_ready, wait
 
     def _asked_in_vain(self, req_context: Any) -> Asked:
-        """Return the record of a lookup that must miss: offloading is paused, or the request is kept out."""
+        """Return the record of a lookup that must miss, with the reason."""
         asked = self._misses.asked(self._step, req_context)
         asked.reason = PAUSED if self.broken else KEPT_OUT
         return asked
 
     def _audited(self, request: Request, request_id: str, keys: Collection[bytes]) -> bool:
-        """Return True if this request, which has a hit, is audited: vLLM must compute the blocks."""
+        """Return True if this request, which has a hit, is audited. vLLM must then compute the blocks."""
         if self.audits is None or not self.audits.takes(request, request_id, keys):
             return False
         self._lookups.ahead = []
@@ -432,8 +432,8 @@ class KVOffloadManager(OffloadingManager):
     def get_load_source(self, key: bytes, req_context: Any) -> Any:
         """Return the source of a hit in vLLM's terms.
 
-        The source is ``host``, or the tier that promoted the block for this request: ``disk``, or
-        ``external_unspecified`` for a shared tier.
+        If a tier promoted the block for this request, the source is ``disk``, or ``external_unspecified`` for
+        a shared tier. Otherwise the source is ``host``.
         """
         if self._tiered is None:
             return HOST
@@ -442,7 +442,7 @@ class KVOffloadManager(OffloadingManager):
         return HOST if number == 0 else EXTERNAL if self._tiered.is_shared(number) else DISK
 
     def has_promoted_for(self, req_context: Any) -> bool:
-        """Return True if a tier has promoted blocks for this request that are not loaded yet."""
+        """Return True if a tier has promoted blocks for this request, and the blocks are not loaded yet."""
         request = self._requests.get(req_context.req_id)
         return self._tiered is not None and request is not None and self._tiered.has_promoted(request.ctx)
 
@@ -452,7 +452,7 @@ class KVOffloadManager(OffloadingManager):
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> SlotsSpec:
         """Pin blocks for which `lookup` has returned HIT, and return their slots.
 
-        After an error, or if another engine has reset the pool, all slots are -1: the load will fail.
+        All slots are -1 after an error, or if another engine has reset the pool. The load will then fail.
         """
         request = self._request(req_context, keys)
         request.begun_step = BEFORE_ANY_STEP
@@ -471,7 +471,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_ends
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Unpin the blocks of a finished load; forget blocks that a worker could not load."""
+        """Unpin the blocks of a finished load. Forgets the blocks that a worker could not load."""
         for plan in self._loads.take(req_context.req_id, keys):
             if self._dropped:
                 self._end_dropped()
@@ -484,7 +484,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(_NOTHING)
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput | None:
-        """Choose which offered blocks to store. None: store nothing now; vLLM may offer the blocks again."""
+        """Choose which offered blocks to store. None: vLLM may offer the blocks again later."""
         if self._arrivals.get(req_context.req_id, _UNKNOWN).is_outdated or self._is_kept_out(req_context):
             return _NOTHING
         request = self._request(req_context, keys)
@@ -511,15 +511,15 @@ class KVOffloadManager(OffloadingManager):
         audited: Audited | None = None,
         request_id: str = "",
     ) -> PrepareStoreOutput | None:
-        """Translate a plan for ``offered[order]`` to vLLM's form; the result has the order of `offered`.
+        """Translate a plan for ``offered[order]`` to vLLM's form. The result has the order of `offered`.
 
-        In the result `SlotsSpec.audited` marks the blocks to compare. None: as for `prepare_store`.
+        `SlotsSpec.audited` of the result marks the blocks to compare. None: as for `prepare_store`.
         """
         if plan is None and audited is not None:
             assert self.audits is not None
             self.audits.unpin(audited.plan)
         if plan is None:
-            # With nothing in flight the request's own blocks fill RAM: a later offer would fail as well.
+            # If nothing is in flight, the request's own blocks fill RAM, and a later offer would fail, too.
             stats = self.core.stats()
             in_flight = stats.writing or stats.condemned or stats.ready > stats.evictable
             return None if in_flight else _NOTHING
@@ -559,7 +559,7 @@ class KVOffloadManager(OffloadingManager):
 
     @_ends
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """Make the blocks of a finished store readable; forget blocks that a worker could not store."""
+        """Make the blocks of a finished store readable. Forgets the blocks that a worker could not store."""
         if self.audits is not None:
             self._end_audits(req_context.req_id, keys, success)
         for plan in self._stores.take(req_context.req_id, keys):
@@ -605,7 +605,7 @@ class KVOffloadManager(OffloadingManager):
     def keep_dropped(self, keys: list[bytes]) -> None:
         """Record that the device dropped these blocks without an offer.
 
-        Blocks in RAM are then no longer duplicates; absent blocks are counted as lost.
+        Blocks in RAM are then no longer duplicates. Absent blocks count as lost.
         """
         self._fit_to(keys)
         lost = self.core.keep(keys)
@@ -615,9 +615,9 @@ class KVOffloadManager(OffloadingManager):
     # ---- steps, resets, reports
 
     def on_schedule_end(self, context: Any) -> None:
-        """End a step: poll the tiers, and unpin the blocks that were verified for requests that now run.
+        """End a step: poll the tiers, and unpin the verified blocks of requests that now run.
 
-        Polling starts the step's promotions. Requests that the step has preempted may load in the next step.
+        The poll starts the step's promotions. Requests that the step has preempted may load in the next step.
         """
         self._count_misses((*context.new_req_ids, *context.preempted_req_ids))
         self._end_step(context)
@@ -654,15 +654,15 @@ class KVOffloadManager(OffloadingManager):
 
     @_contained(False)
     def has_pending_work(self) -> bool:
-        """Return True if vLLM must step although no request runs, because a request may wait for a tier."""
+        """Return True if a request may wait for a tier. vLLM then steps even if no request runs."""
         return self._tiered is not None and self._tiered.has_jobs
 
     def reset_cache(self) -> None:
         """Forget all blocks. vLLM waits for the transfers in flight before it begins new transfers.
 
-        Requests that run now store nothing more. Otherwise vLLM would also offer the blocks that they
-        computed before the reset. Some of these blocks have left the sliding window, so their memory on the
-        GPU now holds other data.
+        Requests that run now store nothing more. Otherwise vLLM would also offer their blocks from before the
+        reset. Some of these blocks have left the sliding window, so their memory on the GPU now holds other
+        data.
         """
         self.broken = False
         log_unreached_tiers(self._missing_tiers)
@@ -694,8 +694,8 @@ class KVOffloadManager(OffloadingManager):
     def _end_dropped(self) -> None:
         """End the plans of the transfers that were in flight at a reset.
 
-        Call this when a transfer that began after the reset has ended. The old transfers have then ended too,
-        because vLLM waits for them before it begins new transfers.
+        Call this when a transfer that began after the reset has ended. All old transfers have then ended,
+        because vLLM waits for the end of old transfers before it begins new transfers.
         """
         dropped, self._dropped = self._dropped, []
         for plan in dropped:

@@ -55,7 +55,7 @@ NATIVE_GAUGES = {
     "cpu_cache_read_usage_perc": "Share of the blocks in RAM that are being loaded or verified.",
 }
 NATIVE_SKIPPED = "vllm:kv_offload_stores_skipped"
-"""This counter and `NATIVE_GAUGES` are metrics of vLLM's own manager, for dashboards made for vLLM."""
+"""This counter and `NATIVE_GAUGES` are metrics of vLLM's own manager, for existing dashboards of vLLM."""
 NATIVE_PREFIX = "vllm:kv_offload_"
 
 METRICS_INTERVAL_S = 0.1
@@ -103,7 +103,7 @@ class Gauges:
 
 
 class TierMetrics:
-    """Counts of tiers since the last report to vLLM. The first report has all counters, also those at 0."""
+    """Counts of tiers since the last report to vLLM. The first report has all counters, even those at 0."""
 
     def __init__(self) -> None:
         self._before: Counter[tuple[str, str]] = Counter()
@@ -159,7 +159,7 @@ class Metrics:
     def take(self, counters: ManagerStats | None = None) -> OffloadingConnectorStats:
         """Return the increase of each counter since the last report.
 
-        The first report has all counters, also those at 0, because an alert needs an existing counter.
+        The first report has all counters, even those at 0, because an alert needs an existing counter.
         `counters`: the manager's counters; None if the manager has failed.
         """
         counters = counters or self._before
@@ -210,7 +210,7 @@ class Metrics:
         self.misses += misses
 
     def add_tenants(self, taken: OffloadingConnectorStats, tenants: Mapping[str, TenantStats]) -> None:
-        """Add the counters and gauges of each tenant; a tenant without a quota counts as other."""
+        """Add the counters and gauges of each tenant. Tenants without a quota count as ``other``."""
         names = dict.fromkeys([*tenants, *self._tenants_before])
         for tenant in names:
             counts = tenant_values(tenants[tenant]) if tenant in tenants else {}
@@ -226,7 +226,7 @@ class Metrics:
             self._tenants_before[tenant] = counts
 
     def show_tier_tenants(self, taken: OffloadingConnectorStats, held: Mapping[tuple[str, str], int]) -> None:
-        """Set the gauges of tenants in tiers, by tier and tenant; 0 for tenants without a quota now."""
+        """Set the gauges of tenants in tiers, by tier and tenant. If a quota was removed, the gauge is 0."""
         for labels in dict.fromkeys([*held, *self._tier_tenants]):
             self._show(taken, TENANT_TIER, held.get(labels, 0), labels)
         self._tier_tenants = held

@@ -1,7 +1,8 @@
 """Counts the blocks that requests look up but do not load, by the reason of the miss.
 
 A request is counted when it begins, with the blocks of its last lookup. So every looked-up block is either
-loaded or counted under one reason. Owns the lookups of each request; the manager knows why a block is absent.
+loaded or counted under one reason. Owns the lookups of each request. The manager knows the reasons of absent
+blocks.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Asked:
     Attributes:
         request: the request in our manager; None if the request may not use the cache.
         context: vLLM's record of the request.
-        prefixes: looked-up prefixes by KV group, with the number of blocks that were ready.
-        singles: blocks that were looked up one by one, with True for a hit.
+        prefixes: for each KV group, the looked-up prefix and its number of ready blocks.
+        singles: blocks that were looked up one by one; True for a hit.
         loaded: blocks whose load has begun.
         reason: the reason of blocks that were ready but not loaded. If `request` is None, the reason of all
-            blocks. Empty: `Misses` chooses the reason.
+            blocks. If it is empty, `Misses` chooses the reason.
     """
 
     step: int
@@ -47,7 +48,7 @@ class Misses:
     """Counts looked-up blocks and missed blocks of requests, when the requests begin.
 
     Args:
-        usual_reason: the reason of blocks that were ready and not loaded, in a model with one KV group.
+        usual_reason: in a model with one KV group, the reason of blocks that were ready but not loaded.
 
     Attributes:
         num_lookups: looked-up blocks since the last report.
@@ -65,7 +66,7 @@ class Misses:
         self._manager_before: Counter[str] = Counter()
 
     def asked(self, step: int, context: Any, request: Request | None = None) -> Asked:
-        """Return the record of a request's lookups in this step; drop the record of an earlier step."""
+        """Return the record of a request's lookups in this step. Drops the record of an earlier step."""
         asked = self._asked.get(context.req_id)
         if asked is None or asked.step != step:
             asked = self._asked[context.req_id] = Asked(step, request, context)
@@ -83,7 +84,7 @@ class Misses:
             self._begun.append(request_id)
 
     def count_begun(self, manager: AnyManager | None, request_ids: Iterable[str] = ()) -> None:
-        """Count the misses of the requests that are recorded as begun, and of the requests `request_ids`.
+        """Count the misses of `request_ids` and of the requests that are recorded as begun.
 
         `manager`: None while offloading is paused.
         """
@@ -107,7 +108,7 @@ class Misses:
         return num_lookups, counts
 
     def attach(self, manager: AnyManager) -> None:
-        """Report the misses of a new manager from now on; earlier misses of that manager do not count."""
+        """Report the misses of a new manager from now on. The manager's earlier misses do not count."""
         self._manager_before = Counter(by_reason(manager.miss_counts))
 
     # ---- inside
@@ -159,8 +160,8 @@ class Reach:
 def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
     """Return the path position of the first looked-up block, and the number of looked-up blocks.
 
-    If blocks were looked up one by one, the number includes all later blocks of the path. None if the path is
-    unknown, or has several KV groups.
+    If blocks were looked up one by one, the number includes all later blocks of the path. Returns None if the
+    path is unknown or has several KV groups.
     """
     positions = positions_of(asked.context)
     if not positions or len(asked.prefixes) > 1 or (asked.prefixes and asked.singles):
@@ -178,7 +179,7 @@ def _rest_of_path(asked: Asked) -> tuple[int, int] | None:
 
 
 def _count_rest(asked: Asked, manager: AnyManager, start: int, count: int) -> int:
-    """Count the misses among `count` blocks of the path from position `start`; skip the loaded blocks."""
+    """Count the misses among `count` blocks of the path from position `start`. Skips the loaded blocks."""
     assert asked.request is not None
     ctx, skipped = asked.request.ctx, start + len(asked.loaded)
     if ctx.length == start + count:

@@ -53,14 +53,14 @@ class RecordedLine(Line, kw_only=True, omit_defaults=True):
 class Recorder:
     """Writes requests to a new file, on a separate thread, up to `max_bytes`.
 
-    Block ids are hashed with a random salt that is not stored: the file reveals no prompt, and ids of two
-    files cannot be compared. A killed process may leave an incomplete last line.
+    Block ids are hashed with a random salt that is not stored. So the file reveals no prompt, and ids of two
+    files cannot be compared. If the process is killed, the last line may be incomplete.
 
     Attributes:
         path: the file: the requested path, or the next free ``NAME-2.jsonl``.
 
     Thread: `add` and `close` on one thread; `add` never waits for the file.
-    Raises: `OSError` if the file cannot be created; nothing later.
+    Raises: `OSError` from the constructor if the file cannot be created. Later calls raise nothing.
     """
 
     def __init__(self, path: Path, max_bytes: int, block_tokens: int) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         self._thread.start()
 
     def add(self, request: FinishedRequest) -> bool:
-        """Queue a request; returns False if the queue is full or the recording has ended."""
+        """Queue a request. Returns False if the queue is full or the recording has ended."""
         if self._file is None:
             return False
         try:
@@ -85,7 +85,7 @@ class Recorder:
         return True
 
     def close(self) -> None:
-        """Write the queued requests and close the file; waits for at most 5 seconds. Idempotent."""
+        """Write the queued requests and close the file. Waits for at most 5 seconds. Idempotent."""
         self._is_closing = True
         with contextlib.suppress(Full):  # the thread reads `_is_closing` when the queue is empty
             self._queue.put_nowait(None)
@@ -97,7 +97,7 @@ class Recorder:
                 continue
             try:
                 self._write(self._line(request))
-            except Exception as error:  # the thread must live: it empties the queue
+            except Exception as error:  # the thread must continue to empty the queue
                 self._stop(f"internal error: {error!r}")
         if self._file is not None:
             self._file.close()
@@ -158,7 +158,7 @@ class Recorder:
 
 
 def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
-    """Create a new file, numbered if the name is taken: each engine and each restart has its own file."""
+    """Create a new file. If the name is taken, add a number: each engine and restart has its own file."""
     number, free = 1, path
     while True:
         try:

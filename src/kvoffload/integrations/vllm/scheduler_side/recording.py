@@ -32,7 +32,7 @@ class Recording:
     """The unfinished requests of an engine, with the sources of their prompts.
 
     Args:
-        recorder: gets the finished requests.
+        recorder: receives the finished requests.
         count_lost: called for each request that is not recorded.
 
     Thread: the scheduler's. Cost: a few microseconds a request, and a reference for each block.
@@ -51,10 +51,10 @@ class Recording:
     def begins(self, request: Any, sources: Callable[[], dict[Any, int]]) -> None:
         """Record the sources of a prompt when the request begins for the first time.
 
-        Later calls are ignored: a preempted request begins again, and loads blocks that it has computed.
+        Later calls are ignored: a preempted request begins again, and loads the blocks that it has computed.
 
         Args:
-            sources: returns the number of further prompt tokens by vLLM's ``CacheHitSource``.
+            sources: returns the number of further prompt tokens from each of vLLM's ``CacheHitSource``.
         """
         name = request.request_id
         if name in self._served:

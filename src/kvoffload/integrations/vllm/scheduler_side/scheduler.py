@@ -1,12 +1,13 @@
 """The scheduler side of vLLM's connector, with three changes.
 
-(1) A whole prefix is looked up in one call. (2) The manager is notified when a request arrives, waits and
-ends. (3) In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when
-they are computed.
+1. A whole prefix is looked up in one call.
+2. The manager is notified when a request arrives, waits and ends.
+3. In the mode ``on-device-eviction`` blocks are stored when the GPU is about to drop them, not when they are
+   computed.
 
 Decides which blocks are offered, and when. Our manager decides which offered blocks are stored. vLLM owns the
 transfers and their fences. vLLM has no hook for these changes, so the classes override private methods
-(`_maximal_prefix_lookup`, `_build_store_jobs`); tests/vllm_interfaces has the signatures in every version.
+(`_maximal_prefix_lookup`, `_build_store_jobs`). tests/vllm_interfaces has the signatures in every version.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kvoffload.integrations.vllm.shared.patches import take_over, watch_eviction
 
 _NONE: Mapping[int, Any] = MappingProxyType({})
 NO_REQUEST = ""
-"""Id of a stand-in request for blocks that the GPU drops; vLLM's ids are never empty."""
+"""Id of the artificial request that stores blocks that the GPU drops. vLLM's ids are never empty."""
 
 
 class KVOffloadScheduler(OffloadingConnectorScheduler):
@@ -50,7 +51,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         return take_over(cls, plain)
 
     def remove_uncomputed(self, block_pool: Any, step_tokens: int) -> None:
-        """From now on, remove blocks from this pool's cache that a step has cached and does not compute.
+        """Remove uncomputed blocks from this pool's cache, from now on (see `Uncomputed`).
 
         `step_tokens`: limit of tokens that one step computes.
         """
@@ -59,7 +60,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self._uncomputed = Uncomputed(block_pool, group_tokens, tokens_per_hash, step_tokens)
 
     def on_new_request(self, request: Any) -> None:
-        """Pass the hints of a new request to the manager, and protect its blocks while it is queued."""
+        """Pass the hints of a new request to the manager, and protect the blocks of the queued request."""
         self.manager.add_hints(request.request_id, arrival_hints(request))
         if getattr(request, "lora_request", None) is not None:
             self.manager.note_adapter(request.request_id)
@@ -69,16 +70,16 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
         self.manager.expect(status.req_context)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """End the protection of a queued request's blocks: the request begins, and loads the blocks."""
+        """End the protection of a queued request's blocks: the request begins and loads the blocks."""
         self.manager.withdraw(request.request_id)
         super().update_state_after_alloc(request, *arguments)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         """Build the jobs of a scheduled step, and protect the blocks of preempted requests again.
 
-        A reset preempts running requests, and the same step may begin their loads. vLLM then fails an
-        assertion, because it expects preempted requests to have only stores. A request that loads has no
-        store in flight, so it is removed from the preempted requests.
+        A reset preempts running requests, and the same step may begin loads of these requests. vLLM asserts
+        that preempted requests have only stores. So this method removes requests with loads from the set of
+        preempted requests; such requests have no store in flight.
         """
         if self._uncomputed is not None:
             self._uncomputed.end_step(scheduler_output, self._req_status)
@@ -96,8 +97,8 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         """Return the number of a hit's tokens from each source.
 
-        If no block was promoted, all tokens come from RAM, and no block is looked up. vLLM's own method looks
-        up the source of each block; these lookups take a fifth of the CPU time of a step with long hits.
+        If no block was promoted, all tokens come from RAM, and no block is looked up. vLLM's own method would
+        look up each block, which takes a fifth of the CPU time of a step with long hits.
         """
         context = self._req_status[request.request_id].req_context
         covered = any(group.sliding_window_size_in_chunks is None for group in self.config.kv_group_configs)
@@ -113,7 +114,7 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
     def _maximal_prefix_lookup(
         self, keys: Iterable[bytes], req_context: Any, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        """Return the number of ready leading blocks; None: look up again later. Overrides vLLM's loop."""
+        """Return the number of ready leading blocks; None to look up again later. Overrides vLLM's loop."""
         wanted = list(keys)
         num_ready, wait = self.manager.lookup_prefix(wanted, req_context)
         if self._events_tracker.self_describing_enabled:
@@ -125,20 +126,19 @@ class KVOffloadScheduler(OffloadingConnectorScheduler):
 class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """Stores blocks that the GPU is about to drop.
 
-    vLLM reuses blocks from the head of its list of free blocks. After each step this class offers the blocks
-    that the next step may reuse, the *window*, warmest first. Offered blocks are copied in the background and
-    stay free: nothing is pinned, and the GPU's own cache works as before. If a block is reused during its
-    copy, vLLM's fence for the blocks of finished requests applies.
+    vLLM reuses blocks from the head of its list of free blocks. The *window* is the head of this list: the
+    blocks that the next step may reuse. After each step this class offers the window's blocks, warmest first.
+    Offered blocks are copied in the background and stay free: nothing is pinned, and the GPU's own cache
+    works as before. If a block is reused during its copy, vLLM's fence for the blocks of finished requests
+    applies.
 
-    If fewer blocks are free than the window holds, a block may be computed and dropped within two steps.
-    Running requests then store computed blocks at once, as in the mode ``on-compute``.
-
-    A step that reuses more blocks than the window holds, such as a step that loads a long prefix, drops
-    blocks without an offer; the manager counts these blocks.
-
-    vLLM takes blocks from the head of the list and frees blocks at both ends, so the window moves by the
-    number of blocks that a step takes. A request that begins may also take cached blocks out of the middle;
-    then the whole window is scanned again.
+    - If fewer blocks are free than the window has, a block may be computed and dropped within two steps.
+      Running requests then store computed blocks at once, as in the mode ``on-compute``.
+    - A step may reuse more blocks than the window has, for example to load a long prefix. Then blocks are
+      dropped without an offer, and the manager counts these blocks.
+    - vLLM takes blocks from the head of the list and frees blocks at both ends. So each step moves the
+      window. If a request begins, it may also take cached blocks out of the middle. Then the whole window is
+      scanned again.
 
     Attributes:
         window: number of blocks at the head of the free list that are offered; adapts to the drops per step.
@@ -147,7 +147,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
     """
 
     def bind(self, block_pool: Any, step_tokens: int) -> None:
-        """Watch this pool; `step_tokens` is the limit of tokens that one step computes."""
+        """Watch this pool. `step_tokens`: limit of tokens that one step computes."""
         self._pool, groups = block_pool, self.config.kv_group_configs
         step_blocks = sum(-(-step_tokens // group.tokens_per_block) for group in groups)
         self.window = Window(step_blocks, max(1, block_pool.num_gpu_blocks // 2))
@@ -168,7 +168,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         watch_evictions(block_pool, self._on_drop)
 
     def update_state_after_alloc(self, request: Any, *arguments: Any) -> None:
-        """Scan the window again after this step: the request may take blocks out of its middle."""
+        """Scan the window again after this step, because the request may take blocks out of the middle."""
         self._must_rescan = True
         super().update_state_after_alloc(request, *arguments)
 
@@ -186,7 +186,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
             self._dropped_unoffered[bytes(key)] = None
 
     def _was_offered(self, number: int, key: Any) -> bool:
-        # Keys are compared by identity: a rewritten block has a new key object, even with equal bytes.
+        # Keys are compared by identity. A rewritten block has a new key object, even if the bytes are equal.
         entry = self._offered.get(number)
         return entry is not None and entry[1] is key
 
@@ -223,9 +223,9 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return jobs
 
     def _new_in_window(self) -> list[tuple[Any, Any]]:
-        """Return cached blocks that have entered the window since the last call, in the free list's order."""
+        """Return the cached blocks that have entered the window since the last call, in the list's order."""
         queue, offered = self._pool.free_block_queue, self._offered
-        # Blocks without a key are freed to the head of the list.
+        # vLLM frees blocks without a key to the head of the list.
         num_uncached, first = 0, None
         for block in islice(queue.iter_blocks_after(None), self.window.size):
             if block.block_hash is not None:
@@ -268,7 +268,7 @@ class OnDeviceEvictionScheduler(KVOffloadScheduler):
         return None if is_partial else group
 
     def _job(self, job_id: int, row: int, output: Any, block_of: dict[bytes, int]) -> TransferJob:
-        """Return a store job, registered in vLLM's bookkeeping so that vLLM fences the blocks."""
+        """Create a store job, and register the job with vLLM so that vLLM fences the blocks."""
         blocks = [block_of[key] for key in output.keys_to_store]
         for block_id in blocks:
             self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)

@@ -1,7 +1,7 @@
-"""Removes blocks from the GPU's cache that vLLM has cached and has not computed.
+"""Removes blocks from the GPU's cache that vLLM has cached but not computed.
 
 vLLM caches the blocks of a step when it schedules the step. With ``--scheduling-policy priority`` vLLM may
-then preempt a request that the same step has scheduled. The request's new blocks are not computed, and stay
+then preempt a request that the same step has scheduled. The request's new blocks are never computed, but stay
 in the GPU's cache (docs/upstream.md). Later requests would use these blocks, and kvoffload would store them.
 """
 
@@ -49,14 +49,17 @@ class Uncomputed:
             self._num_computed.pop(request_id, None)
 
     def _evict(self, hashes: Any, num_computed: int) -> None:
-        """Remove the blocks that end in the next `step_tokens` tokens, and blocks with equal keys."""
+        """Remove a request's blocks that end after `num_computed` tokens, within `step_tokens` tokens.
+
+        Also removes other blocks with equal keys.
+        """
         end = min(len(hashes) * self._tokens_per_hash, num_computed + self._step_tokens)
         for group, num_tokens in self._group_tokens.items():
             for number in range(num_computed // num_tokens, end // num_tokens):
                 block_hash = hashes[(number + 1) * num_tokens // self._tokens_per_hash - 1]
                 evicted = set[int]()
                 while cached := self._pool.get_cached_block(block_hash, [group]):
-                    if cached[0].block_id in evicted:  # not by vLLM 0.32 and 0.33; no step may hang
+                    if cached[0].block_id in evicted:  # never in vLLM 0.32 and 0.33; else an endless loop
                         break
                     evicted.add(cached[0].block_id)
                     self._pool.evict_blocks({cached[0].block_id})

@@ -42,9 +42,9 @@ class Verifier:
     `lookup` returns RETRY until a block is verified, then HIT. For a damaged block `lookup` returns MISS, and
     the manager forgets the block.
 
-    The engines of a pool together pin at most half of the usable slots for checks; further blocks are MISS.
-    Without this limit requests could wait forever for each other's blocks, or for more blocks than the pool
-    has.
+    All engines of a pool together pin at most half of the usable slots for checks. Beyond this limit `lookup`
+    returns MISS. Without the limit requests could wait forever for each other's blocks, or for more blocks
+    than the pool has.
 
     Thread: all methods on the scheduler's. One more thread runs the checks, at memory speed.
     """
@@ -56,7 +56,7 @@ class Verifier:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvoffload-verify")
 
     def lookup(self, key: bytes, checks: Checks, ctx: RequestContext) -> LookupResult:
-        """Return the state of a ready block for this request; starts a check if the block has none."""
+        """Return the state of a ready block for this request. Starts a check if the block has none."""
         check = checks.by_key.get(key)
         if check is not None and self._manager.ready_slots_of([key])[0] != check.plan.slots[0]:
             # The block has left the cache, and was stored again in another slot.
@@ -83,17 +83,17 @@ class Verifier:
     def release(self, checks: Checks) -> None:
         """Unpin the blocks of a request, after the load or without a load.
 
-        Blocks with a pending check stay in RAM; the next request checks these blocks again.
+        Blocks with a pending check stay in RAM. The next request checks them again.
         """
         for key in list(checks.by_key):
             self._release(checks, key, damaged=checks.by_key[key].sound is False)
 
     def reset(self) -> None:
-        """Forget all checks. Call this after a reset, which has made the plans of the checks void."""
+        """Forget all checks. Call this after a reset: the plans of the checks are then void."""
         self._held = 0
 
     def close(self) -> None:
-        """Cancel the queued checks and wait for the running one."""
+        """Cancel the queued checks, and wait for the running check."""
         self._thread.shutdown(cancel_futures=True)
 
     def _release(self, checks: Checks, key: bytes, *, damaged: bool) -> None:
@@ -106,5 +106,5 @@ class Verifier:
         try:
             sound = bool(np.all(self._pool.verify(check.plan.slots, check.digests)))
         finally:
-            # After an error as well: otherwise the request would wait forever.
+            # Also set after an error, otherwise the request would wait forever.
             check.sound = sound

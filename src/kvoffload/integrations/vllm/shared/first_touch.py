@@ -14,7 +14,7 @@ from pathlib import Path
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _STEP_BYTES = 64 * 2**20
-"""Bytes that a thread allocates in one call. Small, so that all threads end within seconds of an error."""
+"""Bytes that a thread allocates in one call. Small, so that all threads end soon after an error."""
 _MAX_THREADS = 4
 _NODES = Path("/sys/devices/system/node/has_memory")
 
@@ -26,15 +26,15 @@ Span = tuple[int, int]
 
 
 def ask_for_huge_pages(address: int, num_bytes: int) -> bool:
-    """Request huge pages (2 MiB) for later allocations in this mapping; returns True if the kernel accepts.
+    """Request huge pages (2 MiB) for later allocations in this mapping. Returns True if the kernel accepts.
 
-    Has an effect only if the file system is mounted with the option ``huge=``. Raises: nothing.
+    Has an effect only if the file system is mounted with the option ``huge=``. Raises nothing.
     """
     return advise(address, num_bytes, _MADV_HUGEPAGE) == 0
 
 
 def has_several_nodes() -> bool:
-    """Return True if this machine has memory on several NUMA nodes. Raises: nothing."""
+    """Return True if this machine has memory on several NUMA nodes. Raises nothing."""
     try:
         return not _NODES.read_text().strip().isdecimal()
     except OSError:
@@ -42,7 +42,7 @@ def has_several_nodes() -> bool:
 
 
 def num_threads(num_workers: int) -> int:
-    """Return the number of threads for each of `num_workers` workers that allocate at the same time."""
+    """Return the number of threads of each worker, if `num_workers` workers allocate at the same time."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_workers))
 
 
@@ -70,16 +70,16 @@ def take(fd: int, address: int, spans: Sequence[Span], threads: int) -> None:
 
 
 def _take(fd: int, address: int, start: int, num_bytes: int) -> None:
-    """Allocate whole pages. Kernels before 5.14 only reserve them, without choosing a NUMA node."""
+    """Allocate whole pages. Kernels before 5.14 only reserve the pages and choose no NUMA node."""
     while (failed := advise(address + start, num_bytes, _MADV_POPULATE_WRITE)) == errno.EINTR:
         pass
     if failed:
-        # This call also raises the real cause: `madvise` reports a lack of memory as a bad address.
+        # This call raises the real cause; `madvise` reports a lack of memory as a bad address.
         os.posix_fallocate(fd, start, num_bytes)
 
 
 def advise(address: int, num_bytes: int, advice: int) -> int:
-    """Call `madvise`; returns its error number, or 0."""
+    """Call `madvise`. Returns the error number, or 0."""
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice)
     return ctypes.get_errno() if _libc.madvise(*arguments) else 0
 

@@ -18,8 +18,8 @@ from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory, log_othe
 from kvoffload.text import size
 
 USUAL_KEY_BYTES = 36
-"""Bytes of a key: a SHA-256 hash and the number of the KV group. With another hash algorithm the first key
-determines the length."""
+"""Bytes of a key: a SHA-256 hash, and the number of the KV group. With another hash algorithm, the engine's
+first key determines the length."""
 _LONG_HASHES = ("sha256", "sha256_cbor")
 
 
@@ -58,7 +58,7 @@ def join_node_pool(
 
 
 def _why_not_shared(facts: EngineFacts, vllm_config: Any, *, sees_requests: bool) -> str:
-    """Return the reason why other processes cannot use this engine's blocks; "" if they can."""
+    """Return the reason why other processes cannot use this engine's blocks; "" if there is none."""
     if vllm_config is None:
         return "vLLM's configuration was not found, so blocks of another configuration could be served"
     version = str(facts.identity.get("vllm", ""))

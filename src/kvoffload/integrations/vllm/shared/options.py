@@ -1,7 +1,7 @@
 """The options in ``kv_connector_extra_config``, under vLLM's names and ours, checked together.
 
-A TOML file (``config``, or ``KVOFFLOAD_CONFIG``) and the environment (``KVOFFLOAD_POLICY``) may have the same
-options: see `settings.layers`. Imports no vLLM: the command line checks options on machines without vLLM.
+A TOML file (``config``, or ``KVOFFLOAD_CONFIG``) and the environment (``KVOFFLOAD_POLICY``) may set the same
+options (`settings.layers`). Imports no vLLM, because the command line checks options without vLLM.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvoffload.whatif.setting import OneIn
 WHERE = "kv_connector_extra_config"
 ALWAYS, TIERS, NEVER = "always", "tiers", "never"
 VERIFY = (ALWAYS, TIERS, NEVER)
-"""Values of the option `verify`: a read checks all blocks, only blocks from tiers behind RAM, or no block."""
+"""Values of the option `verify`: verify all blocks, only blocks from tiers behind RAM, or no block."""
 POLICIES_MODULE = "kvoffload.integrations.vllm.policies"
 _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
@@ -147,24 +147,24 @@ class VLLMOptions:
         admission: name and parameters of an admission rule.
         store: ``on-compute`` or ``on-device-eviction``.
         verify: ``always``, ``tiers`` or ``never``. None: ``always`` for a shared pool, otherwise ``tiers``.
-        prompt_only: True: store no blocks that are computed after the prompt. True is also vLLM's default.
-        blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM reads this option and
-            `tokens_per_chunk`; the result is in vLLM's configuration.
+        prompt_only: True: store no blocks after the prompt. True is also vLLM's default.
+        blocks_per_chunk: engine blocks in a block of kvoffload; None if not given. vLLM also reads this
+            option, and has the resolved value in its configuration.
         tokens_per_chunk: `blocks_per_chunk` in tokens (``block_size``).
-        self_describing_events: True: KV events carry the tokens of their blocks.
+        self_describing_events: True: KV events include the tokens of their blocks.
         tiers: the tiers behind RAM, from the fastest to the slowest.
         tier_deadline_s: the longest time that a request waits for tiers.
-        recompute_tokens_per_s: the engine's prefill speed. A read that is slower than computing the blocks is
-            skipped. None: unknown.
-        audit: options of the audit, in which some requests are computed although RAM holds their blocks, and
-            the stored blocks are compared with the computed blocks. None: no audit.
+        recompute_tokens_per_s: the engine's prefill speed; None if unknown. A read that would be slower than
+            a computation of the blocks is skipped.
+        audit: options of the audit, which compares stored blocks with computed blocks; None: no audit.
+            Audited requests are computed although RAM holds their blocks.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
         record_max_bytes: size limit of each file of the recording.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
             no file.
         tenants: quotas of tenants in bytes of RAM; None: no quotas.
         what_if: settings of RAM whose hit ratios are estimated on a sample of the blocks.
-        what_if_sample: one block in this many is sampled; None: one in 128 for blocks of 16 tokens.
+        what_if_sample: one block in `what_if_sample` is sampled; None: one in 128 for blocks of 16 tokens.
     """
 
     ram: Ram
@@ -231,8 +231,8 @@ def parse_options(extra_config: Mapping[str, Any]) -> VLLMOptions:
     Numbers may be text, sizes may have a unit, switches are true or false. If an option is given under both
     names, the values must be equal.
 
-    Raises `CombinedConfigError` with every problem: option, value and allowed values, or the nearest name of
-    an unknown option.
+    Raises `CombinedConfigError` with every problem: option, value, and the allowed values or the nearest
+    known name.
     """
     given = gathered(extra_config, OF_ENGINES, VLLMS_NAMES)
     problems = [
@@ -290,7 +290,7 @@ def _wrong_tenants(options: VLLMOptions) -> Iterator[ConfigError]:
 
 
 def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
-    """Yield the problems of tiers that a replay accepts and an engine refuses."""
+    """Yield the problems of tiers that a replay would accept but an engine refuses."""
     used_paths = set[str]()
     for number, tier in enumerate(tiers):
         for path in getattr(tier, "path", ()):
@@ -311,7 +311,7 @@ def _wrong_in_engines(tiers: Iterable[TierOptions]) -> Iterator[ConfigError]:
 
 
 def _with_vllms_threshold(given: dict[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
-    """Convert ``store_threshold`` and ``max_tracker_size`` to the rule ``reuse``; also return problems."""
+    """Convert ``store_threshold`` and ``max_tracker_size`` to the rule ``reuse``. Also returns problems."""
     problems, rule = list[ConfigError](), given.get("admission")
     threshold = tracker = None
     try:

@@ -1,8 +1,8 @@
 """All changes to vLLM's objects at run time. A patch changes one object, never a class or module of vLLM.
 
-- `take_over` gives vLLM's connector our scheduler side. Needed until a connector has a factory for its sides.
-- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. Needed until a pool has eviction listeners.
-- `name_failed_loads` reports failed loads. Needed until vLLM's results of the worker side list failed loads.
+- `take_over` gives vLLM's connector our scheduler side. Needed until connectors have a factory for the sides.
+- `watch_evictions` wraps `BlockPool._maybe_evict_cached_block`. Needed until pools have eviction listeners.
+- `name_failed_loads` reports failed loads. Needed until the results of vLLM's worker side list failed loads.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ T = TypeVar("T")
 def take_over(ours: type[T], made: object) -> T:
     """Return an object of class `ours` with the attributes of `made`.
 
-    The class of `made` is a base class of `ours`. vLLM's connector has no option for the class of its
-    scheduler side.
+    `ours` is a subclass of the class of `made`. vLLM's connector has no option for the class of the scheduler
+    side.
     """
     taken = ours.__new__(ours)
     vars(taken).update(vars(made))
@@ -28,7 +28,7 @@ def take_over(ours: type[T], made: object) -> T:
 
 
 def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None:
-    """From now on, call `notify` with number and key of each cached block that this pool drops."""
+    """Call `notify` with number and key of each cached block that this pool drops from now on."""
     evict = block_pool._maybe_evict_cached_block
 
     def evict_and_notify(block: Any) -> Any:
@@ -41,18 +41,18 @@ def watch_evictions(block_pool: Any, notify: Callable[[int, Any], None]) -> None
 
 
 def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
-    """Patch the connector of this process: it then reports the requests whose loads have failed.
+    """Patch the connector of this process to report the requests whose loads have failed.
 
-    vLLM's connector assumes that loads succeed, but its engine handles reported failures by
+    vLLM's connector assumes that loads succeed. vLLM's engine handles reported failures by
     ``kv_load_failure_policy``: ``recompute`` computes the request again; ``fail``, vLLM's default, ends the
     request with an error. The engine continues in both cases.
 
     Args:
         group: the connector of the process, or a connector that combines several.
-        spec: the specification that made the worker; it identifies our connector.
+        spec: the specification that created the worker. It identifies our connector.
 
-    Returns False if no connector here has the specification. Then a failed load is reported as a failed job,
-    and the engine stops rather than compute with missing bytes.
+    Returns False if no connector here has the specification. A failed load is then reported as a failed job,
+    which stops the engine. Otherwise the engine would compute with missing bytes.
     """
     connector = own_connector(group, spec)
     if connector is None:
@@ -71,9 +71,9 @@ def name_failed_loads(group: Any, spec: Any, worker: KVOffloadWorker) -> bool:
 
 
 def own_connector(group: Any, spec: Any) -> Any | None:
-    """Return the connector in this process that made this specification; None if there is none.
+    """Return this process's connector with this specification; None if there is none.
 
-    `group` is the connector of the process, or a connector that combines several.
+    `group`: the connector of the process, or a connector that combines several.
     """
     connectors = [group, *getattr(group, "_connectors", ())]
     for connector in connectors:
@@ -86,7 +86,7 @@ def _name_requests(connector: Any, worker: KVOffloadWorker) -> None:
     results_of = connector.get_transfer_results
 
     def get_transfer_results(finished_req_ids: set[str]) -> Any:
-        # Copied first: vLLM forgets the request of a load when it reports the load.
+        # Copied first, because vLLM forgets the request of a load when it reports the load.
         requests = dict(connector.connector_worker._load_jobs)
         results = results_of(finished_req_ids)
         failed = {requests[job] for job in worker.take_failed_loads() if job in requests}

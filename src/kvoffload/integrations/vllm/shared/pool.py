@@ -1,13 +1,13 @@
 """The RAM pool that an engine's scheduler and workers share.
 
-Owns a file in shared memory: its name, its size and its removal. Does not know the blocks in its slots.
+Owns a file in shared memory: its name, size and removal. Does not know the blocks in the slots.
 
 Each worker allocates the memory that it will use, on its own NUMA node.
 
-The file has a name only while the engine starts. The process that is last to attach and allocate its memory
-removes the name. The kernel therefore frees the memory when the last process ends, even if the process is
-killed. An engine that is killed during its start leaves an unlocked file; the next start of any engine
-removes the file.
+The file has a name only while the engine starts. The process that is last to attach and allocate memory
+removes the name. So the kernel frees the memory when the last process ends, even if the process is killed. An
+engine that is killed during its start leaves an unlocked file. The next start of any engine removes this
+file.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from kvoffload.transfer import Blocks
 from kvoffload.transfer.copies import address_of
 
 SCHEDULER = 0
-"""Member number of the scheduler, which has no part in a slot. Rank `r` is member ``1 + r``."""
+"""Member number of the scheduler. Rank `r` is member ``1 + r``. The scheduler has no part in a slot."""
 _PREFIX, _MAGIC = "kvoffload-", 0x6B766F66_00000003
 _PAGE = mmap.PAGESIZE
 _MAGIC_AT, _SLOTS, _PART_BYTES, _PARTS, _MEMBERS, _HAS_FAILED, _IS_ALLOCATED, _FIRST_MEMBER = range(8)
-"""Words of the header. From `_FIRST_MEMBER` on each process has a word: 0, or its pid and state bits."""
+"""Words of the header. From `_FIRST_MEMBER` on, each process has a word: 0, or the pid and state bits."""
 _IS_READY, _HAS_NO_MEMORY = np.uint64(1 << 62), np.uint64(1 << 63)
 _POLL_S = 0.02
 EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
@@ -48,26 +48,25 @@ EQUAL, CLOSE, UNJUDGED, DIFFERENT = 1, 2, 3, 4
 FINDING = np.dtype(
     [("result", np.uint8), ("group", np.uint8), ("tensor", np.uint16), ("difference", np.float32)]
 )
-"""Record of a block's audit: the result, and the value, KV group and tensor of the largest difference."""
+"""Record of a block's audit: the result, and the largest difference with its KV group and tensor."""
 
 
 class SharedPool:
     """Slots of blocks in shared memory, with checksums and marks of failed copies.
 
-    A slot has a *part* for each worker, which only that worker writes. Exception: with MLA all workers hold
-    the same bytes and write one part. The first process to attach creates the pool and sets its geometry;
-    later processes must use the same geometry.
+    A slot has a *part* for each worker. Only this worker writes the part. Exception: with MLA all workers
+    hold the same bytes and write one part. The first process to attach creates the pool and sets the
+    geometry. Later processes must use the same geometry.
 
     Attributes:
         num_slots, num_parts, part_bytes: geometry.
         slot_stride: bytes from one slot to the next.
         checksums: ``(num_parts, num_slots)`` uint64, written by the workers; 0 for none.
         failed: ``(num_parts, num_slots)`` uint8; 1 for a part that a worker could not copy. A worker sets the
-            mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), when all
-            workers have reported the job. With MLA the success of one worker must not clear the mark of
-            another.
+            mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), after
+            all workers have reported the job: with MLA a worker must not clear the mark of another worker.
         findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
-            it reports the job; the scheduler clears findings (`take_findings`).
+            it reports the job. The scheduler clears findings (`take_findings`).
 
     Thread: any, for distinct slots.
     """
@@ -114,8 +113,8 @@ class SharedPool:
 
         Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
-        Cost: a worker allocates its memory at once (`first_touch.take`), because a lack of memory later would
-        kill the process. Other processes wait for the allocation only if engines share the pool.
+        Cost: a worker allocates its memory now (`first_touch.take`), because a lack of memory later would
+        kill the process. If engines share the pool, other processes wait for the allocation.
         """
         if node_pool is not None:
             return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
@@ -148,8 +147,8 @@ class SharedPool:
     ) -> SharedPool:
         """Find or create the slots of a pool that several engines share.
 
-        The first process allocates all memory; other processes wait for the allocation. The file has no
-        members: the pool's directory counts the processes.
+        The first process allocates all memory. Other processes wait for the allocation. The file has no
+        members, because the pool's directory counts the processes.
         """
         path = node_pool / SLOTS
         with locked(node_pool.parent):
@@ -160,7 +159,7 @@ class SharedPool:
                     path, (_slots_for(capacity_bytes, num_parts, part_bytes), part_bytes, num_parts), 0
                 )
         fcntl.flock(pool._fd, fcntl.LOCK_EX)  # waits while another process allocates
-        if not is_named(pool._fd, path):  # that process had no memory, and has removed the file
+        if not is_named(pool._fd, path):  # the other process had no memory, and has removed the file
             pool.close()
             return cls._attach_shared(node_pool, member, num_parts, part_bytes, capacity_bytes)
         try:
@@ -176,7 +175,7 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
-        """Create the file. Its name is temporary until the file is complete: the process may be killed."""
+        """Create the file. A temporary name marks an incomplete file, because the process may be killed."""
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)
@@ -190,12 +189,12 @@ class SharedPool:
         return cls(path, fd)
 
     def _take(self, member: int, is_maker: bool) -> None:
-        """Allocate the memory of this member; the creator of the pool also allocates header and ledger."""
+        """Allocate the memory of this member. The creator of the pool also allocates header and ledger."""
         num_workers, address = max(1, self.num_members - 1), address_of(self._header.view(np.uint8))
         spans = _share(self, member)
         if is_maker:
             spans.insert(0, (0, self._slots_at))
-        # The parts of a slot are adjacent, and a huge page would put several workers' parts on one node.
+        # The parts of a slot are adjacent. A huge page would put the parts of several workers on one node.
         if self.num_parts == 1 or not first_touch.has_several_nodes():
             first_touch.ask_for_huge_pages(address, self._num_bytes)
         try:
@@ -208,9 +207,10 @@ class SharedPool:
             raise ConfigError("ram", size(self._num_bytes), str(error)) from error
 
     def wait_for_workers(self, timeout_s: float) -> bool:
-        """Wait until every worker has allocated its memory; False on time-out.
+        """Wait until every worker has allocated its memory. Returns False on time-out.
 
-        A process that touches another worker's slots earlier allocates these slots on the wrong NUMA node.
+        Call this method before the first access to slots of other workers. An earlier access would allocate
+        the slots on the wrong NUMA node.
 
         Raises: `ConfigError` if a worker could not allocate its memory.
         """
@@ -246,23 +246,23 @@ class SharedPool:
         self.checksums[part, slots] = self._compute(part, slots, digests)
 
     def verify(self, slots: npt.NDArray[np.int32], digests: Checksums) -> Mask:
-        """Return a mask of slots whose checksums match in all parts; `digests` as for `seal`."""
+        """Return a mask of the slots whose checksums match in all parts. `digests`: as for `seal`."""
         sound: Mask = np.ones(len(slots), np.bool_)
         for part in range(self.num_parts):
             sound &= self.checksums[part, slots] == self._compute(part, slots, digests)
         return sound
 
     def fail(self, part: int, slots: npt.NDArray[np.int32]) -> None:
-        """Mark slots whose part a worker could not copy."""
+        """Mark slots as failed: the worker of this part could not copy them."""
         if len(slots):
             self.failed[part, slots] = 1
             self._header[_HAS_FAILED] = 1
 
     def take_failed(self, slots: npt.NDArray[np.int32]) -> Mask | None:
-        """Return a mask of failed slots, and clear their marks; None if no worker has ever failed.
+        """Return a mask of the failed slots, and clear the marks. Returns None if no worker has ever failed.
 
-        The scheduler calls this when a job has ended in all workers. The marks of a dropped job are not
-        cleared: the next job that uses such a slot is told that its block has failed.
+        The scheduler calls this method when a job has ended in all workers. Marks of a dropped job stay. So
+        the next job in a marked slot counts the block as failed.
         """
         if not self._header[_HAS_FAILED]:
             return None
@@ -272,9 +272,9 @@ class SharedPool:
         return np.asarray(marks.any(axis=0), np.bool_)
 
     def take_findings(self, slots: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
-        """Return the most serious finding of each slot, ``(len(slots),)`` of `FINDING`; clear the findings.
+        """Return the most serious finding of each slot, and clear the findings.
 
-        The result of a slot is 0 if any part of the slot was not compared.
+        Shape ``(len(slots),)`` of `FINDING`. The result of a slot is 0 if any part was not compared.
         """
         of_parts = self.findings[:, slots]
         self.findings[:, slots] = np.zeros((), FINDING)
@@ -294,7 +294,7 @@ class SharedPool:
         os.close(self._fd)
 
     def _compute(self, part: int, slots: npt.NDArray[np.int32], digests: Checksums) -> Checksums:
-        slots_view = self._slots  # a reference that keeps the memory mapped if another thread calls `close`
+        slots_view = self._slots  # keeps the memory mapped if another thread calls `close`
         first = address_of(slots_view) + part * self.part_bytes
         return block_checksums(first + slots.astype(np.int64) * self.slot_stride, self.part_bytes, digests)
 
@@ -343,7 +343,7 @@ def _share(pool: SharedPool, member: int) -> list[first_touch.Span]:
         return []
     worker = max(0, member - 1)
     if pool.num_parts != num_workers or num_workers == 1:
-        # All workers use all slots: each allocates an equal number of slots.
+        # All workers use all slots, so each worker allocates an equal number of slots.
         first, last = (number * pool.num_slots // num_workers for number in (worker, worker + 1))
         return [(at + first * stride, (last - first) * stride)]
     # A page that two parts share is allocated by the first worker that touches it.
@@ -370,7 +370,7 @@ def _slots_for(capacity_bytes: int, num_parts: int, part_bytes: int) -> int:
 
 
 def _check_memory(directory: Path, num_bytes: int) -> None:
-    """Raise `ConfigError` if `num_bytes` exceed the free memory: the kernel would kill a process later."""
+    """Raise `ConfigError` if `num_bytes` exceed the free memory. The kernel would kill a process later."""
     free, promised = os.statvfs(directory), promised_bytes(directory)
     shm_bytes, ram_bytes = free.f_bavail * free.f_frsize - promised, available_bytes() - promised
     if num_bytes > shm_bytes:
@@ -394,7 +394,7 @@ def promised_bytes(directory: Path) -> int:
 
 
 def _remove_abandoned(directory: Path) -> None:
-    """Remove the files of pools without an attached process: no process has locked these files."""
+    """Remove the files of pools without an attached process. Such files are not locked."""
     for path in directory.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

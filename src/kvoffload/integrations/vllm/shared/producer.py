@@ -1,8 +1,8 @@
 """The configuration that determines the bytes of KV blocks, as a flat mapping.
 
-Translates vLLM's configuration into a part of a producer's fingerprint. `producer_table` lists the fields; an
-unlisted field is *bound*: it is part of the fingerprint. Does not know weights (`kvoffload.model.weights`),
-tiers or versions.
+Translates vLLM's configuration into a part of a producer's fingerprint. `producer_table` lists fields without
+effect. Every other field is *bound*: it is part of the fingerprint. Does not know weights
+(`kvoffload.model.weights`), tiers or versions.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
     """Return vLLM's configuration of the engine whose specification is being constructed; None if unknown.
 
     Call this function from the specification's constructor. vLLM 0.25 passes the configuration to the
-    specification. Later versions pass it only to the connector. The connector's constructor is then on the
-    call stack, with the configuration as a local variable. Configurations of other engines are ignored.
+    specification; later versions pass it only to the connector. So this function also searches the local
+    variables on the call stack, which includes the connector's constructor. Ignores configurations of other
+    engines.
     """
     candidates: list[Any] = [getattr(spec, "vllm_config", None), GIVEN.get()]
     frame = sys._getframe(1)
@@ -64,10 +65,10 @@ def find_configuration(spec: Any, engine_id: str) -> Any:
 
 
 def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
-    """Return the settings that determine the bytes of a KV block, without its key and the weights.
+    """Return the settings that determine the bytes of a KV block, except the block's key and the weights.
 
-    Names are dotted, ``model.hf_config.rope_theta``. Values are JSON and equal on all machines, without paths
-    of weights, addresses and secrets.
+    Names are dotted, ``model.hf_config.rope_theta``. Values are JSON and equal on all machines. The settings
+    contain no paths of weights, no addresses and no secrets.
 
     Args:
         vllm_config: vLLM's configuration of an engine, resolved.
@@ -81,10 +82,10 @@ def kv_configuration(vllm_config: Any) -> dict[str, Plain]:
 
 
 def why_not_kept(vllm_config: Any, *, sees_requests: bool, are_named: bool) -> str:
-    """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if they can.
+    """Return the reason why tiers cannot keep this engine's blocks for later processes; "" if there is none.
 
     Args:
-        sees_requests: True if the connector keeps requests with an adapter away from tiers.
+        sees_requests: True if the connector keeps requests with an adapter out of tiers.
         are_named: True if the user has named the weights for this tier (`identity` or `salt`). The user is
             then responsible for the name.
     """
@@ -216,7 +217,7 @@ def _platform(vllm_config: Any) -> Plain:
 
 
 def plain(value: Any, depth: int = 0) -> Plain:
-    """Return a value as JSON that is equal in every process: types, enums and functions become names.
+    """Convert a value to JSON that is equal in every process: types, enums and functions become names.
 
     Raises: `ConfigError` for a value with more than 12 levels.
     """
@@ -266,7 +267,7 @@ def _of_object(value: Any, depth: int) -> Plain:
         return {
             name: plain(getattr(value, name, None), depth + 1) for name in names if not _SECRET.search(name)
         }
-    # Any other object counts by its type: its text may contain an address.
+    # Any other object becomes the name of its type: the object's text may contain an address.
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

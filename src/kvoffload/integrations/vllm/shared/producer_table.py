@@ -1,4 +1,4 @@
-"""Tables of vLLM's configuration fields: which fields determine KV, and so belong to a fingerprint.
+"""Tables of vLLM's configuration fields: fields that determine KV (bound), and fields without effect on KV.
 
 Data only; `producer` applies the tables. A field in neither table is bound. docs/integrity.md explains the
 decisions.
@@ -49,8 +49,8 @@ BOUND: Mapping[str, str] = {
     "attention_config mamba_config kernel_config lora_config speculative_config diffusion_config "
     "compilation_config additional_config performance_mode",
 }  # fmt: skip
-"""Section -> fields that determine KV. `producer` uses only the names of sections, because fields in neither
-table are bound too. A test compares the table with vLLM's classes."""
+"""Section -> fields that determine KV. `producer` uses only the names of sections: all fields outside
+`WITHOUT_EFFECT` are bound. A test compares the table with vLLM's classes."""
 
 _AFTER = "used after the last hidden state, or for text, not for KV"
 _TOKENS = "it determines the tokens, which are in the key"

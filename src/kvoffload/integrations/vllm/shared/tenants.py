@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuotaBytes:
-    """The quota of a tenant in bytes; `max` None for no limit."""
+    """The quota of a tenant in bytes. `max`: None for no limit."""
 
     min: int = 0
     max: int | None = None
@@ -29,7 +29,7 @@ class QuotaBytes:
 
 @dataclass(frozen=True)
 class TenantOptions:
-    """Quotas of RAM by name of the tenant, and quotas of tiers by names of tier and tenant."""
+    """Quotas of RAM by tenant, and quotas of tiers by tier and tenant."""
 
     quotas: Mapping[str, QuotaBytes] = field(default_factory=dict)
     tiers: Mapping[str, Mapping[str, QuotaBytes]] = field(default_factory=dict)

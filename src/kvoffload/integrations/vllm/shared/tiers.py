@@ -1,4 +1,4 @@
-"""Tiers behind an engine's RAM pool: the identity of their producer, and their view of the pool."""
+"""Tiers behind an engine's RAM pool: the identity of the producer, and the tiers' view of the pool."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Producer:
     Attributes:
         identity: `EngineFacts.identity`.
         configuration: `kv_configuration`.
-        weights: name or path, and hub commit, of each model with KV; the main model comes first.
-        not_kept: function of `are_named`; returns the same reason as `why_not_kept`.
+        weights: name or path, and hub commit, of each model with KV. The main model comes first.
+        not_kept: `why_not_kept` as a function of `are_named`.
     """
 
     identity: Mapping[str, Any]
@@ -54,9 +54,10 @@ class Producer:
     def of(
         cls, facts: EngineFacts, vllm_config: Any, *, sees_requests: bool = False, **identity: str
     ) -> Producer:
-        """Return the producer of an engine; `identity` adds fields to the engine's identity.
+        """Return the producer of an engine. `identity` adds fields to the engine's identity.
 
-        Raises: `ConfigError` without a configuration: tiers could serve blocks of another configuration.
+        Raises: `ConfigError` if `vllm_config` is None, because tiers could serve blocks of another
+            configuration.
         """
         if vllm_config is None:
             why = "vLLM's configuration was not found, so blocks of another configuration could be served; "
@@ -82,8 +83,8 @@ def tier_owner(
     """Return the engine as the owner of blocks in tiers.
 
     Args:
-        missing: receives the places of tiers that cannot be opened. The engine starts without these tiers,
-            and logs an error.
+        missing: receives the places of tiers that cannot be opened. The engine logs an error and starts
+            without these tiers.
     """
 
     def on_unavailable(error: UnavailableError) -> None:
@@ -111,7 +112,7 @@ def is_named(tier: TierOptions) -> bool:
 def usable_tiers(producer: Producer, tiers: Iterable[TierOptions], missing: list[str]) -> list[TierOptions]:
     """Return the tiers whose blocks a later process can identify.
 
-    Logs an error for each other tier, and adds its place to `missing`.
+    Logs an error for each other tier, and adds the tier's place to `missing`.
     """
     usable = []
     for tier in tiers:
@@ -159,9 +160,9 @@ def fingerprint(producer: Producer) -> str:
     """Return a text that identifies a producer on this machine.
 
     Producers with equal texts compute equal bytes for equal keys. The text contains the configuration, the
-    layout of KV pages on a CPU, and the identity of each model's weights: name and hub commit or, for local
-    files, the files' names, sizes and times. If the weights change and these facts do not, the user must
-    change the option `salt`.
+    layout of KV pages on a CPU, and the identity of each model's weights. Weights from the hub are identified
+    by name and commit; local files by name, size and time. If the weights change but these facts do not, the
+    user must change the option `salt`.
     """
     parts = {
         "kvoffload": __version__.rsplit(".", 1)[0],
@@ -178,11 +179,10 @@ def fingerprint(producer: Producer) -> str:
 def shared_fingerprint(producer: Producer, name: str) -> str:
     """Return a text that identifies a producer on all machines, for shared tiers.
 
-    The text contains no paths and no times. It identifies the weights by a name or by their content.
+    The text contains the configuration, but no paths and no times.
 
     Args:
-        name: the user's name of the weights; empty to identify them by content (`weights_identity`). The
-            configuration is part of the text in both cases.
+        name: the user's name of the weights; empty to identify the weights by content (`weights_identity`).
 
     Raises: `ConfigError` for keys with a random seed, and for weights that cannot be identified.
     """
@@ -212,7 +212,7 @@ def shared_fingerprint(producer: Producer, name: str) -> str:
 
 
 def cpu_instructions() -> str:
-    """Return this CPU's instruction set, because the layout of KV pages depends on it: AMX packs keys."""
+    """Return this CPU's instruction set. The layout of KV pages depends on it: AMX packs keys."""
     torch = sys.modules.get("torch")
     has_amx = getattr(getattr(torch, "cpu", None), "_is_amx_tile_supported", bool)()
     return cpu_capability() + (" with AMX" if has_amx else "")
@@ -228,7 +228,7 @@ class PoolMemory:
     """The shared pool as RAM of tiers: whole slots with the parts of all workers.
 
     Args:
-        has_checksums: workers compute checksums of stored blocks.
+        has_checksums: True if workers compute checksums of stored blocks.
     """
 
     def __init__(self, pool: SharedPool, has_checksums: bool) -> None:

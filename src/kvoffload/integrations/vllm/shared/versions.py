@@ -2,9 +2,9 @@
 
 Most differences need no code. Methods that only some versions call (`get_load_source`, `lock`,
 `on_reset_flushed`, `config_info`) are always defined. Parameters that only some versions pass (``expedited``,
-``req_context``) have defaults. tests/vllm_interfaces/signatures.json lists every form of every interface, and
-tests/vllm_interfaces/test_versions.py checks our classes against it. This file has the other differences:
-facts about an engine, and media of events.
+``req_context``) have defaults. tests/vllm_interfaces/signatures.json lists every form of every interface.
+tests/vllm_interfaces/test_versions.py checks our classes against this list. This file has the other
+differences: facts about an engine, and media of events.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.shared.logs import logger
 
 OLDEST, NEWEST = (0, 25), (0, 33)
-"""The oldest and newest known minor version; docs/vllm.md lists the versions that were tested."""
+"""The oldest and newest known minor version. docs/vllm.md lists the versions that were tested."""
 SINCE_CONNECTOR = (0, 32)
 """First version whose scheduler side has the methods that `KVOffloadConnector` overrides."""
 SINCE_SECONDARY = (0, 32)
-"""First version whose tiers get a congestion detector and can report which keys a job has loaded."""
+"""First version that passes a congestion detector to tiers, and in which a job reports the loaded keys."""
 SINCE_DEVICES = (0, 32)
-"""First version with vLLM's module for pinned memory, and with the present arguments of vLLM's copies."""
+"""First version with vLLM's module for pinned memory, and with the current arguments of vLLM's copies."""
 
 SINCE_STEADY_KEYS = (0, 29)
 """First version in which equal tokens have equal SHA keys in every process."""
@@ -52,8 +52,8 @@ class EngineFacts:
         worker_block_bytes: KV bytes of an engine block at a worker, all layers and groups.
         num_workers: number of workers that share a block.
         rank: this worker's number; 0 at the scheduler.
-        replicated: True if all workers hold the same bytes of a block (MLA under tensor parallelism), so that
-            a single copy is enough.
+        replicated: True if all workers hold the same bytes of a block (MLA under tensor parallelism). A
+            single copy is then enough.
         enable_events: True if the user wants KV events.
         identity: the settings that determine the bytes of a block, without the block's key.
         replica: name of this engine among data-parallel engines; empty if there is only one.
@@ -73,9 +73,9 @@ class EngineFacts:
 
 
 def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
-    """Return the facts about a specification's engine, after vLLM's base constructor has run.
+    """Return the facts about a specification's engine. Call this after vLLM's base constructor.
 
-    Since 0.26 the facts are in the specification's ``config``, in 0.25 in two configurations of vLLM.
+    Since 0.26 the specification's ``config`` has the facts; in 0.25 two configurations of vLLM have them.
     """
     config = getattr(spec, "config", None)
     if config is None:
@@ -107,8 +107,8 @@ def engine_facts(spec: Any, vllm_version: str = "") -> EngineFacts:
 def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | None) -> EngineFacts:
     """Return the facts with the user's number of blocks in a chunk.
 
-    Since 0.26 vLLM reads this option itself. 0.25 has only ``block_size`` in tokens, so this function also
-    changes the specification.
+    Since 0.26 vLLM reads this option itself. 0.25 has only ``block_size`` in tokens. So for 0.25 this
+    function also changes the specification.
     """
     if blocks_per_chunk is None or getattr(spec, "config", None) is not None:
         return facts
@@ -119,11 +119,11 @@ def facts_with_chunks(spec: Any, facts: EngineFacts, blocks_per_chunk: int | Non
 def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bool:
     """Return True if this engine may overwrite a block before it waits for the stores that read the block.
 
-    The fence of a step is ``handle_preemptions``. vLLM's model runner V1 calls this method before the step
-    writes to newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write copies
-    (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such early writes.
+    A step waits for stores in ``handle_preemptions``. vLLM's model runner V1 calls this method before the
+    step writes to newly allocated blocks. Model runner V2 first zeroes these blocks and makes copy-on-write
+    copies (docs/upstream.md, "Fences before writes"). Only models that need zeroing have such early writes.
 
-    A missing setting counts as late; the cost is a few blocks that are not stored.
+    An unknown setting counts as late; the cost is a few blocks that are not stored.
     """
     number = minor(version)
     if number is not None and number < SINCE_DEVICES:
@@ -134,12 +134,12 @@ def fences_come_late(vllm_config: Any, kv_cache_config: Any, version: str) -> bo
 
 
 def caches_uncomputed(vllm_config: Any) -> bool:
-    """Return True if this engine may cache blocks of a step that it does not compute (docs/upstream.md)."""
+    """Return True if this engine may cache blocks that it does not compute (docs/upstream.md)."""
     return str(getattr(getattr(vllm_config, "scheduler_config", None), "policy", "")) == "priority"
 
 
 def warn_of_seeds(version: str) -> None:
-    """Warn if each process seeds its keys differently: other processes then miss this process's blocks."""
+    """Warn if each process seeds its keys differently. Processes then cannot use each other's blocks."""
     number = minor(version)
     if number is not None and number < SINCE_STEADY_KEYS and os.getenv("PYTHONHASHSEED") is None:
         logger.warning(
@@ -192,11 +192,14 @@ RAM = "CPU"
 
 
 def events(base: Any, keys: list[bytes], removed: bool, medium: str = RAM) -> list[Any]:
-    """Return vLLM's event for blocks that were added to a medium or removed from it, as a list.
+    """Return a list with vLLM's event for blocks that were added to a medium or removed from it.
 
-    `base` is ``vllm.v1.kv_offload.base``; `medium` is `RAM` or a shared tier's name. vLLM's media are names
-    in 0.25 and 0.26, and enum members in later versions. If events have no owner field, the list for a shared
-    tier is empty, because vLLM would read a removal from the tier as a removal from RAM.
+    If vLLM's events have no owner field, the list for a shared tier is empty: vLLM would read a removal from
+    the tier as a removal from RAM. vLLM's media are names in 0.25 and 0.26, enum members in later versions.
+
+    Args:
+        base: ``vllm.v1.kv_offload.base``.
+        medium: `RAM`, or the name of a shared tier.
     """
     media = getattr(base, "Medium", None)
     if medium == RAM:
@@ -223,8 +226,8 @@ def minor(version: str) -> tuple[int, int] | None:
 def check_version(version: str, since: tuple[int, int] = OLDEST, feature: str = "kvoffload") -> None:
     """Check the version of vLLM at start-up.
 
-    Raises `ConfigError` for a version too old for `feature`. Warns about a version newer than the tested
-    versions, whose interfaces may have changed.
+    Raises `ConfigError` if the version is too old for `feature`. Warns if the version is newer than the
+    tested versions, because interfaces may have changed.
     """
     number = minor(version)
     known = f"{_text(since)} to {_text(NEWEST)}"

@@ -1,7 +1,7 @@
-"""Compares blocks that the engine has just computed with the blocks that are stored under their keys.
+"""Compares blocks that the engine has just computed with the stored blocks.
 
 Owns the comparison and its thread; `transfer.difference` defines the limits. Reads the engine's tensors
-directly, not through the copies of stores, and so detects blocks that a store has damaged. Does not know
+directly, not through the copies of stores. So it also detects blocks that a store has damaged. Does not know
 keys, and discards no blocks.
 """
 
@@ -28,10 +28,10 @@ class Auditor:
     """Compares one worker's part of stored blocks with the engine's blocks. Results go to the pool.
 
     Args:
-        value_types: name of the torch dtype of each KV group's values. None: the bytes have no single type,
-            and blocks of the group are either equal or unjudged.
+        value_types: name of the torch dtype of each KV group's values; None if the values have several types.
+            If None, blocks of the group are either equal or unjudged.
 
-    Thread: `submit` on the worker's; one more thread compares.
+    Thread: `submit` on the worker's thread. A second thread compares.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Auditor:
         return self._thread.submit(self._compare, submitted_work(self._device), engine, slots)
 
     def close(self) -> None:
-        """Wait for the running comparison, cancel the others, and release tensors and pool."""
+        """Wait for the running comparison, cancel queued comparisons, and release tensors and pool."""
         self._thread.shutdown(cancel_futures=True)
         self._tensors.clear()
         del self._part
@@ -115,7 +115,7 @@ def value_types(kv_cache_config: Any, cache_dtype: str) -> list[str | None]:
 
 
 _NO_SCALES_INSIDE = (0, 1)
-"""vLLM's ``KVQuantMode`` NONE and FP8_PER_TENSOR; the other modes store scales between the values."""
+"""vLLM's ``KVQuantMode`` NONE and FP8_PER_TENSOR. The other modes store scales between the values."""
 
 
 def _value_type(spec: Any, cache_dtype: str) -> str | None:

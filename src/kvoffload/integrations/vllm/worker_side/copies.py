@@ -1,6 +1,6 @@
 """Copies between an engine's tensors and the pool.
 
-Owns the interface, and its implementation for tensors in host memory; `cuda` has the implementation for
+Owns the interface and the implementation for tensors in host memory. `cuda` has the implementation for
 devices. Does not know keys or checksums, and does not handle failed copies.
 """
 
@@ -46,7 +46,7 @@ class Copies(Protocol):
         ...
 
     def wait(self, jobs: set[int]) -> None:
-        """Wait until these jobs have ended; `finished` returns the results."""
+        """Wait until these jobs have ended. `finished` then returns the results."""
         ...
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class HostCopies:
     """Copies of tensors in host memory, on one thread, while the engine's step continues.
 
     Attributes:
-        layout: the places of groups in the tensors.
+        layout: offsets of the tensors in a slot, and the regions of each group.
         tensors: the engine's tensors, as blocks of bytes.
     """
 

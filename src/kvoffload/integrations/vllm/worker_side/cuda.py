@@ -1,8 +1,8 @@
 """Copies between tensors on a device and the pool, by vLLM's own kernels and streams.
 
-Owns the pinning of the pool and the views of the pool for vLLM's copies. vLLM owns the transfers
-(``vllm/v1/kv_offload/cpu/gpu_worker.py``, as of 0.32). For the order of fences and writes in vLLM's model
-runners see `versions.fences_come_late`.
+Owns the pinning of the pool, and the views of the pool for vLLM's copies. vLLM owns the transfers
+(``vllm/v1/kv_offload/cpu/gpu_worker.py``, as of 0.32). `versions.fences_come_late` explains the order of
+fences and writes in vLLM's model runners.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvoffload.transfer.cuda import tensor_over
 from kvoffload.transfer.pinned import on_device, synchronized
 
 PIN_AT_ONCE_BYTES = 64 * 2**30
-"""Limit of memory that is pinned in one call; drivers refuse more."""
+"""Limit of memory that is pinned in one call. Drivers refuse more."""
 
 
 class DeviceCopies:
     """Copies of tensors on a CUDA device, or another device that vLLM's kernels support.
 
-    Transfers of one direction run in order. A transfer begins when the previous transfer has ended, and the
-    device has done the work that the engine had submitted before.
+    Transfers of one direction run in order. A transfer waits for the previous transfer, and for the work that
+    the engine has submitted to the device before.
     """
 
     def __init__(self, kv_caches: Any, layout: Layout, pool: SharedPool, part: int) -> None:
@@ -76,7 +76,7 @@ class DeviceCopies:
         ]
 
     def wait(self, jobs: set[int]) -> None:
-        """Wait until these jobs have ended. After an error, wait until the device is idle, then raise."""
+        """Wait until these jobs have ended. After an error, wait until the device is idle, then raise it."""
         try:
             self._storing.wait(jobs)
             self._loading.wait(jobs)
@@ -87,8 +87,8 @@ class DeviceCopies:
     def close(self) -> None:
         """Wait for the copies in flight, release the tensors, unpin the pool. Idempotent.
 
-        Raises: the first error of vLLM's handlers. The pool is then unpinned only if the device is idle;
-        otherwise a copy may still use the memory, which stays pinned until the process ends.
+        Raises: the first error of vLLM's handlers. If the device is not idle then, a copy may still use the
+        memory, so the pool stays pinned until the process ends.
         """
         failed: Exception | None = None
         directions, self._directions = self._directions, []
@@ -129,7 +129,7 @@ def views_of(pool: SharedPool, part: int, layout: Layout, page_bytes: Sequence[i
 
 
 def _pin(pool: SharedPool) -> list[int]:
-    """Pin the slots; returns the addresses to unpin. Empty if pinning fails; copies are then slower."""
+    """Pin the slots. Returns the addresses to unpin; none if pinning fails, which makes copies slower."""
     address, num_bytes, began = pool.address, pool.num_slots * pool.slot_stride, time.monotonic()
     step = max(1, PIN_AT_ONCE_BYTES // pool.slot_stride) * pool.slot_stride
     pinned: list[int] = []

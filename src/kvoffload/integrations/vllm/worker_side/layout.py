@@ -1,7 +1,7 @@
 """The layout of an engine block in a slot.
 
-Owns the offsets of the engine's tensors in a worker's part of a slot, and maps each row of a transfer to its
-source and destination. Does not know devices or pools: all results are numbers.
+Owns the offsets of the engine's tensors in a worker's part of a slot. Maps each row of a transfer to a source
+and a destination. Does not know devices or pools: all results are numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Region(NamedTuple):
 
 
 class Move(NamedTuple):
-    """The blocks of a transfer that lie at the same offset in their slots.
+    """The blocks of a transfer that have the same offset in their slots.
 
     Attributes:
         group: number of the KV group.
@@ -50,8 +50,9 @@ class Move(NamedTuple):
 class Layout:
     """The offsets of all tensors in a part of a slot.
 
-    A chunk of a KV group uses only the tensors with the group's layers. So tensors without a common group may
-    have the same offset, and a slot of a hybrid model is as large as its largest group.
+    A slot holds a chunk of one KV group, and uses only the tensors with the group's layers. So tensors
+    without a common group may have the same offset. A slot of a hybrid model is as large as its largest
+    group.
 
     Args:
         page_bytes: bytes of a block in each tensor, with padding.
@@ -96,8 +97,8 @@ class Layout:
 
         Args:
             engine: vLLM's ``GPULoadStoreSpec``: the blocks of all groups in order. For each group it has the
-                number of blocks, and the index of the first block in the request: a transfer may begin in
-                the middle of a chunk.
+                number of blocks, and the index of the first block in the request, because a transfer may
+                begin in the middle of a chunk.
             slots: the slots of the chunks of all groups, in the same order.
 
         Raises `ValueError` if the numbers of blocks and slots do not match, or a slot is negative.
@@ -131,7 +132,7 @@ class Layout:
 
 
 def _offsets(sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]]) -> list[int]:
-    """Return for each tensor the lowest offset without overlap with an earlier tensor of a common group."""
+    """Return the lowest offset of each tensor that overlaps no earlier tensor of a common group."""
     members = [{tensor for tensor, _ in group} for group in groups]
     starts: list[int] = []
     for tensor, size in enumerate(sizes):

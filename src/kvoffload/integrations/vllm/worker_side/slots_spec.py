@@ -23,11 +23,11 @@ class SlotsSpec(CPULoadStoreSpec):
 
     Attributes:
         block_ids: slots, int32; -1 for an absent block.
-        digests: digests of the keys, in a store with checksums; otherwise None.
-        num_slots: for a store, the number of slots of each KV group with slots, in order. None for a load,
-            and if each slot has one engine block.
-        audited: mask of the slots that a store compares with the engine's blocks and does not write. None:
-            all slots are written.
+        digests: digests of the keys in a store with checksums; otherwise None.
+        num_slots: number of slots of each KV group that has slots, in order. Only in a store with several
+            engine blocks in a slot; otherwise None.
+        audited: mask of the slots that a store only compares with the engine's blocks. None: the store writes
+            all slots.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SlotsSpec(CPULoadStoreSpec):
 
 
 def slots_per_group(keys: Keys) -> list[int]:
-    """Return the number of keys of each KV group, in order; the keys of a group are contiguous."""
+    """Return the number of keys of each KV group, in order. The keys of a group are contiguous."""
     ends = keys.words.view(np.uint8)[:, keys.key_bytes - _GROUP_BYTES : keys.key_bytes]
     begins = np.flatnonzero((ends[1:] != ends[:-1]).any(axis=1)) + 1
     return np.diff([0, *begins.tolist(), len(keys)]).tolist()
@@ -58,9 +58,9 @@ def without_torn_groups(
 
     Returns the remaining blocks, the remaining slots, and the removed slots except audited slots.
 
-    Before the store, the first blocks of a chunk may have left the sliding window. vLLM then stores only the
-    other blocks of the chunk, so the slot would keep old bytes, and a later load would return them. If blocks
-    in the middle are missing, the blocks after them would be stored at wrong offsets.
+    The first blocks of a chunk may have left the sliding window before the store. vLLM then stores only the
+    other blocks of the chunk. The rest of the slot would keep old bytes, which a later load would return. If
+    blocks in the middle are missing, later blocks would be stored at wrong offsets.
     """
     if slots.num_slots is None:
         return engine, slots, slots.block_ids[:0]
@@ -80,7 +80,7 @@ def without_torn_groups(
 def audited_apart(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[tuple[Any, SlotsSpec], tuple[Any, SlotsSpec] | None]:
-    """Divide a store of complete chunks: blocks to write, and blocks to compare (None if there are none)."""
+    """Divide a store of complete chunks into two stores: blocks to write, and blocks to compare or None."""
     if slots.audited is None:
         return (engine, slots), None
     per_group = [size // blocks_per_chunk for size in engine.group_sizes]
@@ -93,7 +93,7 @@ def audited_apart(
 def _subset(
     engine: Any, slots: SlotsSpec, kept: Mask, blocks_per_chunk: int, slots_per_group: list[int]
 ) -> tuple[Any, SlotsSpec]:
-    """Return a store of the chunks for which `kept` is True; these chunks must be complete."""
+    """Return a store of the chunks for which `kept` is True. These chunks must be complete."""
     blocks = np.asarray(engine.block_ids)
     # A group with incomplete chunks may have no whole number of chunks, so all its blocks are removed.
     ends = np.cumsum(slots_per_group)

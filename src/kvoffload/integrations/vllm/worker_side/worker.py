@@ -44,8 +44,8 @@ class KVOffloadWorker(OffloadingWorker):
     """Transfers between this worker's tensors and its part of the pool.
 
     vLLM's connector stops the engine if a job is reported as failed. So a failed job marks its slots in the
-    pool and is then reported as successful: the scheduler forgets the blocks of marked slots. A failed load
-    is also returned by `take_failed_loads`, so that the request is computed again (`patches`).
+    pool, and is reported as successful. The scheduler then forgets the blocks of marked slots. For failed
+    loads, `take_failed_loads` also returns the job, so that vLLM computes the request again (`patches`).
 
     Args:
         blocks_per_chunk: engine blocks in a slot.
@@ -54,9 +54,9 @@ class KVOffloadWorker(OffloadingWorker):
 
     Attributes:
         copies: the copies between engine and pool.
-        failures_are_named: True if vLLM calls `take_failed_loads`. False: failed loads become failed jobs.
-        fences_come_late: the engine may overwrite blocks before it calls `wait` for the stores that read
-            these blocks (`versions.fences_come_late`). Such stores are dropped.
+        failures_are_named: True if vLLM calls `take_failed_loads`. If False, failed loads become failed jobs.
+        fences_come_late: True if the engine may overwrite blocks before it calls `wait` for the stores that
+            read these blocks (`versions.fences_come_late`). Such stores are dropped.
         num_failed: number of failed jobs.
         num_overwritten: number of stores dropped because of a late fence.
     """
@@ -84,7 +84,7 @@ class KVOffloadWorker(OffloadingWorker):
             compile_all()
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: SlotsSpec) -> bool:
-        """Begin a store; returns True. Incomplete chunks are not stored, audited blocks are only compared."""
+        """Begin a store; returns True. Skips incomplete chunks. Audited blocks are compared, not stored."""
         blocks, slots, torn = without_torn_groups(src_spec, dst_spec, self._blocks_per_chunk)
         (blocks, slots), audited = audited_apart(blocks, slots, self._blocks_per_chunk)
         job = _Job(slots, True, torn)
@@ -108,7 +108,7 @@ class KVOffloadWorker(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return jobs that have ended since the last call; failed blocks are marked in the pool."""
+        """Return the jobs that have ended since the last call. The pool has marks of failed blocks."""
         self._collect()
         done = [
             (job_id, job.result)
@@ -121,10 +121,10 @@ class KVOffloadWorker(OffloadingWorker):
         return [result for _, result in done]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Wait until these jobs have ended: their blocks and slots may then be reused.
+        """Wait until these jobs have ended. Their blocks and slots may then be reused.
 
-        A job that has not ended after this call counts as failed. If fences come late, a store whose copy was
-        in progress at the call is dropped.
+        A job that still runs after this call counts as failed. If fences come late, stores that were in
+        progress at the call are dropped.
         """
         known = {job_id for job_id in job_ids if job_id in self._jobs}
         for job_id in known:
@@ -145,7 +145,7 @@ class KVOffloadWorker(OffloadingWorker):
                 self._drop(job)
 
     def _wait_for_audit(self, job: _Job) -> None:
-        """Wait for the comparison. If fences come late, the result is void: blocks may be overwritten."""
+        """Wait for the comparison. If fences come late, the result is void: blocks may have changed."""
         if job.auditing is not None and not job.auditing.done():
             job.auditing.exception()
             if self.fences_come_late:
@@ -160,7 +160,7 @@ class KVOffloadWorker(OffloadingWorker):
             self._pool.findings[self._part, job.audited] = np.zeros((), self._pool.findings.dtype)
 
     def take_failed_loads(self) -> set[int]:
-        """Return loads that have failed since the last call; `get_finished` reports them as well."""
+        """Return the loads that have failed since the last call. `get_finished` reports these loads, too."""
         failed, self._failed_loads = self._failed_loads, set()
         return failed
 
@@ -216,7 +216,7 @@ class KVOffloadWorker(OffloadingWorker):
         job.result = result
 
     def _drop(self, job: _Job) -> None:
-        """Mark the slots of a store that may have read changed blocks: the scheduler discards the blocks."""
+        """Mark the slots of a store that may have read changed blocks. The scheduler discards the blocks."""
         self.num_overwritten += 1
         self._pool.fail(self._part, job.slots.block_ids)
 
