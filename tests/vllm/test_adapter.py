@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -589,6 +590,24 @@ def test_a_reset_during_a_hanging_job_of_a_tier_loses_no_slot(world: Callable[..
     tier.immediate = True
     for job in [*tier.jobs]:
         tier.end(job)
+    assert not rig.manager.broken
+
+
+def test_a_promotion_after_a_reset_takes_no_slot_of_an_old_transfer(world: Callable[..., World]) -> None:
+    """vLLM's worker begins a store one step late: after a reset, the old copy may follow a promotion."""
+    rig, tier = world(8), ScriptedTier(4096, immediate=True)
+    rig.manager._open_tiers = lambda *_: [tier]
+    rig.manager._build(USUAL_KEY_BYTES)
+    old, new = [key(number) for number in range(4)], [key(number) for number in range(10, 14)]
+    late = rig.manager.prepare_store(old, rig.request("old", old))
+    rig.manager.reset_cache()
+    tier.blocks.update({name: np.resize(np.frombuffer(name, np.uint8), 4096).tobytes() for name in new})
+    ctx = rig.request("new", new)
+    assert rig.hits(ctx, new) == 4
+    rig.write(late)
+    assert rig.read(rig.manager.prepare_load(new, ctx)) == new
+    rig.manager.complete_load(set(new), ctx)
+    assert rig.manager.core.stats().condemned == 0
     assert not rig.manager.broken
 
 

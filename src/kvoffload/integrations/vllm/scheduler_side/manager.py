@@ -683,10 +683,13 @@ class KVOffloadManager(OffloadingManager):
         for request_id in self._requests.keys() - self._arrivals.keys():
             # The request ended while offloading was paused.
             self.core.finish_request(self._requests.pop(request_id).ctx)
-        self.core.reset(drop_in_flight=self._node_pool is None)
-        # Slots in flight stay reserved if other engines share the pool, or if a job of a tier still runs.
-        is_reserved = self._node_pool is not None or self.core.counters().condemned > 0
-        self._dropped = self._dropped + plans if is_reserved else []
+        # Only vLLM's next transfer waits for the transfers in flight. Other engines of a pool, and promotions
+        # from tiers, do not wait, so their slots must not be free yet.
+        is_alone = self._node_pool is None and self._tiered is None
+        self.core.reset(drop_in_flight=is_alone)
+        self._dropped = [] if is_alone else self._dropped + plans
+        if self._tiered is not None:
+            self._tiered.drain(self.options.tier_deadline_s)
         if self.what_if is not None:
             self.what_if.reset()
         self._events.reset(self.core)
