@@ -16,7 +16,7 @@ import pytest
 from kvoffload.cli.output import plain_text, terminal_table
 from kvoffload.core.policy import POLICIES
 from kvoffload.pages.page import Table
-from support.run_cli import kvoffload
+from support.run_cli import Done, kvoffload
 
 SMALL = ("--capacity", "200", "--block-bytes", "4KiB", "--quiet")
 
@@ -55,6 +55,73 @@ def test_reports_go_to_files(trace_file: Path, tmp_path: Path) -> None:
     digest = json.loads(report.read_text())["decisions_sha256"]
     summed = subprocess.run(["sha256sum", log], capture_output=True, text=True, check=True)
     assert summed.stdout.split()[0] == digest
+
+
+def run_with_output(command: str, trace_file: Path, option: str, file: Path, *more: str) -> Done:
+    """Run a command of `COMMANDS_WITH_OUTPUT` on the smallest work."""
+    arguments: dict[str, tuple[str | Path, ...]] = {
+        "replay": (trace_file, "--no-data"),
+        "simulate": (trace_file, "--bytes-per-token", "64KiB", "--capacity", "200"),
+        "explain": (trace_file, "--no-capacities"),
+        "metrics": ("--rules",),
+        "trace generate": ("chat", "--sessions", "2"),
+        "sweep": (trace_file, "--capacities", "50", "--policies", "lru", "--jobs", "1"),
+    }
+    return kvoffload(*command.split(), *arguments[command], option, file, *more)
+
+
+COMMANDS_WITH_OUTPUT = [
+    ("replay", "--output", "report.txt"),
+    ("replay", "--decisions", "decisions.txt"),
+    ("simulate", "--output", "report.txt"),
+    ("explain", "--output", "report.txt"),
+    ("metrics", "--output", "rules.yml"),
+    ("trace generate", "--output", "trace.jsonl"),
+    ("sweep", "--output", "rows.csv"),
+]
+
+
+@pytest.mark.parametrize(("command", "option", "name"), COMMANDS_WITH_OUTPUT)
+def test_only_force_replaces_a_file(
+    trace_file: Path, tmp_path: Path, command: str, option: str, name: str
+) -> None:
+    file = tmp_path / name
+    file.write_text("precious")
+    refused = run_with_output(command, trace_file, option, file)
+    why = "the file exists; --force replaces it"
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr == f"kvoffload: {option[2:]}: {str(file)!r} is invalid; {why}\n"
+    assert file.read_text() == "precious"
+    forced = run_with_output(command, trace_file, option, file, "--force")
+    assert forced.returncode == 0, forced.stderr
+    assert file.read_text() not in ("", "precious")
+
+
+@pytest.mark.parametrize(("command", "option", "name"), COMMANDS_WITH_OUTPUT)
+def test_an_empty_file_is_no_reason_to_ask(
+    trace_file: Path, tmp_path: Path, command: str, option: str, name: str
+) -> None:
+    """``--output $(mktemp)`` works."""
+    file = tmp_path / name
+    file.touch()
+    done = run_with_output(command, trace_file, option, file)
+    assert done.returncode == 0, done.stderr
+    assert file.read_text()
+
+
+def test_a_forced_output_survives_a_command_that_fails(trace_file: Path, tmp_path: Path) -> None:
+    """A file is replaced when its content is known, and no new file is left."""
+    old, new = tmp_path / "old.txt", tmp_path / "new.txt"
+    old.write_text("precious")
+    for file in (old, new):
+        done = kvoffload("explain", trace_file, "--request", "999999", "--output", file, "--force")
+        assert (done.returncode, "request: 999999 is invalid" in done.stderr) == (2, True)
+    assert (old.read_text(), new.exists()) == ("precious", False)
+    done = kvoffload("replay", trace_file, "--output", tmp_path)
+    assert (
+        done.stderr
+        == f"kvoffload: output: {str(tmp_path)!r} is invalid; allowed: a regular file, or a new one\n"
+    )
 
 
 def test_an_assumed_speed_is_said(trace_file: Path) -> None:

@@ -117,7 +117,7 @@ def test_the_command_writes_a_file_and_refuses_two_things_at_once(tmp_path: Path
     assert "allowed: --rules without --format" in done.stderr
     done = kvoffload("metrics", "--rules", "--output", tmp_path)
     assert done.returncode == 2
-    assert "cannot be written" in done.stderr
+    assert "allowed: a regular file, or a new one" in done.stderr
 
 
 def test_the_list_is_written_in_the_form_that_is_asked_for(tmp_path: Path) -> None:
@@ -125,5 +125,5 @@ def test_the_list_is_written_in_the_form_that_is_asked_for(tmp_path: Path) -> No
     assert kvoffload("metrics", "--output", file).returncode == 0
     assert "vllm:kvoffload_hit_blocks_total" in file.read_text()
     assert not file.read_text().startswith("[")
-    assert kvoffload("metrics", "--output", file, "--format", "json").returncode == 0
+    assert kvoffload("metrics", "--output", file, "--force", "--format", "json").returncode == 0
     assert len(json.loads(file.read_text())) == len(FAMILIES)

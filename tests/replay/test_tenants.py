@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.instances import replay_of
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.replay.report import TenantReport
+from kvoffload.simulate.config import Timing
+from kvoffload.simulate.timed import replay_in_time
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.sources import load_trace
 from kvoffload.traces.trace import Trace
 from support.run_cli import kvoffload
+from support.simulated_machine import BLOCK_BYTES, INSTANT, machine
 
 HOT, SCANNED, ROUNDS = 8, 10, 10
 """Tenant `a` asks for the same 8 blocks in each of 10 rounds; after each the scan asks for 10 new ones."""
@@ -173,3 +177,63 @@ def test_the_command_takes_quotas_of_tiers(path: Path) -> None:
     assert "the minimums add up to more than the capacity of 7" in done.stderr
     done = replayed(path, quotas)
     assert "tenants: 'simulated' is invalid; allowed as tiers: none" in done.stderr
+
+
+# ---- the same quotas in other commands
+
+INSTANT_COPIES = machine(
+    load_bytes_per_s=INSTANT,
+    store_bytes_per_s=INSTANT,
+    disk_read_bytes_per_s=INSTANT,
+    disk_write_bytes_per_s=INSTANT,
+)
+
+
+@pytest.mark.parametrize(("quotas", "saved"), [({}, 0), ({"a": Quota(HOT)}, (HOT - 1) * (ROUNDS - 1))])
+def test_a_timed_replay_keeps_quotas(trace: Trace, quotas: Mapping[str, Quota], saved: int) -> None:
+    """The last block of each prompt is computed even if it is there."""
+    config = ReplayConfig(10, device_blocks=11, tenants=quotas)
+    report = replay_in_time(trace, config, Timing(INSTANT_COPIES, BLOCK_BYTES, at_once=1))
+    assert report.with_offload.offload_hit_blocks == saved
+
+
+@pytest.mark.parametrize("blocks", [12, 5000])
+def test_a_timed_replay_keeps_quotas_of_tiers(trace: Trace, blocks: int) -> None:
+    """A tier with room for all blocks ignores minimums, as RAM does."""
+    tiers, tenants = parse_tiers("tiers", f"simulated:{blocks}"), {"a": Quota(), "b": Quota()}
+    config = ReplayConfig(12, device_blocks=11, tiers=tiers, tenants=tenants)
+    hits = []
+    for quotas in ({}, {"simulated": {"a": Quota(0, 2), "b": Quota(blocks - 2)}}):
+        timing = Timing(INSTANT_COPIES, BLOCK_BYTES, at_once=1)
+        report = replay_in_time(trace, replace(config, tier_tenants=quotas), timing)
+        hits.append(report.with_offload.tiers[1].hit_blocks)
+    assert hits[1] == 0 < hits[0]
+
+
+def test_simulate_and_explain_take_the_quotas_of_replay(path: Path) -> None:
+    quotas = ("--tenants", json.dumps({"a": {"min": "8MiB"}}))
+    sizes = ("--capacity", "10", "--bytes-per-token", "2KiB", "--quiet", "--format", "json")
+    explained, bare = (json.loads(kvoffload("explain", path, *sizes, *more).stdout) for more in (quotas, ()))
+    assert (explained["hits"], bare["hits"]) == (HOT * (ROUNDS - 1), 0)
+    assert explained["reasons"] == {"new_prompt": HOT + SCANNED * ROUNDS}
+    assert bare["reasons"]["evicted"] == HOT * (ROUNDS - 1)
+    simulated, bare = (
+        json.loads(kvoffload("simulate", path, *sizes, "--device-blocks", "11", *more).stdout)
+        for more in (quotas, ())
+    )
+    assert simulated["with_offload"]["offload_hit_blocks"] == (HOT - 1) * (ROUNDS - 1)
+    assert bare["with_offload"]["offload_hit_blocks"] == 0
+
+
+@pytest.mark.parametrize("command", ["replay", "simulate", "explain"])
+def test_mistakes_in_quotas_are_one_line_in_every_command(path: Path, command: str) -> None:
+    sizes = ("--capacity", "10", "--bytes-per-token", "2KiB", "--device-blocks", "11", "--quiet")
+    for quotas, more, message in (
+        ({"a": {"least": 3}}, (), "tenants.a.least: 3 is invalid; no such option; allowed: min, max"),
+        ({"a": {"min": 8}}, ("--store", "on-device-eviction"), "there are no quotas"),
+        ({"a": {"tiers": {"disk": {}}}}, (), "tenants: 'disk' is invalid; allowed as tiers: none"),
+    ):
+        done = kvoffload(command, path, *sizes, "--tenants", json.dumps(quotas), *more)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert message in done.stderr
+        assert len(done.stderr.splitlines()) == 1

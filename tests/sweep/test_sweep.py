@@ -475,7 +475,7 @@ def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
 def test_an_output_is_replaced_only_when_asked_to(chat: str, tmp_path: Path) -> None:
     output = tmp_path / "out.csv"
     output.write_text("precious")
-    with pytest.raises(ConfigError, match="or use --force"):
+    with pytest.raises(ConfigError, match="--force replaces it"):
         Sweep([chat], SMALL, work=Work(jobs=1, output=output))
     assert output.read_text() == "precious"
     Sweep([chat], SMALL, work=Work(jobs=1, output=output, force=True)).run()

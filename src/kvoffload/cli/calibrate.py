@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
 from kvoffload.cli.options import option, options_of
-from kvoffload.cli.output import check_new, terminal_table, write_output
+from kvoffload.cli.output import check_output, terminal_table, write_output
 from kvoffload.errors import Problems
 from kvoffload.pages.page import Table
 from kvoffload.settings.read import Count, Size
@@ -56,7 +56,7 @@ class CalibrateOptions:
         problems = Problems("calibrate")
         with problems:
             if self.out is not None:
-                check_new("out", self.out, force=self.force)
+                check_output("out", self.out, force=self.force)
         with problems:
             self.rest()
         with problems:
@@ -73,10 +73,6 @@ def command(options: CalibrateOptions) -> None:
     key is read from OPENAI_API_KEY.
     """
     out = options.out
-    if out is not None and not out.exists():
-        # Fails before the measurements; no file is left if they fail.
-        write_output("out", out, b"")
-        out.unlink()
     machine = calibrate(options.calibration(), lambda line: _report(line, options.quiet))
     default = options.rest()
     if default is not None:

@@ -9,7 +9,7 @@ import click
 from rich.console import Group, RenderableType
 
 from kvoffload.cli.options import LoadOptions, option, options_of, typed_command, with_blocks
-from kvoffload.cli.output import Lines, progress_bar, show, terminal_table, tiers_silenced, write_output
+from kvoffload.cli.output import Lines, progress_bar, show, terminal_table, tiers_silenced
 from kvoffload.cli.replay import CacheOptions
 from kvoffload.core.miss_reasons import EVICTED
 from kvoffload.errors import ConfigError, Problems
@@ -45,7 +45,6 @@ class ExplainOptions(CacheOptions, LoadOptions):
     )
     tokenizer: Path | None = option(None, "Tokenizer for text.", metavar="TOKENIZER.JSON")
     report: Path | None = option(None, "Write an offline page. Needs kvoffload[report].", metavar="FILE.html")
-    force: bool = option(False, "Replace an existing page.")
 
     def check(self) -> None:
         """Check everything that does not need the trace. Raises `ConfigError`, all problems at once."""
@@ -56,6 +55,7 @@ class ExplainOptions(CacheOptions, LoadOptions):
             block_bytes = self.known_block_bytes(block_tokens)
         with problems:
             self.parsed_tiers()
+        self.check_outputs(problems)
         with problems:
             if self.report is not None:
                 check_report(self.report, force=self.force)
@@ -117,8 +117,6 @@ def command(options: ExplainOptions) -> None:
     if options.request is not None and options.request >= trace.requests:
         raise ConfigError("request", options.request, f"allowed: 0 to {trace.requests - 1:,}")
     config = options.config(trace, options.known_block_bytes(trace.block_tokens))
-    if options.output is not None:
-        write_output("output", options.output, b"")  # Fails before the work begins.
     total = trace.requests + (0 if options.no_capacities else num_replayed(trace))
     with tiers_silenced(), progress_bar("explain", total, options.quiet) as progress:
         report, misses = find_misses(trace, config, tokens=tokens, progress=progress)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Annotated
 
 import click
 
-from kvoffload.cli.options import FormatOptions, option, options_of
+from kvoffload.cli.options import FormatOptions, OutputOptions, option, options_of
 from kvoffload.cli.output import show, terminal_table, write_output
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, Problems
 from kvoffload.metrics.alarms import rule_file
 from kvoffload.metrics.families import FAMILIES, LIBRARY_PREFIX, VLLM_PREFIX, Family
 from kvoffload.pages.page import Table
@@ -22,7 +21,7 @@ _PREFIXES = {"vllm": VLLM_PREFIX, "library": LIBRARY_PREFIX}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MetricsOptions(FormatOptions):
+class MetricsOptions(FormatOptions, OutputOptions):
     """Options of ``kvoffload metrics``."""
 
     dashboard: bool = option(False, "Print a dashboard for Grafana 10.1 or later, as JSON.")
@@ -30,14 +29,18 @@ class MetricsOptions(FormatOptions):
     source: Annotated[str, OneOf(_PREFIXES)] = option(
         "vllm", "Origin of the metrics: vLLM's plug-in, or the library's collector. The dashboard has both."
     )
-    output: Path | None = option(None, "Write to this file instead.", metavar="FILE")
 
     def check(self) -> None:
-        """Check options that exclude each other. Raises `ConfigError`."""
-        if self.dashboard and self.rules:
-            raise ConfigError("rules", "--dashboard --rules", "allowed: one of them")
-        if self.rules and self.is_json:
-            raise ConfigError("format", "json", "the rules are YAML; allowed: --rules without --format")
+        """Check options that exclude each other, and the output file. Raises `ConfigError`."""
+        problems = Problems("metrics")
+        with problems:
+            if self.dashboard and self.rules:
+                raise ConfigError("rules", "--dashboard --rules", "allowed: one of them")
+        with problems:
+            if self.rules and self.is_json:
+                raise ConfigError("format", "json", "the rules are YAML; allowed: --rules without --format")
+        self.check_outputs(problems)
+        problems.check()
 
 
 @click.command()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import click
 import msgspec
 
+from kvoffload.cli.output import check_output
 from kvoffload.core.admission import ADMISSIONS
 from kvoffload.core.plans import STORES
 from kvoffload.core.policy import POLICIES
@@ -417,6 +418,24 @@ class LoadOptions:
         0, "The next N requests wait in the engine's queue; their blocks are evicted last.", "--queue",
         show_default=False,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """Options of a command that writes its report to a file."""
+
+    output: Path | None = option(None, "Write the report to a file.", metavar="FILE")
+    force: bool = option(False, "Replace existing files.")
+
+    def check_outputs(self, problems: Problems, **others: Path | None) -> None:
+        """Check that no existing file is replaced without ``--force``.
+
+        `others`: files of the command's other options, by name of the option.
+        """
+        for name, path in {"output": self.output, **others}.items():
+            with problems:
+                if path is not None:
+                    check_output(name, path, force=self.force)
 
 
 @dataclass(frozen=True, kw_only=True)

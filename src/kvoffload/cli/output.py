@@ -7,7 +7,7 @@ import logging
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import click
 from rich import box
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeR
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, check_new
 from kvoffload.pages.page import Table
 from kvoffload.text import NO_BREAK, unbroken
 
@@ -45,11 +45,25 @@ def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:
     return captured.get().encode()
 
 
+def check_output(field: str, path: Path, *, force: bool) -> None:
+    """Raise `ConfigError` if the output file exists or cannot be written. Call it before the work.
+
+    With `force` an existing file is accepted; its content is kept until the output is written.
+    """
+    check_new(field, path, force=force)
+    is_new = not path.exists()
+    if is_new or path.is_file():
+        with writable(field, path, "ab"):
+            pass
+    if is_new:
+        path.resolve().unlink()  # not a link to the file
+
+
 @contextlib.contextmanager
-def writable(field: str, path: Path) -> Iterator[BinaryIO]:
+def writable(field: str, path: Path, mode: Literal["wb", "ab"] = "wb") -> Iterator[BinaryIO]:
     """Open the output file of option `field`. Raises `ConfigError` on any failure, also on a full disk."""
     try:
-        with path.open("wb") as file:
+        with path.open(mode) as file:
             yield file
     except OSError as error:
         raise ConfigError(field, str(path), f"the file cannot be written ({error.strerror})") from None
@@ -59,12 +73,6 @@ def write_output(field: str, path: Path, content: bytes) -> None:
     """Write the output file of option `field`. Raises `ConfigError`."""
     with writable(field, path) as file:
         file.write(content)
-
-
-def check_new(field: str, path: Path, *, force: bool) -> None:
-    """Raise `ConfigError` if the file exists, unless `force` is set."""
-    if path.exists() and not force:
-        raise ConfigError(field, str(path), "the file exists; --force replaces it")
 
 
 @contextlib.contextmanager

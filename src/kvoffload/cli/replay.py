@@ -19,6 +19,7 @@ from kvoffload.cli.options import (
     InstancesOptions,
     LoadOptions,
     ModelOptions,
+    OutputOptions,
     PolicyName,
     QuietOptions,
     ReadOptions,
@@ -30,7 +31,7 @@ from kvoffload.cli.options import (
     warn,
     warn_of_small_tiers,
 )
-from kvoffload.cli.output import progress_bar, writable, write_output
+from kvoffload.cli.output import progress_bar, writable
 from kvoffload.cli.replay_calls import check_alone, replay_calls
 from kvoffload.cli.replay_table import table
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
@@ -54,7 +55,9 @@ from kvoffload.whatif.shadows import ONE_IN
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, FormatOptions, QuietOptions):
+class CacheOptions(
+    InstancesOptions, TiersOptions, ModelOptions, ReadOptions, FormatOptions, OutputOptions, QuietOptions
+):
     """Options of ``kvoffload replay``, ``simulate`` and ``explain``: the trace and the caches."""
 
     trace: str = argument("chat")
@@ -69,7 +72,12 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
         "0", "LRU device cache in front: 0 (none), a capacity as above, or 0.5x of RAM."
     )
     store: Store = option(ON_COMPUTE, "Moment at which a block is offered to RAM.", setting="store")
-    output: Path | None = option(None, "Write the report to a file.")
+    tenants: str | None = option(
+        None,
+        'Quotas of tenants of the trace: {"a": {"min": "10GiB", "max": "5%", "tiers": {"disk": {"min": '
+        '"1TiB"}}}}. Sizes as --capacity.',
+        metavar="JSON",
+    )
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
         """Check the capacities as far as possible before the trace is read."""
@@ -78,13 +86,28 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
         with problems:
             device_blocks(self.device_blocks, ANY_TRACE, block_bytes, ANY_TRACE)
         with problems:
+            self.quotas(ANY_TRACE, block_bytes)
+        with problems:
             tiers = tuple(self.parsed_tiers())
             ReplayConfig(
                 1, store=self.store, tiers=tiers, instances=self.instances, shared_ram=self.shared_ram
             )
 
+    def quotas(self, unique_blocks: int, block_bytes: int | None) -> Quotas:
+        """Parse ``--tenants``. Raises `ConfigError`."""
+
+        def blocks(option: str, value: object) -> int:
+            return parse_capacity(option, str(value), block_bytes, unique_blocks)
+
+        if self.tenants is None:
+            return Quotas({}, {})
+        if self.store == ON_DEVICE_EVICTION:
+            raise ConfigError("tenants", self.tenants, ONE_OWNER)
+        return read_quotas("tenants", self.tenants, blocks)
+
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the caches, with sizes in blocks of `trace`."""
+        """Create the configuration of the caches and of tenants' quotas, with sizes in blocks of `trace`."""
+        quotas = self.quotas(trace.unique_blocks, block_bytes)
         blocks = parse_capacity("capacity", self.capacity, block_bytes, trace.unique_blocks)
         typed = self.parsed_tiers()
         tiers = tuple(tier.in_blocks(block_bytes, trace.unique_blocks) for tier in typed)
@@ -104,6 +127,11 @@ class CacheOptions(InstancesOptions, TiersOptions, ModelOptions, ReadOptions, Fo
             instances=self.instances,
             routing=self.routing,
             shared_ram=self.shared_ram,
+            tenants={name: Quota(*quota) for name, quota in quotas.ram.items()},
+            tier_tenants={
+                tier: {name: Quota(*quota) for name, quota in of_tier.items()}
+                for tier, of_tier in quotas.tiers.items()
+            },
         )
 
 
@@ -152,24 +180,21 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         metavar="SETTING",
     )
     what_if_sample: OneIn = option(ONE_IN, "Sample one block in N for --what-if.", show_default=True)
-    tenants: str | None = option(
-        None,
-        'Quotas of tenants of the trace: {"a": {"min": "10GiB", "max": "5%", "tiers": {"disk": {"min": '
-        '"1TiB"}}}}. Sizes as --capacity.',
-        metavar="JSON",
-    )
     as_recorded: bool = option(
         False, "TRACE is a recording of calls (NAME.calls): repeat them and compare every decision."
     )
 
     def check(self) -> None:
         """Check everything that does not need the trace. Raises `ConfigError`, all problems at once."""
+        problems, block_tokens, block_bytes = Problems("replay"), 1, None
+        self.check_outputs(problems, decisions=self.decisions)
         if self.as_recorded:
-            check_alone()
+            with problems:
+                check_alone()
+            problems.check()
             return
         if is_recording(Path(self.trace)):
             raise ConfigError("trace", self.trace, "it is a recording of calls: add --as-recorded")
-        problems, block_tokens, block_bytes = Problems("replay"), 1, None
         with problems:
             block_tokens = block_tokens_of(self.trace, self.block_tokens)
         with problems:
@@ -183,8 +208,6 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         with problems:
             if self.has_managers:
                 self._check_managers()
-        with problems:
-            self.quotas(ANY_TRACE, block_bytes)
         with problems:
             self.what_ifs()
         with problems:
@@ -200,18 +223,6 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
         """Parse ``--what-if``. Raises `ConfigError`."""
         return WhatIfParser().parse("what-if", self.what_if) if self.what_if else ()
 
-    def quotas(self, unique_blocks: int, block_bytes: int | None) -> Quotas:
-        """Parse ``--tenants``. Raises `ConfigError`."""
-
-        def blocks(option: str, value: object) -> int:
-            return parse_capacity(option, str(value), block_bytes, unique_blocks)
-
-        if self.tenants is None:
-            return Quotas({}, {})
-        if self.store == ON_DEVICE_EVICTION:
-            raise ConfigError("tenants", self.tenants, ONE_OWNER)
-        return read_quotas("tenants", self.tenants, blocks)
-
     def _check_managers(self) -> None:
         tiers = self.parsed_tiers()
         if self.decisions is not None:
@@ -224,17 +235,11 @@ class ReplayOptions(CacheOptions, ServerOptions, LoadOptions):
             raise ConfigError("tiers", str(tiers[-1]), "with several instances allowed: simulated:CAPACITY")
 
     def config(self, trace: Trace, block_bytes: int | None) -> ReplayConfig:
-        """Create the configuration of the replay: the caches, the assumed engine, and tenants' quotas."""
-        quotas = self.quotas(trace.unique_blocks, block_bytes)
+        """Create the configuration of the replay: the caches and the assumed engine."""
         return replace(
             super().config(trace, block_bytes),
             decode_tokens_per_s=self.decode_tokens_per_s or 0.0,
             queue_requests=self.queue_requests,
-            tenants={name: Quota(*quota) for name, quota in quotas.ram.items()},
-            tier_tenants={
-                tier: {name: Quota(*quota) for name, quota in of_tier.items()}
-                for tier, of_tier in quotas.tiers.items()
-            },
         )
 
     def injection(self) -> Injection | None:
@@ -286,8 +291,6 @@ def replay(options: ReplayOptions) -> None:
     config = options.config(loaded, options.known_block_bytes(loaded.block_tokens))
     if not options.no_data:
         _announce_files(config.tiers, options.block_bytes)
-    if options.output is not None:
-        write_output("output", options.output, b"")  # Fails before the work begins.
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(writable("decisions", options.decisions)) if options.decisions else None
         data = options.data(loaded, config)

@@ -19,7 +19,7 @@ from kvoffload.core.log import Call
 from kvoffload.errors import CombinedConfigError, ConfigError
 from kvoffload.pages.page import Table
 
-_MEANINGFUL = ("trace", "as_recorded", "form", "output", "quiet")
+_MEANINGFUL = ("trace", "as_recorded", "form", "output", "force", "quiet")
 _SHOWN_BLOCKS, _SHOWN_NUMBERS = 20, 32
 
 

@@ -10,7 +10,7 @@ from kvoffload.check.check import Prediction, check
 from kvoffload.cli.check_table import exit_with, show_checked
 from kvoffload.cli.machine import DEFAULT_MACHINE, MACHINE_HELP, find_machine
 from kvoffload.cli.options import option, options_of
-from kvoffload.cli.output import progress_bar, tiers_silenced, write_output
+from kvoffload.cli.output import progress_bar, tiers_silenced
 from kvoffload.cli.replay import CacheOptions, ServerOptions
 from kvoffload.cli.simulate_table import table
 from kvoffload.errors import ConfigError, Problems
@@ -44,6 +44,7 @@ class SimulateOptions(CacheOptions, ServerOptions):
         with problems:
             if self.has_managers and self.parsed_tiers():
                 raise ConfigError("instances", self.instances, NO_TIERS_TO_SHARE)
+        self.check_outputs(problems)
         if block_bytes is not None:
             self.check_sizes(problems, block_bytes)
         problems.check()
@@ -63,8 +64,6 @@ def simulate(options: SimulateOptions) -> None:
     loaded = options.read_requests(options.trace)
     timing = options.timing(loaded.block_tokens)
     config = options.config(loaded, timing.block_bytes)
-    if options.output is not None:
-        write_output("output", options.output, b"")  # Fails before the work begins.
     with tiers_silenced(), progress_bar("simulate", 2 * loaded.requests, options.quiet) as progress:
         report = replay_in_time(loaded, config, timing, progress)
     checked = None if served is None else check(served, Prediction.of_simulation(report, loaded))

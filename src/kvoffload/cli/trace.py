@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvoffload.cli.beside_optimum import beside_optimum
 from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, argument, options_of, warn
-from kvoffload.cli.output import check_new, progress_bar, terminal_table
+from kvoffload.cli.output import check_output, progress_bar, terminal_table
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
@@ -74,7 +74,7 @@ def generate(name: str, output: Path, force: bool, **parameters: Any) -> None:
         if value is not None
     }
     workload = builtin(name, **given)
-    check_new("output", output, force=force)
+    check_output("output", output, force=force)
     generated = generate_trace(workload)
     try:
         write_trace(generated, output)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from kvoffload.cli.options import QuietOptions, argument, option, options_of
-from kvoffload.cli.output import check_new, progress_bar
+from kvoffload.cli.output import check_output, progress_bar
 from kvoffload.errors import ConfigError
 from kvoffload.settings.read import Count
 from kvoffload.traces.conversion.block_ids import KeptKeys, Keys
@@ -44,7 +44,7 @@ class ConvertOptions(QuietOptions):
         if self.salt is not None and self.keep_ids:
             raise ConfigError("salt", self.salt, "leave out --salt or --keep-ids")
         if self.out is not None:
-            check_new("out", self.out, force=self.force)
+            check_output("out", self.out, force=self.force)
 
     def keys(self) -> Keys:
         """Return the object that computes the ids."""

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from kvoffload._version import __version__
-from kvoffload.errors import ConfigError
+from kvoffload.errors import ConfigError, check_new
 from kvoffload.text import unbroken
 
 Data = list[dict[str, Any]]
@@ -80,8 +80,7 @@ def check_report(path: Path, *, force: bool) -> None:
     """Raise `ConfigError` if the report cannot be written. Call it before the replays."""
     if path.suffix not in (".html", ".htm"):
         raise ConfigError("report", str(path), "allowed: a file that ends in .html")
-    if path.exists() and not (force and path.is_file()):
-        raise ConfigError("report", str(path), "the file exists; --force replaces it")
+    check_new("report", path, force=force)
     _plotly_js(path)
     with _unfinished(path) as unfinished:
         unfinished.touch()

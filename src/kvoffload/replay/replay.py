@@ -157,19 +157,13 @@ class ReplayConfig:
         return self.pool_blocks + self.tier_blocks
 
     def manager_options(self, num_slots: int) -> dict[str, Any]:
-        """Return the keyword arguments of an `OffloadingManager` with this many slots.
-
-        A pool with fewer slots than its capacity holds all blocks of the trace: no minimum is needed.
-        """
-        tenants = self.tenants
-        if num_slots < self.capacity_blocks:
-            tenants = {name: Quota(0, quota.max_blocks) for name, quota in tenants.items()}
+        """Return the keyword arguments of an `OffloadingManager` with this many slots."""
         return {
             "key_bytes": KEY_BYTES,
             "policy": self.policy,
             "admission": self.admission,
             "store": self.store,
-            "tenants": tenants,
+            "tenants": quotas_for(num_slots, self.capacity_blocks, self.tenants),
         }
 
     def columns(self) -> dict[str, Any]:
@@ -183,6 +177,16 @@ class ReplayConfig:
             "queue_requests": self.queue_requests,
             "shared_ram": self.shared_ram,
         }
+
+
+def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]) -> Mapping[str, Quota]:
+    """Return the quotas of a cache that was given `num_slots` slots.
+
+    A cache with fewer slots than its capacity holds all blocks of the trace: no minimum is needed.
+    """
+    if num_slots >= capacity_blocks:
+        return quotas
+    return {name: Quota(0, quota.max_blocks) for name, quota in quotas.items()}
 
 
 def shadows_of(trace: Trace, config: ReplayConfig, what_if: Sequence[WhatIf], one_in: int) -> Shadows:

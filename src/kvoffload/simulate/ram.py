@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.replay.engines import EngineParts
-from kvoffload.replay.replay import ReplayConfig, slots_needed
+from kvoffload.replay.replay import ReplayConfig, quotas_for, slots_needed
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.event_queue import Events, Link
@@ -18,7 +18,7 @@ from kvoffload.simulate.report import TimedTierReport
 from kvoffload.simulate.timed_tier import TimedTier
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.simulated import NoMemory
-from kvoffload.tiers.spec import SizedTierOptions, TierOptions
+from kvoffload.tiers.spec import SizedTierOptions, TierOptions, names_of
 from kvoffload.tiers.write_budget import WriteBudget, budget_of_recording
 from kvoffload.traces.trace import Trace
 
@@ -68,7 +68,7 @@ class Ram:
             self._parts = EngineParts(self.manager, config.admission, config.instances)
 
     def _with_tiers(self, num_slots: int, config: ReplayConfig, timing: Timing) -> TieredManager:
-        return TieredManager(
+        manager = TieredManager(
             num_slots,
             ram=NoMemory(num_slots),
             tiers=self._opened,
@@ -77,6 +77,11 @@ class Ram:
             clock=lambda: self._events.now,
             **config.manager_options(num_slots),
         )
+        for name, options, opened in zip(names_of(config.tiers), config.tiers, self._opened, strict=True):
+            if quotas := config.tier_tenants.get(name):
+                num_blocks = opened.stats().capacity
+                manager.set_tier_tenants(opened.name, quotas_for(num_blocks, options.num_blocks, quotas))
+        return manager
 
     def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
         """Open a tier on one simulated disk, or on several striped disks."""

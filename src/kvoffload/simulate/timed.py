@@ -154,10 +154,6 @@ def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfi
         raise ConfigError("machines", config.machines, "a timed replay simulates one host: allowed: 1")
     if config is not None and config.instances > 1 and len(config.tiers) > 1:
         raise ConfigError("tiers", "+".join(map(str, config.tiers)), "several engines share one tier at most")
-    if config is not None and config.tier_tenants:
-        raise ConfigError(
-            "tier_tenants", ", ".join(config.tier_tenants), "a timed replay has no quotas of tiers"
-        )
     if config is not None and (config.decode_tokens_per_s or config.queue_requests):
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",

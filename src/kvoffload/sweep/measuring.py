@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from kvoffload.errors import ConfigError, SweepError
+from kvoffload.errors import ConfigError, SweepError, check_new
 from kvoffload.sweep.bootstrap import RESAMPLES, WINDOWS, Resamples, window_sums
 from kvoffload.sweep.grid import Point
 from kvoffload.sweep.journal import SweepJournal, journal_path
@@ -97,10 +97,8 @@ class Work:
         Resamples(np.zeros(1, np.int64), self.resamples, self.seed)
         if self.output is not None:
             RowsFile(self.output)
-            if self.output.exists() and not self.force and not journal_path(self.output).exists():
-                raise ConfigError(
-                    "output", str(self.output), "the file exists: choose another, or use --force"
-                )
+            # An interrupted command may continue its output.
+            check_new("output", self.output, force=self.force or journal_path(self.output).exists())
 
     @property
     def journal_path(self) -> Path | None:
