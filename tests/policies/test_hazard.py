@@ -213,6 +213,7 @@ def test_worth_is_a_gittins_index(seed: int) -> None:
     table = life_table(num_classes=4)
     table.exposed[:] = rng.integers(0, 2_000, table.exposed.shape) * rng.integers(0, 2, table.exposed.shape)
     table.reused[:] = np.floor(table.exposed * rng.random(table.exposed.shape) * rng.random())
+    table.is_known[:] = 1
     table.evaluate(0)
     everyone = (table.reused.sum(0) + 0.5) / (table.exposed.sum(0) + 1.5)
     for each in range(4):
@@ -224,7 +225,7 @@ def test_worth_is_a_gittins_index(seed: int) -> None:
             alive = np.cumprod([1.0, *(1 - chance[age:-1])])
             hits = np.cumsum(alive * chance[age:])
             slot_time = table.entering + np.cumsum(alive * (1 - chance[age:] / 2) * width[age:])
-            assert table.worth[each, age] == pytest.approx((hits / slot_time).max(), rel=1e-4)
+            assert table.worth[table.rows[each], age] == pytest.approx((hits / slot_time).max(), rel=1e-4)
 
 
 # ---- whom it evicts and refuses
@@ -242,6 +243,7 @@ class Learnt(Hazard):
         """
         self.state.oldest_victim = 1
         table = self.lifetimes
+        table.rows[:] = np.arange(len(table.rows))
         for each, worth in enumerate(worth_by_count):
             table.worth[each * NUM_GAP_CLASSES * NUM_KINDS :] = worth
         table.next_evaluation = 1 << 60
@@ -612,7 +614,7 @@ def test_an_informative_label_is_learnt() -> None:
         at_once = table.reused[number::NUM_KINDS, 0].sum() / table.exposed[number::NUM_KINDS, 0].sum()
         assert least <= at_once <= most
     both_seen = np.minimum(go, end).argmax()
-    worth_go, worth_end = (table.worth[number::NUM_KINDS, 0][both_seen] for number in numbers)
+    worth_go, worth_end = (table.worth[table.rows[number::NUM_KINDS], 0][both_seen] for number in numbers)
     assert worth_go > worth_end
 
 

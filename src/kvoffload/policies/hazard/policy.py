@@ -416,7 +416,8 @@ def remove(own: State, used: Used) -> None:
 @inline
 def _worth(own: State, block_class: int, last: int) -> float:
     """Return the current worth of a block with this class and this time of its last use."""
-    return at_age(own.lifetimes.worth, own.lifetimes.bounds, block_class, max(own.now - last, 0))
+    lifetimes = own.lifetimes
+    return at_age(lifetimes.worth, lifetimes.bounds, lifetimes.rows[block_class], max(own.now - last, 0))
 
 
 @inline
