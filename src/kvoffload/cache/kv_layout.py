@@ -187,7 +187,7 @@ class KVLayout:
         return "head" in self.names and "kv" not in self.names
 
     def _tensors(self, kv: KVTensors) -> Iterator[_Tensor]:
-        """Yield the tensors: for each layer the keys, then the values. ``layer`` may be an axis."""
+        """Yield the tensors, keys before values: layer by layer, unless ``layer`` is an axis."""
         if "layer" in self.names:
             kinds = ((False, kv[0]), (True, kv[1])) if self._has_pairs and _is_pair(kv) else ((False, kv),)
             if self._has_pairs and len(kinds) != 2:

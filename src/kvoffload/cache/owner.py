@@ -47,8 +47,8 @@ def seconds_of(value: object) -> float:
 class Owner:
     """A thread with an event loop.
 
-    If a caller is cancelled or interrupted, the job stops to wait for tiers. The call returns only after the
-    job has ended, even if the caller is cancelled again: a running copy uses the caller's tensors.
+    If a caller is cancelled or interrupted, the job stops waiting for tiers. The call returns only after the
+    job has ended, even if the caller is cancelled again, because a running copy uses the caller's tensors.
 
     Thread: any, except the owner's own. In a forked child, which has no such thread, calls raise
     `MisuseError`.

@@ -48,8 +48,8 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         kvoffload: version of the package.
-        keys: `HASHES`. `WHOLE` if the policy or admission rule comes from another package, because it may
-            read keys.
+        keys: `WHOLE` if the policy or admission rule comes from another package and so may read keys;
+            otherwise `HASHES`.
         key_bytes: length of the engine's keys.
         policy, admission, store: as for `OffloadingManager`.
         refuses_unasked: as for `OffloadingManager`. False if tiers behind RAM need every block.

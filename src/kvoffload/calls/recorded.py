@@ -231,14 +231,17 @@ class RecordedManager(OffloadingManager):
     def _note_offer(
         self, keys: Sequence[bytes], ctx: RequestContext | None = None, *, admitted: bool = False
     ) -> None:
-        """Record a `prepare_store` that raised before the kernel's record. Not with invalid keys."""
+        """Record a `prepare_store` that raised before its kernel recorded the call.
+
+        Skips calls with invalid keys.
+        """
         if wrong_key(keys, self.key_bytes) is None:
             ctx = self._context(ctx)
             ctx.add(keys)
             self._note(ctx, Call.PREPARE_STORE | FAILED | ADMITTED * admitted, len(keys))
 
     def _note_end(self, plan: StorePlan, success: bool = False) -> None:
-        """Record a `complete_store` without a kernel's record: after an exception or a reset."""
+        """Record a `complete_store` that no kernel has recorded, because of an exception or a reset."""
         number = Entering.over(plan.memory).number
         of_part = plan.slots if number < 0 else plan.slots[:0]
         result = np.int32(success + IS_PART * (number < 0))

@@ -102,10 +102,16 @@ its end."""
 FIRST_WRONG = -2
 """Result of `prepare_store`: ``FIRST_WRONG - row`` if the policy named an invalid victim for this row."""
 ALL, OFFER, CHOSEN, KEEP, SHRINK, SHRINK_CHOSEN = 0, 1, 2, 3, 4, 5
-"""Steps of `prepare_store`. `ALL`: the whole store. With a policy or rule in Python, `OFFER` counts the
-missing blocks and the room for them, Python decides, and `CHOSEN` completes the store. `KEEP`: store nothing,
-only return duplicates to the policy. `SHRINK`: evict a block for each key of the batch and mark the slots
-unused. With a policy in Python, `SHRINK` counts the blocks, Python decides, and `SHRINK_CHOSEN` evicts."""
+"""Steps of `prepare_store`.
+
+- `ALL`: the whole store, with a compiled policy and no admission rule.
+- `OFFER`: count the missing blocks and their room. A policy or rule in Python then decides.
+- `CHOSEN`: complete the store after `OFFER`.
+- `KEEP`: store nothing, only return duplicates to the policy.
+- `SHRINK`: evict a block for each key of the batch, and mark the slots unused. With a policy in Python: only
+  count the blocks.
+- `SHRINK_CHOSEN`: evict after `SHRINK`, with a policy in Python.
+"""
 BY_POLICY, BY_ALL = 1, 2
 """Values of `admitted` in `prepare_store`."""
 _UNNAMED, _CLAIMED = -2, -3
@@ -718,7 +724,7 @@ def _first_wrong_victim(cache: Cache, path: Path, new: Entering) -> int:
 
 @inline
 def _has_hole(new: Entering) -> bool:
-    """Return True if a policy refused a block of a prefix but accepted a later, then unreachable block.
+    """Return True if a policy refused a block of a prefix but accepted a later block, an error.
 
     The check of victims then reports the refused row.
     """

@@ -75,7 +75,7 @@ STORE_NUMBERS = 5
 """Number of words before the slots of a store: the numbers of stored, missing, dropped and refused blocks,
 and of blocks stored in free slots."""
 IS_PART = 2
-"""Number added to the word for the success (0 or 1) if only a part of a split plan ends."""
+"""Added to the success word (0 or 1) in the end record of a part of a split plan."""
 NO_REQUEST, ENDED = -1, -1
 """`NO_REQUEST`: ``path.number`` of a call without a request. `ENDED`: ``path.recorded`` after `FINISH`."""
 _LOST = -1

@@ -160,8 +160,8 @@ class OffloadingManager:
 
         Args:
             request_id: for messages; need not be unique.
-            keys: the whole prefix of the request, if known. Pass it if the device serves the head, and only
-                the tail is looked up here: hits then refresh the whole path, and stores protect it.
+            keys: the whole prefix of the request, if known. Needed if the device serves the head and only
+                the tail is looked up here. Hits then refresh the whole path, and stores protect the path.
             hints: labels that are known at the beginning.
         """
         ctx = RequestContext(request_id, self.key_bytes, self, room_for(len(keys)))
@@ -500,7 +500,7 @@ class OffloadingManager:
         self._tenants.write(tenants)
 
     def set_tenant(self, ctx: RequestContext, tenant: str) -> None:
-        """Set the tenant of a request's later loads and stores, in place of ``hints.tenant``."""
+        """Set the tenant of a request's later loads and stores. Replaces ``hints.tenant``."""
         if self._state.has_tenants:
             ctx.set_tenant(self._tenants.number(tenant))
 
@@ -560,7 +560,7 @@ class OffloadingManager:
         return [] if self._events is None else self._events.take()
 
     def stats(self) -> ManagerStats:
-        """Return counters, use of the slots, and statistics of the policy, as a copy. Cost: O(1)."""
+        """Return a copy of the counters, the slots by state, and the policy's statistics. Cost: O(1)."""
         stats = self.counters()
         stats.policy = self.policy.stats()
         stats.misses = by_reason(self.miss_counts)
@@ -619,9 +619,9 @@ class OffloadingManager:
         Call this method regularly while it returns True, for instance once a scheduler step.
 
         Args:
-            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end, a
-                call also adds more blocks than requests have used since the last call: so the change ends
-                under any traffic. Cost: 1 us for each block.
+            num_blocks: approximate number of blocks that this call adds to the new policy. Near the end a
+                call adds more blocks than requests have used since the last call, so that the change always
+                ends. Cost: 1 us for each block.
         """
         change = self._change
         if change is not None and change.advance(self._state, num_blocks):

@@ -33,7 +33,7 @@ from kvoffload.structures.structs import Struct, call_2, call_4
 _CHUNK = 256
 """Largest number of blocks in one call of the new policy."""
 _CALL_BLOCKS = 16
-"""A call of the new policy costs at least as much as this number of blocks."""
+"""Smallest cost of a call of the new policy, in blocks."""
 
 
 class State(Struct):

@@ -44,8 +44,8 @@ class Protected:
     def is_quiet(self) -> bool:
         """True if the policy should not learn from this store. Always False without quotas.
 
-        The tenant then replaces only its own blocks, and stores more blocks than its part of the cache
-        justifies.
+        Reason: the storing tenant replaces only its own blocks, and stores more blocks than its part of the
+        cache justifies.
         """
         return bool(_is_quiet(self.cache))
 

@@ -1,8 +1,8 @@
 """Request contexts: a manager's record of a running inference request.
 
-Owns the request's *path*: the keys that the request has looked up, loaded, touched or offered, in order of
-first appearance, with a record of each key. The path ensures that a retried request accesses each block once,
-that a store protects the request's own blocks, and that each key is hashed and looked up only once.
+Owns the request's *path*: all keys that the request has looked up, loaded, touched or offered, in order of
+first appearance. Each key has a record. With the path, a retried request accesses each block once, a store
+protects the request's own blocks, and each key is hashed and looked up only once.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ def _has_stayed(taken: Taken, lists: Lists, sentinel: int, slot: int) -> bool:
 
 @kernel
 def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Array) -> int:
-    """Write the next blocks of a list that `is_left` selects to `slots`; return their number.
+    """Write the next blocks of a list to `slots`, except taken and recent blocks; return their number.
 
     Sets ``taken.at_end`` to 1 at the end of the list.
     """
@@ -251,7 +251,7 @@ def _walk(taken: Taken, cache: Cache, lists: Lists, sentinel: int, slots: I32Arr
 
 @kernel
 def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, stop: int) -> None:
-    """Copy the ranks of the blocks that `is_left` selects to `copy`, from slot `start` to ``stop - 1``."""
+    """Copy the ranks of slots `start` to ``stop - 1`` to `copy`, except for taken and recent blocks."""
     for slot in range(start, stop):
         if is_left(taken, slot) and is_ordered(cache, slot):
             copy.order[slot, RANK], copy.order[slot, STAMP] = heap.order[slot, RANK], heap.order[slot, STAMP]
@@ -260,7 +260,7 @@ def _copy_ranks(taken: Taken, cache: Cache, heap: Heap, copy: Heap, start: int, 
 
 @kernel
 def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
-    """Remove blocks from a heap, least first; write the blocks that `is_left` selects to `slots`.
+    """Remove blocks from a heap, lowest rank first; write them to `slots`, except taken and recent blocks.
 
     Returns the number of written blocks.
     """
@@ -277,9 +277,9 @@ def _take_least(taken: Taken, cache: Cache, heap: Heap, slots: I32Array) -> int:
 
 @kernel
 def _sweep(taken: Taken, cache: Cache, start: int, stop: int, slots: I32Array) -> int:
-    """Search the slots `start` to ``stop - 1``; write those whose blocks `is_left` selects to `slots`.
+    """Write the blocks in slots `start` to ``stop - 1`` to `slots`, except taken and recent blocks.
 
-    Returns ``next slot << 32 | number of written slots``.
+    Returns ``next slot << 32 | number of written blocks``.
     """
     count, slot = np.int64(0), np.int64(start)
     while slot < stop and count < slots.shape[0]:

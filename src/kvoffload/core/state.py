@@ -256,7 +256,7 @@ def _coldest_of_givers(cache: Cache, path: Path, links: I32Matrix, slot: int, se
 
 @inline
 def next_victim(cache: Cache, path: Path, lists: Lists, number: int) -> int:
-    """Advance the list's search to the coldest evictable block; return the block or ABSENT.
+    """Return the next evictable block of list `number`, coldest first; ABSENT if there is none.
 
     A protected block stays protected during a store, so one `rewind` serves all blocks of the store.
     """

@@ -252,7 +252,7 @@ def explain(
 
 
 def _runs(misses: Misses) -> tuple[_Int64s, _Int64s]:
-    """Return the start and the end of each run of missing blocks with one reason, as reference numbers."""
+    """Return the runs of missing blocks with one reason: first reference and end of each run."""
     reasons = misses.reasons
     is_new = np.ones(len(reasons), np.bool_)
     is_new[1:] = reasons[1:] != reasons[:-1]

@@ -191,7 +191,7 @@ class ObjectStore:
                 tier.contains(packed, record)
 
     def finish_path(self, path: ObjectPath) -> None:
-        """Count an access to a path. The objects become the most recent, the first object above all."""
+        """Count an access to a path. Its objects become the most recent, the first object last of all."""
         packed = Keys.pack(path.keys, KEY_BYTES)
         with self._lock:
             for tier, record in zip(self.tiers, path.records, strict=True):
@@ -420,7 +420,7 @@ class ObjectStore:
     def _copies(
         self, batch: _Batch, memory: Extents, which: npt.NDArray[np.intp]
     ) -> Iterator[tuple[Blocks, Blocks, npt.NDArray[np.int64]]]:
-        """Yield for each extent: (1) a view of the staging buffer, (2) the caller's memory, (3) its rows."""
+        """Yield for each extent a view of the staging buffer, the caller's memory, and the rows there."""
         assert batch.buffer.memory is not None
         flat = batch.buffer.memory.reshape(-1)
         count, stride = len(batch.keys) // batch.parts, batch.parts * self.block_bytes

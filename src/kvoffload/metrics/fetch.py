@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from kvoffload.errors import ConfigError, UnavailableError
 
 MAX_BYTES = 32 << 20
-"""Longest reply. The metrics of an engine have about 100 KiB."""
+"""Longest accepted reply, in bytes. The metrics of an engine have about 100 KiB."""
 _CHUNK_BYTES = 1 << 16
 
 

@@ -25,8 +25,8 @@ class StorageOptions:
         identity: a name for the weights and for the settings that affect KV but are not SGLang's arguments.
         deadline: longest time to read a batch, in seconds. A write may take five times as long.
         staging: limit of the staging memory between tiers and SGLang's host pool, in bytes.
-        zero_copy: ``always`` or ``never`` move pages without staging; ``auto``: always if all tiers are
-            shared, otherwise never.
+        zero_copy: transfers of pages without staging: ``always``, ``never``, or ``auto``, which means only if
+            all tiers are shared.
     """
 
     tiers: Tiers

@@ -73,7 +73,7 @@ class PrefixBatch:
             prompts_only: store only the prompts. Needed after beam search, which reorders the rows of
                 `cache`.
 
-        Raises: `ConfigError` unless the sequences continue the prompts, and those of the last call.
+        Raises: `ConfigError` unless the sequences continue the prompts and the last call's sequences.
         """
         kv = [(layer.keys, layer.values) for layer in self.cache.layers]
         if not kv:

@@ -20,7 +20,7 @@ _NAMES = ("rotary", "rope")
 _FACTORS = (4, 64)
 """Probed sequence lengths, as multiples of ``max_position_embeddings``."""
 LONGEST_TABLE = 1 << 19
-"""Limit of probed sequence lengths: a module may compute a table of all positions, here 256 MiB."""
+"""Limit of probed sequence lengths. A module may compute a table of all positions: 256 MiB at this length."""
 _TOLERANCE = 0.02
 """Largest difference that counts as rounding, as a fraction of the largest value."""
 _ALLOWED = "allowed: rope whose KV does not depend on the total length, such as default, yarn"
@@ -32,8 +32,8 @@ def check_rope(fields: Any, path: str = "model.config", in_rope: bool = False) -
     Args:
         fields: a configuration as a dict, or a part of it.
         path: name of this part.
-        in_rope: `fields` are inside ``rope_parameters`` or a similar field, where ``type`` is the type
-            of rope in older configurations.
+        in_rope: True if `fields` are inside ``rope_parameters`` or a similar field. There the field ``type``
+            of older configurations is the type of rope.
 
     Raises: `ConfigError` that names the field.
     """
@@ -103,7 +103,7 @@ class _Call(NamedTuple):
     """A call of a rotary module in a forward pass.
 
     Attributes:
-        lengths: an integer argument with one of these values is the length of the sequence.
+        lengths: possible lengths of the sequence. An integer argument with one of these values is the length.
     """
 
     module: Any

@@ -90,7 +90,7 @@ class History(Struct):
 
 @inline
 def _octaves(x: int) -> float:
-    """Return log2 of `x` >= 1, linear between powers of two, so that the result is equal on every machine."""
+    """Approximate log2 of `x` >= 1, linearly between powers of two. Unlike log2, equal on every machine."""
     octave, shifted = 0, x
     while shifted >= 2:
         shifted >>= 1
@@ -117,7 +117,7 @@ def _class_of(count: int, gap: float, label: int) -> int:
 
 @inline
 def _gap_now(history: History, place: int, now: int) -> float:
-    """Return the new typical gap of a known key that is used now: a moving average, in octaves."""
+    """Return the typical gap of a known key after a use at time `now`: a moving average, in octaves."""
     gap, unit = history.gaps[place], history.gap_unit
     octaves = _octaves(now - history.last[place] + unit) - _octaves(unit)
     if gap < 0.0 or history.counts[place] < 2:

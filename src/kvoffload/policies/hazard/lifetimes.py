@@ -20,7 +20,8 @@ from kvoffload.structures.structs import Struct
 PRIOR_WEIGHT = 50.0
 """Weight of the parent group's estimate in the estimate of a class or group. Unit: observed keys."""
 LABEL_PRIOR_WEIGHT = 500.0
-"""The same for classes that differ only in their label. Larger than `PRIOR_WEIGHT`: labels may be wrong."""
+"""Weight of the parent group's estimate for classes that differ only in their label. Larger than
+`PRIOR_WEIGHT`, because labels may be wrong."""
 ENTERING = 0.05
 """Cost of an insertion, expressed as time in a slot without hits. Unit: turnovers of the cache. Without this
 cost, blocks with a high worth for a very short time would evict each other."""

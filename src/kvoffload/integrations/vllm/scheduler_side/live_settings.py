@@ -69,7 +69,10 @@ class LiveSettings:
         self._manager: AnyManager | None = None
 
     def apply_to(self, manager: AnyManager) -> None:
-        """Apply the settings to this manager from now on. It must have the policy of the engine's start."""
+        """Apply the settings to this manager from now on.
+
+        `manager`: a manager with the policy of the engine's start.
+        """
         self._manager = manager
         self._policy = self._wanted = self._first_policy
         self._file = WatchedFile(self._path, LiveOptions, self._clock)

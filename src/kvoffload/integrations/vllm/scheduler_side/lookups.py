@@ -1,4 +1,4 @@
-"""Lookups for an engine that asks block by block.
+"""Lookups for an engine that looks up block by block.
 
 Owns the steps of a lookup (manager, then verification), and lookups ahead of the engine's calls. Errors
 propagate to the caller.
@@ -60,8 +60,8 @@ class Request:
     def may_run(self, step: int) -> bool:
         """Return True if the request may have begun before this step and may still run.
 
-        vLLM does not report this: a preempted request resumes without a lookup if the GPU's cache holds its
-        prompt.
+        vLLM does not report when a preempted request resumes: no lookup is needed if the GPU's cache holds
+        the prompt.
         """
         if self.begun_step is not None:
             return self.begun_step < step

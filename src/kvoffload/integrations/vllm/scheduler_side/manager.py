@@ -1,7 +1,7 @@
 """Our manager behind vLLM's manager interface.
 
-Translates (1) single lookups to batches, (2) completed keys to plans, and (3) the order of KV groups to
-prefix order. Decides nothing. Internal errors never reach the engine.
+Translates single lookups to batches, completed keys to plans, and the order of KV groups to prefix order.
+Decides nothing. Internal errors never reach the engine.
 """
 
 from __future__ import annotations
@@ -115,8 +115,7 @@ class KVOffloadManager(OffloadingManager):
     Args:
         tokens_per_block: tokens in a block, for events.
         blocks_per_chunk: engine blocks in a slot.
-        open_tiers: function of the bytes of a block and of a key that opens the tiers behind RAM. None: no
-            tiers.
+        open_tiers: opens the tiers behind RAM; called with the bytes of a block and of a key. None: no tiers.
         missing_tiers: places of tiers that could not be opened. A reset does not reach these tiers.
         node_pool: the pool that this engine shares with other engines; None: the engine has its own pool.
 

@@ -45,7 +45,7 @@ class FinishedRequest:
 
 
 class RecordedLine(Line, kw_only=True, omit_defaults=True):
-    """A line of a trace with a further field, which readers ignore. `finished`: milliseconds since 1970."""
+    """A line of a trace with the further field `finished`, in ms since 1970. Readers ignore this field."""
 
     finished: int
 

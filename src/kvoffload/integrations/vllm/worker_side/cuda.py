@@ -76,7 +76,7 @@ class DeviceCopies:
         ]
 
     def wait(self, jobs: set[int]) -> None:
-        """Wait until these jobs have ended. After an error, wait until the device is idle, then raise it."""
+        """Wait until these jobs have ended. After an error, wait for an idle device, then raise the error."""
         try:
             self._storing.wait(jobs)
             self._loading.wait(jobs)

@@ -80,7 +80,10 @@ def without_torn_groups(
 def audited_apart(
     engine: Any, slots: SlotsSpec, blocks_per_chunk: int
 ) -> tuple[tuple[Any, SlotsSpec], tuple[Any, SlotsSpec] | None]:
-    """Divide a store of complete chunks into two stores: blocks to write, and blocks to compare or None."""
+    """Divide a store of complete chunks into blocks to write and blocks to compare.
+
+    The second result is None if there are no blocks to compare.
+    """
     if slots.audited is None:
         return (engine, slots), None
     per_group = [size // blocks_per_chunk for size in engine.group_sizes]
