@@ -155,6 +155,7 @@ FP8_SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
     [
         ({"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}, None, "FP8"),
         ({"producer": {"name": "modelopt"}, "kv_cache_scheme": FP8_SCHEME}, None, "8-bit float"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_SCHEME}, None, "8-bit float"),
         (
             None,
             {"producer": {"name": "modelopt"}, "quantization": {"kv_cache_quant_algo": "NVFP4"}},
@@ -180,6 +181,7 @@ def test_other_quantization_leaves_the_cache_as_in_the_model(tmp_path: Path) -> 
     for quantization in (
         {"quant_method": "fp8"},
         {"quant_method": "modelopt", "quant_algo": "FP8"},
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": None},
         None,
         [],
     ):
@@ -206,6 +208,7 @@ def test_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (json.dumps({**LLAMA_8B, "torch_dtype": ["x"]}), "is not known"),
         (json.dumps({**LLAMA_8B, "attn_layer_period": 8}), "depend on attn_layer_period; give"),
         (json.dumps({**LLAMA_8B, "full_attention_interval": 4}), "depend on full_attention_interval; give"),
+        (json.dumps({**LLAMA_8B, "full_attn_idxs": [2, 5]}), "depend on full_attn_idxs; give"),
         (json.dumps({**LLAMA_8B, "layer_types": ["mamba"] * 9}), "it has no layer with attention"),
         (json.dumps({**LLAMA_8B, "swa_num_key_value_heads": 4}), "depend on swa_num_key_value_heads; give"),
         (json.dumps({**LLAMA_8B, "global_head_dim": 512}), "depend on global_head_dim; give"),

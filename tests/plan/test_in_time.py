@@ -95,7 +95,7 @@ def test_waits_by_hand(turns: str) -> None:
            "0% is waiting." in answer.words  # fmt: skip
     assert "RAM keeps up with its writes." in answer.words
     # 475 of 500 requests load three of four blocks; counted were all four.
-    said = "The timed replay saves 71.2%, not 95.0%: the last block of each prompt is always computed"
+    said = "The timed replay saves 71.2%, not 95.0%: the last token of each prompt is always computed"
     assert f"{said}, and requests overlap." in answer.words
     # What a load costs more, 0.1 s, it gains by 0.75 / 512 s a token.
     assert answer.in_time.ram_break_even_tokens == pytest.approx(0.1 * A_BLOCK / 0.75)

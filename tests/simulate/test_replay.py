@@ -126,6 +126,27 @@ def test_a_prompt_shorter_than_a_block_takes_a_token() -> None:
     assert engine.first_token_s.tolist() == pytest.approx([0.1, 2.0])
 
 
+def exact(trace: Trace, *tokens: int) -> Trace:
+    """The trace with the lengths of its prompts."""
+    return replace(trace, prompt_tokens=np.array(tokens, np.int64))
+
+
+def test_tokens_behind_the_last_whole_block_are_computed_instead_of_that_block() -> None:
+    """As in vLLM: all whole blocks of a prompt are hits if at least one token follows them."""
+    trace = exact(trace_of((0, "abc"), (10, "abc"), (20, "abc"), (30, "")), 31, 36, 30, 4)
+    engine, _ = run(trace, timing(), 100)
+    assert engine.device_hits == 3 + 2
+    assert engine.prefill_tokens == 31 + 6 + 10 + 4
+    assert engine.first_token_s.tolist() == pytest.approx([3.1, 10.6, 21, 30.4])
+
+
+def test_an_answer_begins_in_the_last_block_of_its_prompt() -> None:
+    trace = exact(trace_of((0, "ab", 5)), 25)
+    assert run_in_time(trace, timing(), 3).requests == 1
+    with pytest.raises(ConfigError, match=r"need 4 blocks"):
+        run_in_time(exact(trace_of((0, "ab", 6)), 25), timing(), 3)
+
+
 # ---- offloading, by hand
 
 SLOW_GPU = machine(prefill_s_per_token=1.0)

@@ -465,6 +465,13 @@ def test_named_sessions_are_part_of_a_trace(chat: str) -> None:
     assert len(hits) == len({content_digest(of) for of in (trace, one)}) == 2
 
 
+def test_lengths_of_prompts_are_part_of_a_trace(chat: str) -> None:
+    """A timed replay computes whole prompts."""
+    trace = load_trace(chat)
+    longer = np.diff(trace.offsets) * trace.block_tokens + 1
+    assert content_digest(dataclasses.replace(trace, prompt_tokens=longer)) != content_digest(trace)
+
+
 def test_one_sweep_at_a_time(chat: str, tmp_path: Path) -> None:
     journal = SweepJournal(tmp_path / "out.csv")
     with pytest.raises(ConfigError, match="another sweep or plan is writing it now"):

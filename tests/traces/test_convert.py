@@ -657,6 +657,19 @@ def test_removed_blocks_are_forgotten(tmp_path: Path) -> None:
     assert any("1 requests continue blocks from before" in remark for remark in done.remarks)
 
 
+def test_equal_prompts_at_once_are_two_requests_and_hide_no_later_request(tmp_path: Path) -> None:
+    """The second prompt computes and stores its last block again, while the first may still grow."""
+    records = [
+        [1.0, [stored(["a", "b"], None)]],
+        [1.5, [stored(["b"], "a")]],
+        [2.0, [stored(["c"], "b")]],
+        [9.0, [stored(["d"], None)]],
+    ]
+    trace, _ = converted(write(tmp_path / "in.jsonl", records), "k.gap-2s.jsonl")
+    assert chains(trace) == [[0, 1], [0, 1], [2]]
+    assert (trace.timestamps_ms.tolist(), trace.output_tokens.tolist()) == ([0, 500, 8000], [0, 16, 0])
+
+
 def test_kv_events_in_the_older_form_and_as_objects(tmp_path: Path) -> None:
     arrays = [["BlockStored", [1, 2], None, [0] * 32, 16, None, "GPU"], ["BlockRemoved", [2], "GPU"],
               ["AllBlocksCleared"]]  # fmt: skip

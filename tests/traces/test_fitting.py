@@ -52,6 +52,11 @@ def test_a_working_set_by_hand() -> None:
     assert second == (2.0, 4.0, 1, 3, 3, 1, 1 - 1 / 3)
 
 
+def test_a_working_set_of_the_longest_times_that_a_file_may_have() -> None:
+    periods = working_set(made([[0], [1], [0]], [0, 2**61, 2**62]))
+    assert [period.requests for period in periods] == [1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+
+
 @given(st.sampled_from(sorted(BUILTIN)), st.integers(1, 20), st.integers(1, 10), st.integers(0, 9))
 def test_a_working_set_is_what_sets_say(name: str, parts: int, sessions: int, seed: int) -> None:
     trace = generate(builtin(name, sessions=sessions, seed=seed))

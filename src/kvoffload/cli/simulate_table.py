@@ -20,6 +20,11 @@ from kvoffload.simulate.report import (
 from kvoffload.text import duration, outside_blocks, percent, size
 
 _ENDLESS = "grows without end"
+_PROMPTS = (
+    "as recorded; the last token is always computed",
+    "end with their last full block, which is always computed",
+)
+"""Lengths of the prompts: the recording has them, or has only whole blocks."""
 
 
 def table(report: TimedReport) -> RenderableType:
@@ -122,7 +127,7 @@ def _assumptions(report: TimedReport) -> Table:
         ("device", f"{report.device_blocks:,}", f"blocks of {size(report.block_bytes)}{each}"),
         ("requests at a time", f"{report.max_running:,}", f"assumed{each}"),
         ("tokens a step", f"{report.step_tokens:,}", "assumed"),
-        ("prompts", "", "end with their last full block, which is always computed"),
+        ("prompts", "", _PROMPTS[report.share_outside_blocks is None]),
     ]
     return Table("", ("Assumption", "value", "source"), rows)
 

@@ -32,7 +32,7 @@ KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3":
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HYBRID = {
     *("attn_layer_period", "attn_type_list", "full_attention_interval", "attn_layer_indices"),
-    "linear_attn_config",
+    *("linear_attn_config", "full_attn_idxs", "block_types", "mamba_step", "mb_per_layer"),
 }
 """Configuration keys of models in which only some layers have attention."""
 _BESIDES = {
@@ -153,20 +153,21 @@ def block_bytes(
 
 
 def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
-    """Return the dtype of the KV cache that a checkpoint of ModelOpt sets, or "".
+    """Return the dtype of the KV cache that a checkpoint of ModelOpt or llm-compressor sets, or "".
 
-    vLLM's ``auto`` follows this dtype. Older checkpoints have it in ``hf_quant_config.json``.
+    vLLM's ``auto`` follows this dtype. Older checkpoints have it in ``hf_quant_config.json``, or in
+    ``compression_config``.
     """
-    given = _object(config, "quantization_config") or _object(
-        _object(config, "text_config"), "quantization_config"
-    )
+    places = (config, _object(config, "text_config"))
+    names = ("quantization_config", "compression_config")
+    given = next((found for name in names for at in places if (found := _object(at, name))), {})
     if not given:
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             given = msgspec.json.decode(
                 (place.parent / "hf_quant_config.json").read_bytes(), type=dict[str, Any]
             )
     makers = (given.get("quant_method"), _object(given, "producer").get("name"))
-    if not any(str(maker).lower().startswith("modelopt") for maker in makers):
+    if not any(str(maker).lower().startswith(("modelopt", "compressed-tensors")) for maker in makers):
         return ""
     inner = _object(given, "quantization")
     names = ("kv_cache_scheme", "kv_cache_quant_algo")

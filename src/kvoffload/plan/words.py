@@ -367,7 +367,7 @@ def _hits(timed: InTime, row: PlanRow) -> list[str]:
     run, where = timed.with_offload, " on that engine" if timed.is_one_of_several else ""
     if row.saved - run.hit_ratio < NO_MORE:
         return []
-    reasons = ["the last block of each prompt is always computed, and requests overlap"]
+    reasons = ["the last token of each prompt is always computed, and requests overlap"]
     reasons += ["caches are empty at the start of a recording that is shortened"] if timed.load > 1 else []
     reasons += run.misses()
     text = f"The timed replay saves {percent(run.hit_ratio)}{where}, not {percent(row.saved)}"

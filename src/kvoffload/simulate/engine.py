@@ -5,7 +5,8 @@ Models the parts of vLLM's scheduler that determine waiting times:
 - First come, first served; but a request whose blocks are being loaded does not delay other requests.
 - A step computes prompt tokens of one or more requests, up to a budget, and one token of each generating
   request.
-- The last block of a prompt is always computed.
+- The last token of a prompt is always computed. Hits are whole blocks. If the trace does not have the lengths
+  of prompts (`Trace.prompt_tokens`), a prompt ends with its last whole block, which is then always computed.
 
 Not modelled: preemption (room is reserved), speculation, priorities. Knows neither managers (`offload`) nor
 arrival times (`arrivals`).
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload.errors import ConfigError
 from kvoffload.simulate.config import Timing
@@ -46,13 +48,12 @@ class Arrivals(Protocol):
 
 
 class _Request:
-    """A request in the engine. `computed` counts tokens, `offered` counts blocks."""
+    """A request in the engine. `tokens` of the prompt; `computed` counts tokens, `offered` counts blocks."""
 
     __slots__ = ("blocks", "codes", "computed", "ctx", "lease", "number", "offered", "tokens")
 
-    def __init__(self, number: int, codes: list[int], block_tokens: int, ctx: Any) -> None:
-        self.number, self.codes, self.ctx = number, codes, ctx
-        self.tokens = max(1, len(codes) * block_tokens)
+    def __init__(self, number: int, codes: list[int], tokens: int, ctx: Any) -> None:
+        self.number, self.codes, self.tokens, self.ctx = number, codes, tokens, ctx
         self.lease: Lease | None = None
         self.computed = self.blocks = self.offered = 0
 
@@ -127,6 +128,7 @@ class Engine:
         self._machine = timing.machine
         self._step_s = self._machine.value("step_s")
         self._offsets: list[int] = trace.offsets.tolist()
+        self._prompts: list[int] = _prompt_tokens(trace).tolist()
         self._answers: list[int] = trace.output_tokens.tolist()
         # In the order of scheduling: loaded, waiting for a tier, new.
         self._queues = (deque[_Request](), deque[_Request](), deque[_Request]())
@@ -166,7 +168,7 @@ class Engine:
     def _arrive(self, number: int) -> None:
         codes = self._trace.refs[self._offsets[number] : self._offsets[number + 1]].tolist()
         self.came_s[number] = self._events.now
-        request = _Request(number, codes, self._trace.block_tokens, self._offload.begin(number))
+        request = _Request(number, codes, self._prompts[number], self._offload.begin(number))
         self._queues[-1].append(request)
         self.most_waiting = max(self.most_waiting, sum(map(len, self._queues)))
         self.wake()
@@ -176,15 +178,16 @@ class Engine:
         if request.lease is not None:
             self._start(request)
             return True
-        # The last block is always computed, because the first token needs it.
-        most = max(0, len(request.codes) - 1)
+        # The last token is always computed, because the answer begins with its output.
+        most = (request.tokens - 1) // self._trace.block_tokens
         on_device = min(most, self._pool.find(request.codes))
         loads = self._offload.lookup(request.number, request.ctx, on_device, most)
         if loads is None:
             again.append(request)
             return True
         lease = self._pool.lease(
-            request.codes[:on_device], self._blocks_of(request.tokens) - on_device + self._answer(request)
+            request.codes[:on_device],
+            self._blocks_of(request.tokens, self._answers[request.number]) - on_device,
         )
         if lease is None:
             return False
@@ -298,8 +301,9 @@ class Engine:
                 continue
             self._prefilling.remove(request)
             self.first_token_s[request.number] = now
-            self._grow(request, request.blocks + self._answer(request))
-            self._generating.add(request, max(0, self._answers[request.number] - 1))
+            answer = self._answers[request.number]
+            self._grow(request, self._blocks_of(request.tokens, answer))
+            self._generating.add(request, max(0, answer - 1))
         self._end_answers()
         self.wake()
 
@@ -337,18 +341,23 @@ class Engine:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))
             request.blocks = num_blocks
 
-    def _blocks_of(self, tokens: int) -> int:
-        return -(-tokens // self._trace.block_tokens)
+    def _blocks_of(self, prompt_tokens: int, answer_tokens: int = 0) -> int:
+        return -(-(prompt_tokens + answer_tokens) // self._trace.block_tokens)
 
-    def _answer(self, request: _Request) -> int:
-        """Return the number of blocks of a request's answer."""
-        return self._blocks_of(self._answers[request.number])
+
+def _prompt_tokens(trace: Trace) -> npt.NDArray[np.int64]:
+    """Return the tokens of each prompt, at least 1. Without lengths in the trace, tokens of blocks."""
+    tokens = trace.prompt_tokens
+    if tokens is None:
+        tokens = np.diff(trace.offsets) * trace.block_tokens
+    return np.maximum(1, tokens)
 
 
 def check_room(trace: Trace, device_blocks: int) -> None:
     """Raise a `ConfigError` if the longest request does not fit on the device."""
-    prompts = np.maximum(1, np.diff(trace.offsets))
-    needed = int((prompts + -(-trace.output_tokens // trace.block_tokens)).max(initial=1))
+    # As floating-point numbers: sums of absurd lengths overflow int64.
+    tokens = _prompt_tokens(trace) + trace.output_tokens.astype(np.float64)
+    needed = int(np.ceil(tokens / trace.block_tokens).max(initial=1))
     if device_blocks < needed:
         raise ConfigError(
             "device-blocks",

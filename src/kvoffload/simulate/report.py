@@ -99,7 +99,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         offload_hit_blocks: number of loaded block references.
         hit_ratio: sum of these two numbers, divided by all block references.
         prefill_s: duration of all steps that computed prompts.
-        prefill_tokens: number of computed tokens in full blocks.
+        prefill_tokens: number of computed prompt tokens.
         device_busy_share: share of the run in which the device was busy.
         ttft_s: time from the arrival of a request to its first token.
         waiting_s: part of `ttft_s`: time until the request is scheduled.

@@ -223,16 +223,17 @@ def content_digest(trace: Trace) -> str:
     """Compute the SHA-256 of everything in a trace that affects a replay. The trace's name does not."""
     digest = hashlib.sha256(f"{trace.block_tokens} {trace.skipped_lines}".encode())
     arrays = (trace.block_ids, trace.refs, trace.offsets, trace.timestamps_ms, trace.output_tokens)
-    for array in arrays:
-        digest.update(f"\n{array.dtype} {array.shape}\n".encode())
-        digest.update(np.ascontiguousarray(array).data)
+    for values in arrays:
+        digest.update(f"\n{values.dtype} {values.shape}\n".encode())
+        digest.update(np.ascontiguousarray(values).data)
     if trace.hints is not None:
         digest.update(f"\nhints {trace.hints.different!r}\n".encode())
         digest.update(np.ascontiguousarray(trace.hints.numbers).data)
-    if trace.sessions is not None:
-        # The routing follows sessions.
-        digest.update(b"\nsessions\n")
-        digest.update(np.ascontiguousarray(trace.sessions).data)
+    # The routing follows sessions, and a timed replay computes whole prompts.
+    for name, array in (("sessions", trace.sessions), ("prompts", trace.prompt_tokens)):
+        if array is not None:
+            digest.update(f"\n{name}\n".encode())
+            digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
 

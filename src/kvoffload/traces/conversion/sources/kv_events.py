@@ -130,6 +130,9 @@ class KVEvents(Source):
         for block_hash in hashes:
             self._parents[rank, block_hash] = parent
             parent = block_hash
+        # An equal prompt may have stored the same last block: vLLM computes the last block of each prompt.
+        if (earlier := self._open.pop((rank, hashes[-1]), None)) is not None:
+            earlier.is_over = True
         self._open[rank, hashes[-1]] = request
 
     def _ancestors(self, rank: Any, block_hash: Any) -> dict[Any, None]:

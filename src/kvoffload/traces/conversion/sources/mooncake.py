@@ -60,7 +60,10 @@ class Mooncake(Source):
         unit = 1 if isinstance(line.timestamp, float) or self.time_unit == SECONDS else 1000
         if unit != (self._per_second or unit):
             # Earlier lines are already written in the other unit.
-            raise BadLineError(f"field timestamp: {line.timestamp}: some times are seconds, some are ms")
+            remedy = "if all are seconds, give --from mooncake,time_unit=s"
+            raise BadLineError(
+                f"field timestamp: {line.timestamp}: some times are seconds, some are ms; {remedy}"
+            )
         blocks = self.given.block_size.full_blocks(line.input_length, len(line.hash_ids))
         self._per_second = unit
         hints = line.hints
