@@ -334,7 +334,7 @@ class ObjectStore:
         return max(1, -(-object_bytes // self.block_bytes))
 
     def _block_keys(self, keys: Sequence[bytes], object_bytes: int) -> list[bytes]:
-        ends = [part.to_bytes(2, "little") for part in range(self.parts_of(object_bytes))]
+        ends = [number.to_bytes(2, "little") for number in range(self.parts_of(object_bytes))]
         return [key + end for key in keys for end in ends]
 
     def _present(self, blocks: Keys, parts: int) -> Mask:

@@ -180,7 +180,7 @@ class SharedReplay:
             shared_ram=config.shared_ram,
             hit_blocks_of_others=of_others,
             tenants=[
-                _combined_tenant(parts) for parts in zip(*(report.tenants for report in reports), strict=True)
+                _combined_tenant(rows) for rows in zip(*(report.tenants for report in reports), strict=True)
             ],
             tiers=[
                 self._combined_tier(level, [report.tiers[level] for report in reports])
@@ -207,11 +207,11 @@ class SharedReplay:
         )
 
 
-def _combined_tenant(parts: Sequence[TenantReport]) -> TenantReport:
+def _combined_tenant(reports: Sequence[TenantReport]) -> TenantReport:
     """Add up the counters of a tenant over all instances."""
     names = ("block_refs", "prefix_hit_blocks", "blocks_held", "blocks_evicted")
-    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-    return msgspec.structs.replace(parts[0], **sums)
+    sums = {name: sum(getattr(report, name) for report in reports) for name in names}
+    return msgspec.structs.replace(reports[0], **sums)
 
 
 def replay_of(trace: Trace, config: ReplayConfig) -> Replay | SharedReplay:

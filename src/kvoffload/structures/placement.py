@@ -57,9 +57,9 @@ class Placement:
             arrays[number] = there
         for struct, at in self._structs:
             parts = {
-                name: part if isinstance(part, Struct) else arrays[id(part)]
-                for name, part in struct.contents().items()
-                if isinstance(part, (Struct, np.ndarray))
+                name: field if isinstance(field, Struct) else arrays[id(field)]
+                for name, field in struct.contents().items()
+                if isinstance(field, (Struct, np.ndarray))
             }
             struct.move(memory[at : at + 8 * struct.num_words], parts, copy=copy)
         self._structs.clear()
@@ -71,14 +71,14 @@ class Placement:
             return
         self._seen.add(id(struct))
         self._note(f"{type(struct).__module__}.{type(struct).__qualname__}")
-        for name, part in struct.contents().items():
+        for name, field in struct.contents().items():
             self._note(name)
-            if isinstance(part, Struct):
-                self._add(part)
-            elif isinstance(part, np.ndarray):
-                self._note(f"{part.dtype.str}{part.shape}")
-                if id(part) not in self._arrays:
-                    self._arrays[id(part)] = (part, self._take(part.nbytes))
+            if isinstance(field, Struct):
+                self._add(field)
+            elif isinstance(field, np.ndarray):
+                self._note(f"{field.dtype.str}{field.shape}")
+                if id(field) not in self._arrays:
+                    self._arrays[id(field)] = (field, self._take(field.nbytes))
         self._structs.append((struct, self._take(8 * struct.num_words)))
 
     def _note(self, text: str) -> None:

@@ -71,8 +71,8 @@ class Cascade:
             offered, damaged = offered.split([np.flatnonzero(sound), np.flatnonzero(~sound)])
             ram.unpin(damaged, damaged=range(len(damaged.keys)))
         record = wait.records[lane.row] if wait is not None else None
-        for part in self._by_owner(lane, offered):
-            self._submit(lane, part, record)
+        for plan in self._by_owner(lane, offered):
+            self._submit(lane, plan, record)
 
     def _by_owner(self, lane: TierLane, offered: LoadPlan) -> list[LoadPlan]:
         """Divide an offer by tenant, if the tier has quotas."""

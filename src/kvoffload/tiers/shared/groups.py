@@ -141,7 +141,7 @@ class BlockGroups:
 
     def whole(self, keys: Keys) -> list[ObjectPart]:
         """Return the objects whose blocks are all in the batch."""
-        return [part for part in self.parts(keys) if len(part.rows) == self.group_blocks]
+        return [group for group in self.parts(keys) if len(group.rows) == self.group_blocks]
 
 
 def _name(keys: bytes) -> str:
