@@ -15,10 +15,10 @@ import numpy.typing as npt
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.core.tenants import MAX_TENANTS, Quota
+from kvoffload.core.tenants import MAX_TENANTS, Quota, TenantStats
 from kvoffload.errors import ConfigError
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import OwnerOf
+from kvoffload.tiers.contract import OwnerOf, SecondaryTier
 from kvoffload.tiers.write_budget import WriteBudget
 
 Rows = npt.NDArray[np.intp]
@@ -104,6 +104,23 @@ class Owners:
         request = self._manager.begin_request("") if request is None else request
         self._manager.set_tenant(request, self._owner_of(keys))
         return request
+
+
+class ManagedTier(SecondaryTier):
+    """Base class of tiers with an `OffloadingManager`, which decides the contents of the tier."""
+
+    _manager: OffloadingManager
+    _owners: Owners
+
+    def missed(self, keys: Keys) -> None:
+        if self._manager.admission is not None:
+            self._manager.admission.missed(keys)
+
+    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
+        self._owners.set(quotas, owner_of)
+
+    def tenants(self) -> dict[str, TenantStats]:
+        return self._manager.stats().tenants
 
 
 def prepare_offer(

@@ -6,7 +6,6 @@ Decides with the same manager, policy and admission objects as a disk tier; its 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -16,15 +15,14 @@ from kvoffload.core.plans import StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
-from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.structures.keys import Keys
-from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, OwnerOf, SecondaryTier, TierStats
-from kvoffload.tiers.offer import Owners, Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.contract import NO_JOB, JobResult, Mask, TierStats
+from kvoffload.tiers.offer import ManagedTier, Owners, Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.write_budget import WriteBudget
 from kvoffload.transfer import Blocks, Rows
 
 
-class SimulatedTier(SecondaryTier):
+class SimulatedTier(ManagedTier):
     """A tier that records which blocks it has, and stores no bytes.
 
     Args:
@@ -72,16 +70,6 @@ class SimulatedTier(SecondaryTier):
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         assert request is None or isinstance(request, RequestContext)
         return self._manager.contains(keys, request)
-
-    def missed(self, keys: Keys) -> None:
-        if self._manager.admission is not None:
-            self._manager.admission.missed(keys)
-
-    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
-        self._owners.set(quotas, owner_of)
-
-    def tenants(self) -> dict[str, TenantStats]:
-        return self._manager.stats().tenants
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         ok = self._manager.contains(keys)

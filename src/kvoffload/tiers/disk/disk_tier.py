@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,21 +22,11 @@ from kvoffload.core.plans import LoadPlan, StorePlan
 from kvoffload.core.policy import EvictionPolicy
 from kvoffload.core.request import RequestContext
 from kvoffload.core.slots import SlotArray
-from kvoffload.core.tenants import Quota, TenantStats
 from kvoffload.errors import ConfigError, MisuseError, UnavailableError, check_integer
 from kvoffload.structures.keys import Keys
 from kvoffload.text import size
 from kvoffload.tiers.backoff import Backoff
-from kvoffload.tiers.contract import (
-    NO_JOB,
-    Checksums,
-    JobResult,
-    Mask,
-    OwnerOf,
-    SecondaryTier,
-    TierStats,
-    checked_rows,
-)
+from kvoffload.tiers.contract import NO_JOB, Checksums, JobResult, Mask, TierStats, checked_rows
 from kvoffload.tiers.disk.chunk import Chunk, Stamps
 from kvoffload.tiers.disk.committer import Committer
 from kvoffload.tiers.disk.files import Files
@@ -58,7 +47,7 @@ from kvoffload.tiers.disk.slab_directory import Geometry, open_directory
 from kvoffload.tiers.disk.slab_format import MAX_NUMBER, REUSE
 from kvoffload.tiers.disk.slab_layout import Layout
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.offer import Owners, Purse, admitted_rows, prepare_offer
+from kvoffload.tiers.offer import ManagedTier, Owners, Purse, admitted_rows, prepare_offer
 from kvoffload.tiers.producer_text import check_producer_text
 from kvoffload.tiers.rate_limited_log import RateLimitedLog
 from kvoffload.tiers.write_budget import WriteBudget
@@ -118,7 +107,7 @@ class Job:
     remaining: int = 0
 
 
-class DiskTier(SecondaryTier):
+class DiskTier(ManagedTier):
     """Blocks in a directory: bounded in bytes, verified when read, durable across crashes.
 
     Beyond the contract of `SecondaryTier`:
@@ -268,16 +257,6 @@ class DiskTier(SecondaryTier):
             self._request_of(request).context.extend(keys)
         present: Mask = self._manager.ready_slots_of(keys) >= 0
         return present
-
-    def missed(self, keys: Keys) -> None:
-        if self._manager.admission is not None:
-            self._manager.admission.missed(keys)
-
-    def set_tenants(self, quotas: Mapping[str, Quota], owner_of: OwnerOf) -> None:
-        self._owners.set(quotas, owner_of)
-
-    def tenants(self) -> dict[str, TenantStats]:
-        return self._manager.stats().tenants
 
     def submit_read(self, keys: Keys, pool: Blocks, rows: Rows) -> int:
         checked = self._checked(keys, pool, rows)
