@@ -372,16 +372,11 @@ class Slab:
         self, operation: Callable[[int, Buffers, int], int], slot: int, memory: Blocks, rows: Positions
     ) -> int:
         try:
-            self._move(operation, slot, memory, rows)
+            transfer(operation, self._fd, _buffers(memory, rows), self.layout.slot_offset(slot))
         except OSError as error:
             self._log_error(operation, error)
             return UNREADABLE if error.errno == errno.EIO else REFUSED
         return SOUND
-
-    def _move(
-        self, operation: Callable[[int, Buffers, int], int], slot: int, memory: Blocks, rows: Positions
-    ) -> None:
-        transfer(operation, self._fd, _buffers(memory, rows), self.layout.slot_offset(slot))
 
     def _log_error(self, operation: Callable[..., int], error: OSError) -> None:
         verb = operation.__name__
