@@ -124,7 +124,7 @@ class Canary:
     Args:
         on_phase: called when a phase begins.
 
-    Cost: seven requests for each prompt, and twice the fillers that the device's cache needs.
+    Cost: seven requests for each prompt, and filler prompts that fill the device's cache twice.
     """
 
     def __init__(
@@ -258,8 +258,8 @@ class _Phases:
         noise = [size for phase in self._computed for size in self._sizes(phase)]
         on_device = judge(noise, self._sizes(self._device), rounds_alike=False)
         if not on_device.is_alarm:
-            # For answers from the device and from tiers the prompt is split at the same place, so they round
-            # alike.
+            # The prompt is split at the same place for answers from the device and from tiers, so both round
+            # in the same way.
             noise += self._sizes(self._device)
         measured = [size for phase in self._tiers for size in self._sizes(phase)]
         judgement = judge(noise, measured, rounds_alike=bool(noise))

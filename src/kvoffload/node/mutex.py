@@ -1,4 +1,4 @@
-"""A lock in memory that processes share. If its owner dies, the next process that acquires it is told.
+"""A lock in memory that processes share. If its owner dies, the next `acquire` reports it.
 
 A robust, process-shared mutex of the C library (``pthread_mutexattr_setrobust``; Linux). An uncontended
 `acquire` makes no system call.

@@ -53,8 +53,8 @@ MOST_DEFERRED = 1000
 REPORT_S = 1.0
 """Seconds without the lock before a warning is logged. Shorter waits are normal on a busy system."""
 CHECK_S, GRACE_S = 0.5, 1.0
-"""In seconds: the interval of checks for dead engines, and the delay from an engine's end to the reuse of its
-slots. During the delay a device may still copy."""
+"""Interval of the checks for dead engines, and delay from an engine's end to the reuse of its slots
+(seconds). During the delay a device may still copy."""
 _UNKNOWN = -1
 _BEFORE_A_CHANGE = (MisuseError, ValueError, TypeError)
 """Exceptions for wrong arguments. A call raises them before it changes the state."""
@@ -478,7 +478,7 @@ class NodeManager(OffloadingManager):
         self._announce()
 
     def set_tenants(self, quotas: Mapping[str, Quota]) -> None:
-        """Raise `ConfigError`: the owners of a shared pool's blocks are its engines (`share_blocks`)."""
+        """Raise `ConfigError`, because engines own the blocks of a pool (`share_blocks`)."""
         raise ConfigError(
             "tenants", ", ".join(quotas), "allowed only without a shared pool: each engine's own RAM"
         )
@@ -568,11 +568,13 @@ _WITHOUT_LOCK: dict[str, Callable[..., Any]] = {
     "keep": lambda self, keys: len(keys),
     "take_events": lambda self: [],
 }
-"""Calls with a return value, by name. The functions return the value for a lock that is not free in time."""
+"""Functions that replace calls with a return value if the lock is not free in time, by name."""
 _REPEATED = ("complete_load", "complete_store", "unpin", "discard", "note_absent")
-"""Reports. If the lock is not free in time, a report is deferred until another call gets the lock."""
+"""Names of calls that report something. If the lock is not free in time, such a call is deferred until
+another call gets the lock."""
 _REPEATED_IF_FEW = ("touch", "expect", "withdraw", "finish_request")
-"""Reports that are deferred only up to `MOST_DEFERRED`, because the lock's owner may be stopped for long."""
+"""Names of calls that are deferred like `_REPEATED`, but at most `MOST_DEFERRED` of them. The lock's owner
+may be stopped for long."""
 
 
 def _with_lock(method: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:

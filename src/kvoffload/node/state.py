@@ -59,13 +59,13 @@ class StateFile:
     """The mapped state of a pool, for one member.
 
     Attributes:
-        mutex: the lock of everything below.
+        mutex: the lock of the other attributes.
         numbers: see `Numbers`.
         listening: ``(MAX_MEMBERS,)`` bool: members that take events.
         labels: digests of hints (`hints.Labels`).
         counters: ``(MAX_MEMBERS + 1, len(COUNTERS))`` int64: a row for each member, and the row `DEPARTED`.
-        events: ``(num, 1 + words_per_key)`` uint64: a ring of events. The first word is 1 for a removal and 0
-            for a store; the key follows.
+        events: ``(num, 1 + words_per_key)`` uint64: a ring buffer. The first word of an event is 1 for a
+            removal and 0 for a store; the key follows.
         created: True if this call created the file, and copied the structs to the file.
 
     If the file is incomplete, damaged, or of another version, size or geometry, it is replaced if `is_alone`.

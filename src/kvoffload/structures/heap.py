@@ -86,7 +86,6 @@ def _precedes(order: F64Matrix, a: int, b: int) -> bool:
 
 @inline
 def _put(heap: Heap, place: int, position: int) -> None:
-    """Write a position to a place of the heap."""
     heap.firsts[place] = position
     heap.links[position, PLACE] = place
 
@@ -135,8 +134,10 @@ def _end_chain(heap: Heap, place: int) -> None:
 def insert_again(heap: Heap, position: int) -> None:
     """Insert a position whose rank and stamp are set.
 
-    - If `position` is less than the last pushed position, which is first in its chain, it becomes the first.
-    - If `position` is greater than the last pushed position, which is last in its chain, it becomes the last.
+    Let L be the position that was pushed last.
+
+    - If L is the first of its chain, and `position` is less than L: `position` becomes the first.
+    - If L is the last of its chain, and `position` is greater than L: `position` becomes the last.
     - Otherwise `position` starts a new chain.
     """
     links, last = heap.links, heap.last

@@ -1,8 +1,8 @@
 """Compilation of kernels with numba. A kernel is a loop over flat arrays. Only this module configures numba.
 
-The annotations of a kernel are its only signature; a call with other types fails. Kernels are compiled before
-they are needed, never inside a request. Compilation takes about a second each. Later starts load a kernel in
-milliseconds, from the wheel (`shipped`) or from numba's on-disk cache (`kernel_cache`).
+The annotations of a kernel are its only signature; a call with other types fails. A kernel is compiled before
+it is needed, never inside a request. This takes about a second. Later starts load the kernel in milliseconds,
+from the wheel (`shipped`) or from numba's on-disk cache (`kernel_cache`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A release packs all kernels into one file in the wheel, compiled for one Python,
 baseline. The file is used only if Python, numba, llvmlite, numba's settings and this package's sources are
 the same. Otherwise, and in a checkout, kernels are compiled as in `kernel_cache`.
 
-Machine code runs unchecked, so the file is read only from the package itself. Whoever can change it there can
-also change the Python files.
+Machine code runs unchecked, so the file is read only from the package itself. A user with write access to the
+package can change its Python files, too.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def name_of(function: Callable[..., Any], signature: Any) -> str:
 
 
 def _reduced(result: Any) -> bytes:
-    """Serialize a compiled kernel as numba does, but without the annotated source. It contains paths."""
+    """Serialize a compiled kernel as numba does, but without the annotated source, which contains paths."""
     library, fndesc, environment, signature, objectmode, lifted, _, *rest = result._reduce()
     dumps: Any = serialize.dumps
     data: bytes = dumps((library, fndesc, environment, signature, objectmode, lifted, "", *rest))
@@ -204,7 +204,7 @@ def _identity(sources: str) -> dict[str, Any]:
 
 
 def host_suffices() -> bool:
-    """Return True if this processor has the baseline's features. False if numba compiles for another one."""
+    """Return True if this processor has the baseline's features and numba compiles for no other one."""
     if _config.CPU_NAME not in (None, BASELINE) or _config.CPU_FEATURES:
         return False
     try:

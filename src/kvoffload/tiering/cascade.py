@@ -153,7 +153,7 @@ class Cascade:
         if lane.is_stalled(stack.clock(), stack.deadline_s):
             return 0
         room = lane.tier.queue_room
-        # With all of RAM allowed, as in a replay, no decision may depend on the speed of a disk.
+        # If all of RAM is allowed, as in a replay, decisions must not depend on the speed of a disk.
         if stack.in_flight_share != 1.0:
             room = min(write_room(stack.lanes, lane.row, stack.max_in_flight), room)
         group = lane.tier.group_blocks

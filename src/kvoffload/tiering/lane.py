@@ -1,4 +1,4 @@
-"""A tier behind RAM, with its unfinished jobs, speed and health. Promotion and cascade decide."""
+"""A tier behind RAM, with its unfinished jobs, speed and health. Makes no decisions."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ class Promotion:
         self._distrusted: set[bytes] = set()
 
     def poll(self) -> None:
-        """Start the reads of this step: for looked-up single keys, and ahead for one queued request."""
+        """Start reads for the single keys looked up in this step, and read ahead for one queued request."""
         asking, self.asking = self.asking, {}
         for ctx, wait in asking.items():
             wanted, wait.wanted = wait.wanted, []
             if not wait.finished:
                 self.begin(self._stack.ram.pack([*dict.fromkeys(wanted)]), ctx, wait)
         if self.ahead and self._num_reading == 0:
-            self._read_ahead()  # one request a step: a burst of requests must not make a step long
+            self._read_ahead()  # one request a step, so that a burst of requests does not prolong a step
 
     def begin(self, keys: Keys, ctx: RequestContext, wait: TierWait, max_blocks: int | None = None) -> None:
         """Start to read missing blocks from tiers, if the reads are worthwhile and RAM has room.
@@ -162,9 +162,9 @@ class Promotion:
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
-        """Return the blocks worth reading, in prefix order, and the row of each block's tier; None for none.
+        """Return the blocks worth reading, in prefix order, and the row of each block's tier.
 
-        Also sends probes, and updates the limits in `wait`.
+        Returns None if no block is worth reading. Also sends probes, and updates the limits in `wait`.
         """
         stack = self._stack
         in_ram = stack.ram.contains(keys, ctx)

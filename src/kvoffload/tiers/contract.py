@@ -32,7 +32,7 @@ OwnerOf: TypeAlias = Callable[[Keys], str]
 
 
 class Memory(Protocol):
-    """The memory of RAM's slots, which tiers read into and write from; see `MemoryTier`."""
+    """Interface of the memory of RAM's slots: tiers copy blocks to and from this memory. See `MemoryTier`."""
 
     @property
     def pool(self) -> Blocks: ...
@@ -223,7 +223,7 @@ class GroupedTier(SecondaryTier):
 
     @abstractmethod
     def cut(self, keys: Keys, room: int) -> int:
-        """Return the number of leading `keys` to offer, at most `room`. If possible, it ends with a group.
+        """Return the number of leading `keys` to offer, at most `room`. Divides no group, if possible.
 
         Cost: as `contains`.
         """

@@ -206,7 +206,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return request.record_of(number, tier)
 
     def _report_refusals(self, refusals: _Refusals, *, has_begun: bool) -> None:
-        """Log the refusals. If no member has begun, raise the first exception instead: no job exists then."""
+        """Log the members' failures. If no member has begun, raises the first exception instead."""
         if refusals.first is None:
             return
         if not has_begun:

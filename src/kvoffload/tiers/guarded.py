@@ -368,7 +368,7 @@ class GuardedTier(SharedTier, GroupedTier):
 
 
 def _checked_mask(mask: Mask, count: int) -> Mask:
-    """Return a mask of `count` blocks. Raises `TypeError`, `ValueError`."""
+    """Check and return a mask of `count` blocks. Raises `TypeError`, `ValueError`."""
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
         raise TypeError(f"{type(mask).__name__} where a mask of {count} blocks should be")
     if mask.shape != (count,):
@@ -386,7 +386,7 @@ def _check_result(result: JobResult, num_rows: int) -> None:
 
 
 def _checked_changes(changes: list[tuple[list[bytes], bool]]) -> list[tuple[list[bytes], bool]]:
-    """Return changes of a shared tier. Raises `TypeError`, `ValueError`."""
+    """Check and return changes of a shared tier. Raises `TypeError`, `ValueError`."""
     for keys, _ in changes:
         if not all(isinstance(key, bytes) for key in keys):
             raise TypeError("changed blocks are no keys")

@@ -126,7 +126,7 @@ class ManagedTier(SecondaryTier):
 def prepare_offer(
     manager: OffloadingManager, keys: Keys, request: RequestContext | None, owners: Owners
 ) -> StorePlan | None:
-    """Plan to store the blocks of `admitted_rows`, as `OffloadingManager.prepare_store`."""
+    """Plan a store of blocks that `admitted_rows` has selected, as `OffloadingManager.prepare_store`."""
     owned = owners.request_for(keys, request)
     if request is not None or manager.admission is None:
         return manager.prepare_store(keys, owned)

@@ -87,7 +87,7 @@ class SimulatedTier(ManagedTier):
         if purse is None:
             plan = prepare_offer(self._manager, keys.take(at), request, self._owners)
         else:
-            # As in a disk tier, which counts bytes.
+            # The same decisions as in a disk tier, whose budget counts bytes.
             absent = keys.take(self._manager.slots_of(keys) < 0)
             missing = np.flatnonzero(self._manager.slots_of(keys.take(at)) < 0)
             room = purse.room
@@ -139,7 +139,7 @@ class SimulatedTier(ManagedTier):
         pass
 
     def begin_write(self, plan: StorePlan) -> int:
-        """Begin the write of accepted blocks; returns the job's number. Here the job ends at once."""
+        """Write accepted blocks; returns the job's number. The job ends at once."""
         self._manager.complete_store(plan)
         return self._end(np.ones(len(plan), np.bool_))
 

@@ -25,7 +25,7 @@ STREAM_FROM_BYTES = 16 * 1024
 
 
 STREAM_PARTS_FROM_BYTES = 2 * 1024
-"""Smallest part of a block that bypasses the caches, in bytes. Lower, because a call copies many parts."""
+"""Smallest part of a block that bypasses the caches, in bytes. Small, because a call copies many parts."""
 
 
 def copy_blocks(src: Blocks, src_rows: Rows, dst: Blocks, dst_rows: Rows) -> None:
@@ -179,7 +179,6 @@ def _copy_parts(
     slots: ReadI64Array,
     to_pool: bool,
 ) -> None:
-    """Copy checked rows in parts."""
     for i in range(len(rows)):
         slot = pool + slots[i] * pool_stride
         for part in range(len(addresses)):

@@ -5,7 +5,7 @@ Imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch
 - *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time; the bus
   moves half a megabyte in this time.
 - *gathered*: the device gathers scattered blocks into a buffer, one copy moves the buffer over the bus, and
-  the host copies the blocks into their slots. A load works in reverse. Faster for many small blocks.
+  the host copies the blocks into their slots. A load works in reverse. This is faster for many small blocks.
 
 CUDA never accesses a pool that cannot be pinned. The host copies the blocks of such a pool through a pinned
 buffer.

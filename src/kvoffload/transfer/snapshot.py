@@ -1,6 +1,6 @@
 """Reads blocks of a tensor to host memory, after the work already submitted to the device.
 
-Independent of `cuda`, so that audits can check the copies of `cuda`. Slower.
+Independent of `cuda`, so that audits can check the copies of `cuda`. These copies are slower.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ COMMIT_PACE = 32
 """Pause between two commits, as a multiple of the last commit's duration. A sync delays other writes."""
 LONGEST_COMMIT_INTERVAL_S = 0.25
 VOID_RETRY_S = 1.0
-"""Pause after a failed write of the superblocks."""
+"""Pause after a failed write of the superblocks, in seconds."""
 ACCESS_INTERVAL_S = 1.0
 """Longest time in seconds until an access is committed."""
 MAX_PENDING_ACCESSES = 1 << 22
@@ -126,7 +126,7 @@ class Committer:
             return self._num_removals
 
     def void(self, generation: int) -> None:
-        """Make all blocks with a lower generation void, including blocks in flight.
+        """Invalidate all blocks with a lower generation, including blocks in flight.
 
         The change is durable once `is_settled` is True. To reuse the blocks' slots, call `remove` afterwards.
         """
@@ -186,7 +186,7 @@ class Committer:
         return self.broken or (self._pending.is_empty and not self._committing)
 
     def flush(self, flushing: bool) -> None:
-        """Set whether pending accesses are committed without delay. True while a caller drains."""
+        """Turn on or off that pending accesses are committed at once. On while a caller drains."""
         self._flushing = flushing
         self._wake.notify()
 

@@ -74,7 +74,7 @@ class _Request:
     """The tier's record of a request.
 
     Attributes:
-        context: the keys of the request.
+        context: the request in the tier's manager.
         written: generations of the blocks that the request wrote.
     """
 
@@ -191,9 +191,10 @@ class DiskTier(ManagedTier):
             undo.callback(self._lock.release)
             undo.callback(self._slab.close)
             if self._slab.layout.num_blocks != layout.num_blocks:
-                # After changes of the capacity the journal may be longer than a new slab's.
+                # After changes of the capacity the journal may be longer than in a new slab, so fewer blocks
+                # fit.
                 self._manager = manager_of(self._slab.layout)
-            # The time, too, because a crashed process may have written generations without an entry.
+            # At least the time, because a crashed process may have written blocks that the journal lacks.
             now_ns = min(int(self._files.time_s() * 1e9), _LATEST_NS)
             next_generation = max(contents.last_generation + 1, self._slab.void_before, now_ns)
             self._placement = Placement(self._slab.layout, next_generation)
@@ -552,7 +553,7 @@ class DiskTier(ManagedTier):
         self._forget(plan.slots[bad])
 
     def _may_retry(self, job: Job, row: int) -> bool:
-        """Return True if the system refused to read a block, and not for longer than `REFUSED_READS_S`."""
+        """Return True if the system refuses to read a block, for at most `REFUSED_READS_S` so far."""
         generation = int(job.generations[row])
         if job.outcomes[row] != REFUSED:
             self._refused.pop(generation, None)

@@ -25,10 +25,10 @@ class SlabReport:
     """Report of a slab. Sizes in bytes, times in seconds since 1970.
 
     Attributes:
-        problem: reason why the slab is unusable; empty for a usable slab. Only `name` and `file_bytes` are
-            set beside a problem.
-        owner: pid of the process that has the directory open, or None. The report may be slightly outdated if
-            there is an owner.
+        problem: reason why the slab is unusable; empty for a usable slab. With a problem, only `name` and
+            `file_bytes` are set.
+        owner: pid of the process that has the directory open, or None. The report may be slightly outdated
+            while a process has the directory open.
         written_at_s: earliest, median and latest write time of the blocks; empty without blocks.
         log_used: used share of the log, 0 to 1.
         journal_damage: number of unreadable parts of the journal.

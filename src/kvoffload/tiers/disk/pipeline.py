@@ -25,7 +25,7 @@ class Pipeline:
     wait for stores. If the committer is broken, writes fail at once, and reads still work.
 
     Thread: `submit`, `drain` and `close` on one thread; `drain` and `close` wait. `deliver` is called on any
-    thread. Raises: `RuntimeError` if a thread cannot be started. No thread runs then.
+    thread. Raises: `RuntimeError` if a thread cannot be started. All started threads have then ended.
 
     Attributes:
         num_threads: number of threads that move blocks.
@@ -109,27 +109,23 @@ class Pipeline:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in started)
 
-    # ---- the committer's side
+    # ---- the committer's side, see `Movers`
 
     def num_queued(self) -> int:
-        """Return the number of queued write chunks."""
         return len(self._writes)
 
     def release(self, chunk: Chunk) -> None:
-        """Queue a held write chunk, whose slots may be written now."""
         self._writes.append(chunk)
         # While stopping, all threads wait until the last held write is released.
         self._work.notify(self.num_threads if self._stopping else 1)
 
     def cancel_queued(self) -> list[Chunk]:
-        """Remove and return the queued write chunks."""
         queued = list(self._writes)
         self._writes.clear()
         self._work.notify_all()
         return queued
 
     def end(self, chunks: list[Chunk]) -> None:
-        """Deliver chunks that have ended. Acquires the lock."""
         for chunk in chunks:
             self._deliver(chunk)
         with self._lock:

@@ -47,7 +47,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 class Contents:
-    """Metadata of the blocks in a slab, in flat arrays indexed by slot. Void blocks are left out.
+    """Metadata of the blocks in a slab, in flat arrays indexed by slot. Invalid blocks are left out.
 
     Attributes:
         generation: generation of the block; 0 marks an empty slot.

@@ -422,11 +422,11 @@ class Slab:
 
     @property
     def void_before(self) -> int:
-        """Smallest valid generation. Blocks of lower generations are void, even with a journal entry."""
+        """Smallest valid generation. Blocks of lower generations are invalid, even with a journal entry."""
         return void_before(self._superblock)
 
     def void(self, generation: int) -> None:
-        """Make blocks with a lower generation void, and delete the slabs of other producers.
+        """Invalidate blocks with a lower generation, and delete the slabs of other producers.
 
         Durable on return, even if one superblock is damaged later. Raises `OSError` if another slab cannot be
         deleted, or neither superblock can be written.

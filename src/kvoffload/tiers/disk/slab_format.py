@@ -88,7 +88,7 @@ def encode_superblock(
     """Encode a superblock as one page.
 
     Args:
-        void_before: blocks with a lower generation are void.
+        void_before: blocks with a lower generation are invalid.
         revision: number of this superblock's version. Of two sound copies, the higher revision is valid.
     """
     text = pack(identity.text)
@@ -110,7 +110,7 @@ def encode_superblock(
 
 
 def void_before(superblock: Bytes) -> int:
-    """Read the smallest valid generation. Blocks of lower generations are void."""
+    """Read the smallest valid generation."""
     return int(superblock[: SUPERBLOCK.itemsize].view(SUPERBLOCK)["void_before"][0])
 
 
@@ -244,7 +244,7 @@ def decode_group(layout: Layout, slab_id: int, memory: Bytes) -> Group | None:
 
 
 class Head(NamedTuple):
-    """Head of a checkpoint. The first and the last page hold equal heads, written after all groups.
+    """Head of a checkpoint, in its first and last page. The heads are written after all groups.
 
     Attributes:
         last_generation: greatest generation ever written, including removed blocks.

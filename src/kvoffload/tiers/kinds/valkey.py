@@ -26,8 +26,8 @@ from kvoffload.tiers.valkey.resp import Login
 from kvoffload.tiers.valkey.url import SCHEMES, ServerURL, parse_url
 
 _NUM_THREADS = 2
-"""Number of threads for reads, for writes and for probes: one thread verifies while the other receives. In a
-cluster, each node has one thread of each type."""
+"""Number of threads for each of reads, writes and probes. One thread verifies while the other receives. In a
+cluster, each node has one thread for each."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Codes of permanent errors."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}

@@ -1,7 +1,9 @@
 """Tiers that machines share, behind a network.
 
-`tier` is the interface for the scheduler. A tier consists of a `peer` (handshake, epoch, health), `jobs`
-(exchanges in flight and their threads), a `presence` cache, a `write_log` and, for a bucket, `groups`. A
-`dialect` performs the `exchanges` over a connection: `valkey.protocol` for RESP, `s3.protocol` for S3.
+- `remote_tier` is the interface for the scheduler.
+- `peer` owns epoch, health and handshakes of a server. `jobs` owns the exchanges in flight and their threads.
+- `presence` caches answers about blocks, and `write_log` lists written blocks. `groups` is for buckets.
+- A `dialect` performs `exchanges` over a connection: `valkey.protocol` for RESP, `s3.protocol` for S3.
+
 docs/formats.md describes the formats, docs/tiers.md the usage.
 """

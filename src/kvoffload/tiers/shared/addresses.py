@@ -129,7 +129,7 @@ class Addresses:
         try:
             addresses = [*dict.fromkeys(self._resolve(*name))][:_MOST_ADDRESSES]
         except (OSError, ValueError, OverflowError) as problem:
-            # Python refuses some names, and all ports above 65,535, with errors of its own.
+            # For some names, and for ports above 65,535, Python raises other errors than `OSError`.
             error = problem if isinstance(problem, OSError) else OSError("the host is not a name")
         with self._changed:
             self._looking_up.discard(name)
@@ -183,7 +183,7 @@ def race(addresses: Sequence[SocketAddress], deadline: float) -> tuple[socket.so
                 if (number := attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)) == 0:
                     # The stack closes all sockets, so return a copy of the winner's descriptor.
                     return attempt.dup(), key.data
-                error = OSError(number, os.strerror(number))  # `ConnectionRefusedError` and the like
+                error = OSError(number, os.strerror(number))  # for example a `ConnectionRefusedError`
                 attempt.close()
 
 

@@ -125,7 +125,7 @@ class ConnectionThread(Generic[C]):
             exchange.ended = time.monotonic()
             self._is_busy = False
             self._deliver(exchange)
-            del exchange  # with the last reference to the rows of the pool
+            del exchange  # it may be the last reference to the rows of the pool
 
     def _run_one(self, exchange: Exchange) -> None:
         if self._connection is not None and not self._connection.is_in_step:

@@ -31,7 +31,7 @@ class EpochHistory:
     def __init__(self, most_ended: int = MOST_ENDED) -> None:
         self._most_ended = most_ended
         self._present: dict[bytes, int] = {}
-        # Number -> when this process learned that it has ended, oldest first.
+        # Ended number -> time when this process learned of its end, oldest first.
         self._ended: dict[int, float] = {}
         self.has_warned = False
 

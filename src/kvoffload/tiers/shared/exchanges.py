@@ -48,7 +48,7 @@ class Exchange:
     def claim(self) -> bool:
         """Claim the exchange; returns True in the first call, False in later calls.
 
-        A connection thread claims an exchange before it performs it, a tier before it drops it. Thread: any,
+        A connection thread claims an exchange before performing it, a tier before dropping it. Thread: any,
         because `pop` of a list is atomic.
         """
         try:
@@ -68,7 +68,7 @@ class Handshake(Exchange):
         about: text about the producer, stored beside the epoch for ``inspect``; empty for none.
         num_replicas: number of replicas that must confirm a reset. Otherwise a replica without the reset
             could take over and serve earlier blocks.
-        numbers: result: the number of each of `epoch_keys`; None if another node has the key.
+        numbers: result: the epoch number under each of `epoch_keys`; None if another node has the key.
     """
 
     epoch_keys: Sequence[bytes]

@@ -96,7 +96,7 @@ class Peer:
         self.persistence_question: PersistenceQuestion | None = None
         self._may_ask_persistence = asks_persistence
         self._next_handshake = 0.0
-        # Epochs found by handshakes that a reset of this process overtook.
+        # Epoch numbers from handshakes that were sent before a reset by this process.
         self._overtaken: list[int] = []
         self.is_partial = self.has_begun = self.is_closed = self.reset_wanted = False
         self.num_replicas = self.num_troubles = 0

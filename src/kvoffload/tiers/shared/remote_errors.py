@@ -29,7 +29,7 @@ class ServerError(KVOffloadError):
         secrets: passwords to mask in the message.
 
     Attributes:
-        code: first word of the text, of capitals, digits and underscores; empty if the word is different.
+        code: first word of the text; empty unless it consists of capitals, digits and underscores.
     """
 
     def __init__(self, text: str, *secrets: str) -> None:

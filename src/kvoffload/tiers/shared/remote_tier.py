@@ -559,7 +559,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         return np.array([new.pop(key, key) is None for key in keys], np.bool_)
 
     def _addressable(self, keys: Keys, wanted: Mask) -> Mask:
-        """Clear the blocks of `wanted` that are in no known group: the names of their objects are unknown."""
+        """Return `wanted` without blocks outside of known groups. The names of their objects are unknown."""
         return wanted if self.groups is None else wanted & self.groups.known(keys.digests)
 
     def _forget_partial_groups(self, keys: Keys) -> None:

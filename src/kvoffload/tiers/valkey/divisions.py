@@ -25,7 +25,7 @@ _SLOTS_BETWEEN = NUM_SLOTS // NUM_DIVISIONS
 
 
 def slot_of(name: bytes) -> int:
-    """Return the hash slot of a name: its CRC16 modulo 16,384. If it has a tag in braces, the tag's CRC16."""
+    """Return the hash slot of a name: CRC16 of its tag in braces, or of the whole name, modulo 16,384."""
     begin = name.find(b"{")
     end = name.find(b"}", begin + 1)
     return crc_hqx(name[begin + 1 : end] if begin >= 0 and end > begin + 1 else name, 0) % NUM_SLOTS

@@ -177,7 +177,7 @@ def inspect_server(
 
 
 def inspect_namespace(connections: Sequence[Connection], namespace: str, deadline: float) -> NamespaceReport:
-    """Report the contents of a namespace on these nodes. Scans at most about `MOST_NAMES` keys of each."""
+    """Report the contents of a namespace on these nodes. Scans about `MOST_NAMES` keys of a node at most."""
     report, producers = NamespaceReport(namespace=namespace), dict[str, ProducerReport]()
     for connection in connections:
         for names in _scanned(connection, report, deadline):

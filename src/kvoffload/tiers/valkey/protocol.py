@@ -305,7 +305,7 @@ def _set_commands(write: Write, names: list[bytes], at: npt.NDArray[np.int64]) -
 
 
 def _commands(verb: bytes, *names: list[bytes]) -> list[bytes]:
-    """Encode commands with the names as arguments; one list for each argument.
+    """Encode commands. `names`: a list for each argument, with the argument's value in each command.
 
     All names in a list must have equal lengths.
     """

@@ -40,7 +40,7 @@ _END = b"\r\n"
 _SHORTEST_LINE_BYTES = 4
 """Length of ``:1`` with its line end."""
 _ELEMENT_BYTES = 16
-"""Bytes that each element of an answer counts in addition to its length, for its Python object."""
+"""Bytes added to the length of each element of an answer, to account for the element's Python object."""
 _MOST_DIGITS = 19
 SHORT_WAIT_S = 0.05
 """Longest wait for all expected bytes, in seconds. Afterwards the bytes that have arrived are read."""
