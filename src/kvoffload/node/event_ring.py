@@ -31,7 +31,7 @@ class EventRing(EventSink):
         self._next = _UNKNOWN
 
     def ignore_earlier(self) -> None:
-        """Skip all events so far. For an engine that joins an empty pool, which has missed nothing."""
+        """Skip all events so far. An engine that joins an empty pool does not need them."""
         self._next = self._numbers.num_events
 
     def add(self, keys: Keys, *, removed: bool) -> None:

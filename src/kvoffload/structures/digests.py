@@ -29,7 +29,7 @@ def digests_of(words: ReadU64Matrix, key_bytes: int) -> U64Array:
 
 @inline
 def mix(word: Any) -> Any:
-    """Apply the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA'14), which is a bijection."""
+    """Apply the finalizer of splitmix64, a bijection (Steele, Lea and Flood, OOPSLA'14)."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))

@@ -152,7 +152,7 @@ def take(lists: Lists, position: int) -> None:
 
 @inline
 def carry(lists: Lists, number: int, position: int) -> None:
-    """Move `position` to the head of list `number` during a search. The search reaches it last."""
+    """Move `position` to the head of list `number` during a search. The search visits `position` last."""
     cursors, sentinel = lists.cursors, lists.num_positions + number
     take(lists, position)
     push_head(lists.links, sentinel, position)

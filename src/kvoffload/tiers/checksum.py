@@ -1,6 +1,6 @@
 """xxh3_64 of many blocks in one call, without the GIL.
 
-The results equal the results of the `xxhash` library, which hashes blocks of up to 240 bytes here.
+The results equal the results of the `xxhash` library. The library itself hashes blocks of up to 240 bytes.
 
 A tier of small blocks computes half a million checksums a second, on several threads. One library call for
 each block would cost more than the hashing, and the threads would wait for the GIL.

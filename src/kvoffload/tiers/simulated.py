@@ -139,7 +139,7 @@ class SimulatedTier(ManagedTier):
         pass
 
     def begin_write(self, plan: StorePlan) -> int:
-        """Write accepted blocks; returns the job's number. The job ends at once."""
+        """Start to write accepted blocks; returns the job's number. In this class the job ends at once."""
         self._manager.complete_store(plan)
         return self._end(np.ones(len(plan), np.bool_))
 

@@ -24,7 +24,7 @@ class WriteBudget:
     A write counts with its bytes on the medium, even if it fails. Writes before a restart count, too.
 
     Args:
-        max_bytes_per_day: 0 for tiers that are only read.
+        max_bytes_per_day: limit in any 24 hours; 0 for tiers that are only read.
         clock: seconds since 1970. The default ignores later changes of the system's clock.
         is_even: True to spend the budget at an even rate, as replays do (`budget_of_recording`). Writes then
             never exceed the bytes that the rate has earned so far.
@@ -99,9 +99,8 @@ class WriteBudget:
 def budget_of_recording(max_per_day: float, clock: Callable[[], float]) -> WriteBudget:
     """Create the budget of a replay, spent at an even rate over the time of the recording.
 
-    In a recording of minutes, a day's budget would never be exhausted. A budget for the length of the
-    recording would be spent on the first blocks, if it were available at once. All sessions share those
-    blocks, and a tier that has run for days already has them.
+    A budget for a whole day would never be exhausted in a recording of minutes. A smaller budget without a
+    rate would be spent on the first blocks. A tier that has run for days already has these blocks.
 
     Args:
         max_per_day: budget of 24 hours, in the unit of `WriteBudget.spend`, such as blocks.

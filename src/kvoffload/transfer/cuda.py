@@ -32,7 +32,7 @@ Tensor: TypeAlias = Any
 Stream: TypeAlias = Any
 
 RUN_BYTES = 256 * 1024
-"""Average size of a run below which blocks are gathered."""
+"""Blocks are gathered if the average size of a run is below this number of bytes."""
 
 RowsArray = npt.NDArray[np.int64]
 

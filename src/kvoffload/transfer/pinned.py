@@ -53,9 +53,9 @@ def synchronized(device: Any) -> bool:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Allocate a tensor in pinned memory or, if that fails, in pageable memory. Copies then block the host.
+    """Allocate a tensor in pinned memory. torch reuses the memory only after its copies are done.
 
-    torch's pinned allocator reuses a buffer only after its copies are done.
+    If no pinned memory is available, uses pageable memory. Its copies block the host.
     """
     try:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

@@ -514,9 +514,9 @@ class DiskTier(ManagedTier):
     def _follow_file_growth(self, num_blocks: int) -> None:
         """Raise a confined capacity as far as the file allows.
 
-        - While the file cannot grow: the slots in the file.
-        - When the file may grow again: `num_blocks` more slots.
-        - When the file has grown: all slots.
+        - While the file cannot grow, the usable slots are the slots in the file.
+        - Once the file may grow again, `num_blocks` more slots are usable.
+        - Once the file has grown, all slots are usable.
         """
         end, reserved = self._slab.layout.num_slots, self._slab.num_reserved
         if self._usable_end == end:

@@ -21,7 +21,7 @@ from kvoffload.tiers.shared.remote_tier import RemoteTier
 from kvoffload.tiers.spec import TierOwner, redacted
 
 MOST_IN_AN_OBJECT = 32
-"""Limit of blocks in an object. Blocks at the end of a path that do not fill an object are not written."""
+"""Limit of blocks in an object. The last blocks of a path are not written unless they fill an object."""
 _REFUSALS = {"301", "400", "401", "403"}
 """HTTP statuses of permanent errors."""
 
