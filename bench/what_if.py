@@ -25,8 +25,8 @@ from kvoffload.whatif.live_shadows import LiveShadows
 from kvoffload.whatif.setting import WhatIfParser
 
 SETTINGS = "policy=hazard;policy=arc;capacity=0.5;capacity=2"
-SAMPLES = (8, 32, 64, 128)
-BATCH, ROUND_BLOCKS = 16, 100_000
+SAMPLES = (8, 128, 192)
+BATCH, ROUND_BLOCKS = 16, 400_000
 GOAL = 0.05
 
 

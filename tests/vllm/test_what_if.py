@@ -162,7 +162,7 @@ def test_an_error_in_the_shadows_does_not_stop_offloading(
 
 def test_the_usual_rate_depends_on_the_size_of_blocks(tmp_path: Path) -> None:
     rig = World(tmp_path, CAPACITY, what_if=SETTINGS)
-    assert rig.manager.what_if.shadows.one_in == 2048  # this world has no size
+    assert rig.manager.what_if.shadows.one_in == 3072  # this world has no size
 
 
 def test_without_the_option_there_are_no_shadows(tmp_path: Path) -> None:

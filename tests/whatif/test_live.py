@@ -106,6 +106,23 @@ def test_requests_are_recorded_while_the_shadows_work() -> None:
     assert (background.num_tasks, live.shadows.is_waiting) == (2, False)
 
 
+def test_an_idle_step_asks_only_for_a_due_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such steps are most steps of an engine."""
+    manager, live, background = by_hand()
+    live.work()
+    calls = list[str]()
+    monkeypatch.setattr(live, "_collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(ByHand, "is_busy", property(lambda _: bool(calls.append("busy"))))
+    reported(manager, live, 0, 5)
+    for _ in range(3):
+        live.work()
+    assert not calls
+    live.reset()
+    live.work()
+    assert calls == ["busy", "collect"]
+    assert background.num_tasks == 1
+
+
 def test_a_reset_in_the_middle_of_work_forgets_the_blocks_before_it() -> None:
     """Requests of before the reset may be served later than it; requests after it find nothing."""
     manager, live, background = by_hand()
@@ -274,5 +291,5 @@ def test_an_internal_error_stops_the_shadows_only(
     assert live.due(3 * PERIOD_S) == []
 
 
-def test_the_usual_rate_is_a_block_in_2048_tokens() -> None:
-    assert [usual_one_in(tokens) for tokens in (16, 64, 512, 0)] == [128, 32, 8, 2048]
+def test_the_usual_rate_is_a_block_in_3072_tokens() -> None:
+    assert [usual_one_in(tokens) for tokens in (16, 64, 512, 0)] == [192, 48, 8, 3072]

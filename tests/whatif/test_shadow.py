@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffload.core.hints import NO_HINTS, Hints, Labels
+from kvoffload.core.kernels import ON_DEVICE
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.policy import POLICIES, BlockwisePolicy
 from kvoffload.errors import ConfigError
@@ -85,6 +86,29 @@ def test_a_shadow_of_all_blocks_decides_as_the_serving_manager(
         assert getattr(ours, name) == getattr(theirs, name), name
     assert resident_hashes(manager) == resident_hashes(shadow)
     assert ours.policy == theirs.policy
+
+
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_a_shadow_decides_as_a_manager_that_gets_the_sample_by_calls(policy: str) -> None:
+    manager = OffloadingManager(300, policy=policy)
+    shadows, sample = Shadows([WhatIf(capacity=2)], 300, policy=policy, one_in=3), Sample(3, 0)
+    naive, missed = [OffloadingManager(size, key_bytes=8, policy=policy) for size in (100, 200)], [0, 0]
+    for number, (keys, on_device, hints) in enumerate(traffic(6, 500)):
+        ctx, _ = serve(manager, keys, on_device, hints)
+        shadows.finished(ctx)
+        if number % 70 == 0:
+            shadows.work()
+        sample.clear()
+        assert sample.take(ctx, Labels())
+        if sample.state.num_requests:
+            sampled, first = [*sample.keys()], int(sample.state.requests[0, ON_DEVICE])
+            for which, each in enumerate(naive):
+                missed[which] += len(sampled) - first - serve(each, sampled, first, hints)[1]
+    shadows.work()
+    assert missed == [shadow.missed.sum() for shadow in shadows.members]
+    for shadow, each in zip(shadows.members, naive, strict=True):
+        assert shadow.manager.stats() == each.stats()
+        assert keys_of_ready(shadow.manager) == keys_of_ready(each)
 
 
 @pytest.mark.parametrize("policy", ["lru", "hazard"])

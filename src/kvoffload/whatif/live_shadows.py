@@ -19,12 +19,12 @@ from kvoffload.whatif.shadows import Shadows
 PERIOD_S = 3600.0
 """Length of a period. Estimates cover the last one to two periods. Advice is given at most once a period."""
 REPORT_S = 10.0
-TOKENS_PER_SAMPLED_BLOCK = 2048
+TOKENS_PER_SAMPLED_BLOCK = 3072
 LEAST_ONE_IN = 8
 
 
 def usual_one_in(tokens_per_block: int) -> int:
-    """Return `one_in` for an engine: one sampled block per 2,048 tokens, but at most one block in eight."""
+    """Return `one_in` for an engine: one sampled block per 3,072 tokens, but at most one block in eight."""
     return max(LEAST_ONE_IN, TOKENS_PER_SAMPLED_BLOCK // max(1, tokens_per_block))
 
 
@@ -49,6 +49,7 @@ class LiveShadows:
         self._background = background or Background("kvoffload-what-if")
         self._period_from_s, self._reported_s = now_s, now_s
         self._is_clearing = self._has_forgotten = False
+        self._is_quiet = False  # True: only a due sample starts a task, and no result waits
         self._make: Callable[[], Shadows] | None = None
         self._made = list[Shadows]()
         shadows.on_failure = self.fail
@@ -76,7 +77,7 @@ class LiveShadows:
         The thread creates the new shadows with `make`. Counts and the period restart. Shadows that were
         removed after an internal error are not replaced.
         """
-        self._make = make
+        self._make, self._is_quiet = make, False
         self._period_from_s, self._reported_s = now_s, now_s
 
     def work(self) -> None:
@@ -84,7 +85,8 @@ class LiveShadows:
 
         Recorded requests wait until there are enough of them, or until the next report.
         """
-        if self._shadows is None or self._background.is_busy:
+        shadows = self._shadows
+        if shadows is None or (self._is_quiet and not shadows.is_due) or self._background.is_busy:
             return
         with self._contained():
             self._collect()
@@ -108,6 +110,10 @@ class LiveShadows:
             is_reset, sample = self._has_forgotten, shadows.take()
             self._is_clearing = self._has_forgotten = False
             self._background.run(lambda: _serve(shadows, sample, is_reset))
+        else:
+            self._is_quiet = True
+            return
+        self._is_quiet = False
 
     def _make_shadows(self, make: Callable[[], Shadows]) -> None:
         shadows = make()
@@ -119,13 +125,13 @@ class LiveShadows:
         if self._shadows is not None:
             with self._contained():
                 self._shadows.forget()
-                self._has_forgotten = True
+                self._has_forgotten, self._is_quiet = True, False
 
     def settle(self) -> None:
         """Serve all recorded requests and wait for the thread. For tests and tools."""
         self._background.wait()
         while self._shadows is not None and (self._make or self._shadows.is_waiting or self._has_forgotten):
-            self._is_clearing = True
+            self._is_clearing, self._is_quiet = True, False
             self.work()
             self._background.wait()
         self.work()
@@ -151,6 +157,7 @@ class LiveShadows:
             if self._make is not None:
                 return []
             self._reported_s, self._is_clearing = now_s, self._shadows.is_waiting
+            self._is_quiet = False
             estimates = self._shadows.estimates()
             if now_s - self._period_from_s >= PERIOD_S:
                 self._period_from_s = now_s

@@ -25,7 +25,7 @@ from kvoffload.structures.structs import Struct
 
 KEY_BYTES = 8
 """Length of the shadows' keys."""
-MOST_REQUESTS, ROOM, MOST_ROOM = 1024, 4096, 65536
+MOST_REQUESTS, ROOM, MOST_ROOM = 4096, 16384, 65536
 """`MOST_REQUESTS`: largest number of requests in a sample. `ROOM`, `MOST_ROOM`: initial and largest number of
 sampled blocks. A single request may have more blocks."""
 
@@ -127,12 +127,10 @@ class Sample:
 
 
 @inline
-def _is_sampled(h: np.uint64, one_in: int, seed: int) -> bool:
-    # The hash is mixed again, because an index uses the same bits of the hash.
-    mixed = (h ^ np.uint64(seed)) * np.uint64(0x94D049BB133111EB)
-    mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    is_sampled: bool = (mixed >> np.uint64(32)) * np.uint64(one_in) < np.uint64(1 << 32)
-    return is_sampled
+def _mixed(seed: int) -> np.uint64:
+    product = (np.uint64(seed) + np.uint64(0x9E3779B97F4A7C15)) * np.uint64(0xD6E8FEB86659FD93)
+    mixed: np.uint64 = product ^ (product >> np.uint64(32))
+    return mixed
 
 
 @kernel
@@ -141,7 +139,8 @@ def _record(path: Path, sample: Recorded, num_skipped: int, asked_end: int) -> i
 
     Returns the number of requests in the sample, 0 if no block of the path is sampled, or `FULL`.
     """
-    records, hashes, one_in, seed = path.records, sample.hashes, sample.one_in, sample.seed
+    records, hashes, seed = path.records, sample.hashes, _mixed(sample.seed)
+    limit = np.uint64(0xFFFFFFFFFFFFFFFF) // np.uint64(sample.one_in)
     count, room = path.length, hashes.shape[0]
     on_device = min(num_skipped, count)
     if num_skipped < 0:
@@ -153,7 +152,8 @@ def _record(path: Path, sample: Recorded, num_skipped: int, asked_end: int) -> i
     end, first, asked_to = start, start, start
     for position in range(count):
         h = records[position, HASH]
-        if _is_sampled(h, one_in, seed):
+        # A product, because an index and the policies use the bits of the hash itself.
+        if (h ^ seed) * np.uint64(0x94D049BB133111EB) <= limit:
             if end == room:
                 return FULL
             hashes[end] = h

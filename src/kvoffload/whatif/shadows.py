@@ -21,7 +21,7 @@ from kvoffload.whatif.shadow import Shadow
 
 ONE_IN = 8
 """Default of `one_in`."""
-ENOUGH_REQUESTS, ENOUGH_BLOCKS = 256, 2048
+ENOUGH_REQUESTS, ENOUGH_BLOCKS = 1024, 8192
 """Number of recorded requests, and of sampled blocks, at which a call of `work` is due."""
 
 

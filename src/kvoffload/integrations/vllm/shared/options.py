@@ -164,7 +164,7 @@ class VLLMOptions:
             no file.
         tenants: quotas of tenants in bytes of RAM; None: no quotas.
         what_if: settings of RAM whose hit ratios are estimated on a sample of the blocks.
-        what_if_sample: one block in `what_if_sample` is sampled; None: one in 128 for blocks of 16 tokens.
+        what_if_sample: one block in `what_if_sample` is sampled; None: one in 192 for blocks of 16 tokens.
     """
 
     ram: Ram
