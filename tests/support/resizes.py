@@ -18,7 +18,10 @@ def with_resizes(machine: type[ManagerMachine]) -> type[ManagerMachine]:
 
         @rule(share=st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 1.0]))
         def begin_resize(self, share: float) -> None:
-            self.wanted = max(1, round(share * self.manager.capacity_blocks))
+            # A resize below the minimums of a `TenantMachine` is refused.
+            quotas = getattr(self, "quotas", None) or {}
+            least = sum(quota.min_blocks for quota in quotas.values())
+            self.wanted = max(1, least, round(share * self.manager.capacity_blocks))
             before = self.manager.counters()
             self.manager.begin_resize(self.wanted)
             assert self.manager.counters() == before
