@@ -11,7 +11,7 @@ from math import isfinite, nan
 from numbers import Real
 from operator import index
 from pathlib import Path
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 
 class KVOffloadError(Exception):
@@ -41,9 +41,9 @@ def check_integer(field: str, value: object, largest: int, smallest: int = 1, me
 
     `meaning`: description of the allowed numbers, for the message. Raises `ConfigError` for other values.
     """
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        with suppress(TypeError):  # an array of several numbers
-            if smallest <= (number := index(value)) <= largest:
+    if not isinstance(value, bool):
+        with suppress(TypeError):  # no integer, or an array of several
+            if smallest <= (number := index(cast(SupportsIndex, value))) <= largest:
                 return number
     raise ConfigError(field, value, f"allowed: {smallest} to {largest}{meaning and f', {meaning}'}")
 

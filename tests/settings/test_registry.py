@@ -111,6 +111,8 @@ def test_what_is_wrong_is_said(file: Path, tmp_path: Path) -> None:
     assert refused(f"{tmp_path}:Mine").startswith("it cannot be imported: No module")
     assert refused("kvoffload.policies.lru:LRUU") == "kvoffload.policies.lru has no LRUU; it has LRU"
     assert refused("no.such.module:Mine").startswith("it cannot be imported: No module")
+    for file in ("hazard.policy", "_2q"):  # a module that is imported is no name
+        assert "module:Class, or path/to/file.py:Class" in refused(file)
     assert refused("lruu").endswith("module:Class, or path/to/file.py:Class (did you mean lru?)")
     assert "path/to/file.py:Class" in refused(f"{file}")
     assert "path/to/file.py:Class" in refused(f"{file}:")

@@ -126,7 +126,7 @@ class Registry(Generic[T]):
         known, colon, text = name.partition(":")
         value = text if colon else None
         # Built-in classes first: entry points are read from the files of every installed package.
-        if home := self._built_in().get(known):
+        if home := self._imported(known) or self._built_in().get(known):
             module = self._import(known, home)
             return next(cls for cls in self._own(module) if cls.name == known), value  # type: ignore[attr-defined]
         for point in self._entry_points():
@@ -140,6 +140,12 @@ class Registry(Generic[T]):
             own = ", ".join(cls.__name__ for cls in self._own(module))
             raise ConfigError(self.field, name, f"{home} has no {attribute}{own and f'; it has {own}'}")
         return self._check(name, getattr(module, attribute)), None
+
+    def _imported(self, name: str) -> str | None:
+        """Return the built-in module of a name if the module is imported: no folder is listed."""
+        homes = (f"{self._package}.{name}", f"{self._package}._{name}")
+        is_name = f"_{name}".isidentifier() and name[:1] != "_"
+        return next((home for home in homes if home in sys.modules), None) if is_name else None
 
     def _built_in(self) -> dict[str, str]:
         folder = importlib.import_module(self._package).__path__
