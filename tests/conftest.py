@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.assertion import rewrite
 from hypothesis import HealthCheck, settings
 
 import kvoffload
@@ -157,8 +159,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="long form of another test: `make test-all` runs it"))
 
 
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting thousands of tests again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Three processes for two cores, because tests also wait for disks, servers and other processes."""
+    cores = len(os.sched_getaffinity(0))
+    return cores + cores // 2
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile all kernels before the first test, so that no two workers compile the same kernel."""
+    """Before the workers start: compile all kernels and all test files, each once."""
     if not getattr(config.option, "numprocesses", None) or hasattr(config, "workerinput"):
         return  # one process compiles what its tests need
     rooms = ("admission", "core", "node", "policies", "replay", "structures", "tiers", "transfer")
@@ -167,11 +182,31 @@ def pytest_configure(config: pytest.Config) -> None:
         for room in rooms
         for found in pkgutil.walk_packages([f"{kvoffload.__path__[0]}/{room}"], f"kvoffload.{room}.")
     ]
-    # An import compiles nothing. What cannot be imported is told by the tests that need it.
-    code = f"import {', '.join(modules)}\nfrom kvoffload.structures.jit import _WAITING\n"
+    # An import compiles nothing. What cannot be imported is told by the tests that need it. Policies take
+    # half of the time. They share few helpers with other kernels; each process compiles helpers for itself.
+    code = f"""
+import {", ".join(modules)}, kvoffload.testing.audit
+from kvoffload.structures.jit import _WAITING
+for kernel in list(_WAITING):
+    if kernel.function.__module__.startswith("kvoffload.policies.") is """
     halves = [
-        subprocess.Popen([sys.executable, "-c", f"{code}for kernel in _WAITING[{n}::2]: kernel.made"])
-        for n in (0, 1)
+        subprocess.Popen([sys.executable, "-c", f"{code}{half}: kernel.made"]) for half in (True, False)
     ]
+    rewrite_asserts(config)
     for half in halves:
         half.wait()
+
+
+def rewrite_asserts(config: pytest.Config) -> None:
+    """Cache all test files with rewritten assertions, once for all workers (8 s of CPU time)."""
+    state = config.stash.get(rewrite.assertstate_key, None)
+    if state is None:
+        return  # --assert=plain
+    tests = Path(__file__).parent
+    for path in sorted(tests.rglob("test_*.py")):
+        if path.relative_to(tests).parts[0] in collect_ignore:
+            continue
+        cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        if rewrite._read_pyc(path, cached) is None and rewrite.try_makedirs(cached.parent):
+            source, code = rewrite._rewrite_test(path, config)
+            rewrite._write_pyc(state, code, source, cached)

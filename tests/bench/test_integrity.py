@@ -121,6 +121,7 @@ def test_a_reader_that_does_not_verify_is_caught(
     assert [row["wrong"] for row in rows] == [row["damaged"] for row in rows]
 
 
+@pytest.mark.slow
 def test_the_script_runs_every_scene_and_names_what_is_not_here(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -367,6 +367,7 @@ WORST_FAULTS = {
 }
 
 
+@pytest.mark.slow
 def test_the_worst_faults_end_the_suite_at_once(tmp_path: Path) -> None:
     """Three policies in one run of pytest: a fatal fault ends the checks of its own policy only."""
     for number, (right, wrong, _) in enumerate(WORST_FAULTS.values()):

@@ -98,6 +98,7 @@ def kernels_of(package: Path) -> Path:
 
 
 @needs_baseline
+@pytest.mark.slow
 def test_shipped_kernels_are_used_wherever_the_package_lies(package: Path) -> None:
     for source in package.rglob("*.py"):
         os.utime(source, (1e9, 1e9))  # an installer sets other times
@@ -131,6 +132,7 @@ def test_kernels_for_something_else_are_compiled(
 
 
 @needs_baseline
+@pytest.mark.slow
 def test_kernels_of_other_sources_are_compiled(package: Path) -> None:
     with (package / "structures" / "lists.py").open("a") as source:
         source.write("# another version\n")

@@ -185,6 +185,7 @@ def test_odd_recordings_have_some_fit(name: str, odd: str) -> None:
     assert generate(found.workload).requests > 0
 
 
+@pytest.mark.slow
 def test_what_the_command_prints_generates_the_workload(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     write_trace(generate(builtin("chat", sessions=80, sessions_per_minute=3, seed=2)), path)
