@@ -1,7 +1,7 @@
 """Prompts of the canary: generated, or read from a file.
 
 The lengths of generated prompts are around block and chunk boundaries. A generated prompt is a list of
-records with a question about one of them, so that every part of the KV matters for some answer.
+records, and a question about one of them. In this way every part of the KV matters for some answer.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class EventRing(EventSink):
     def take(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, or has joined a pool with blocks, returns a reset and an event with
-        the present contents instead.
+        If this engine has missed events, returns two other events instead: a reset, and the present contents.
+        An engine that has joined a pool with blocks has missed events.
         """
         words, stop = self._words, self._numbers.num_events
         start, self._next = self._next, stop

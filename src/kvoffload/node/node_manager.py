@@ -95,8 +95,8 @@ class NodeManager(OffloadingManager):
     to 64 blocks, and up to 5 us for 1,024 blocks.
 
     Raises:
-        ConfigError: the policy is not compiled, the shares of the running engines exceed the pool, or `store`
-            asks for a victim tier, which follows a single device.
+        ConfigError: the policy is not compiled, or the shares of the running engines exceed the pool. Also
+            for a victim tier (`store`), because a victim tier follows a single device.
         UnavailableError: ``/dev/shm`` is full, the pool has another version, or a process is stopped inside a
             call.
     """
@@ -501,8 +501,9 @@ class NodeManager(OffloadingManager):
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of all engines since the last call, in order.
 
-        If this engine has missed events, or has joined a pool with blocks, returns a reset and an event with
-        the present contents instead. Returns an empty list if the lock is not free in time.
+        If this engine has missed events, returns two other events instead: a reset, and the present contents.
+        An engine that has joined a pool with blocks has missed events. Returns an empty list if the lock is
+        not free in time.
         """
         return self._event_ring.take() if self._listens else []
 

@@ -452,7 +452,6 @@ def _digest(engine_id: str) -> int:
 
 
 def _records(fd: int) -> npt.NDArray[np.uint64]:
-    """Read the records, ``(MAX_MEMBERS, _RECORD_WORDS)``."""
     words = np.frombuffer(os.pread(fd, 8 * _NUM_WORDS, 0), np.uint64)
     return words[_FIRST_RECORD:].reshape(MAX_MEMBERS, _RECORD_WORDS)
 

@@ -78,7 +78,6 @@ class Heap(Struct):
 
 @inline
 def _precedes(order: F64Matrix, a: int, b: int) -> bool:
-    """Return True if position `a` is less than position `b`."""
     if order[a, RANK] == order[b, RANK]:
         return order[a, STAMP] < order[b, STAMP]
     return order[a, RANK] < order[b, RANK]

@@ -5,7 +5,7 @@ A kernel call costs 50 ns, and every few array arguments add as much again. Rela
 number.
 
 Memory layout: a field takes one 64-bit word, and an array takes one more word for each dimension. The word of
-an array or a nested struct is its offset from the struct, so that one copy of the memory copies all parts.
+an array or a nested struct is its offset from the struct. One copy of the memory therefore copies all parts.
 
 The arrays of a struct are never replaced, because compiled code assumes constant addresses. A nested struct
 can be replaced between two kernel calls (`Struct.exchange`).
@@ -233,7 +233,6 @@ class Anything(Struct):
 
 
 def _type_of(hint: Any) -> Any:
-    """Return numba's type of a field."""
     if isinstance(hint, type) and issubclass(hint, Struct):
         return StructType(hint)
     plain = {int: nb.int64, float: nb.float64}

@@ -46,9 +46,9 @@ class TieredManager:
     refuses blocks only if its ``write_cost`` is set.
 
     **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
-    that fit, and reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound blocks
-    are HIT, and failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's admission
-    rule nor RAM's policy can refuse a promoted block.
+    that fit. It then reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound
+    blocks are HIT, and failed blocks are MISS. Requests for the same blocks share one read. Neither RAM's
+    admission rule nor RAM's policy can refuse a promoted block.
 
     **Probe.** The contents of a tier that machines share are unknown. A lookup sends one probe for the
     remaining path. Meanwhile `lookup` returns RETRY, for at most the tier's `probe_timeout_s` in all.

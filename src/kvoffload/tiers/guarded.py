@@ -245,7 +245,6 @@ class GuardedTier(SharedTier, GroupedTier):
     def _call(
         self, method: str, default: T, call: Callable[..., T], *arguments: object, num_blocks: int = 0
     ) -> T:
-        """Call a method of the tier; returns `default` if the method raises."""
         try:
             answer = call(*arguments)
         except Exception as error:
@@ -368,7 +367,6 @@ class GuardedTier(SharedTier, GroupedTier):
 
 
 def _checked_mask(mask: Mask, count: int) -> Mask:
-    """Check and return a mask of `count` blocks. Raises `TypeError`, `ValueError`."""
     if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
         raise TypeError(f"{type(mask).__name__} where a mask of {count} blocks should be")
     if mask.shape != (count,):
@@ -377,7 +375,6 @@ def _checked_mask(mask: Mask, count: int) -> Mask:
 
 
 def _check_result(result: JobResult, num_rows: int) -> None:
-    """Check the result of a job with `num_rows` rows. Raises `TypeError`, `ValueError`."""
     _checked_mask(result.ok, num_rows)
     if result.stale is not None:
         _checked_mask(result.stale, num_rows)
@@ -386,7 +383,6 @@ def _check_result(result: JobResult, num_rows: int) -> None:
 
 
 def _checked_changes(changes: list[tuple[list[bytes], bool]]) -> list[tuple[list[bytes], bool]]:
-    """Check and return changes of a shared tier. Raises `TypeError`, `ValueError`."""
     for keys, _ in changes:
         if not all(isinstance(key, bytes) for key in keys):
             raise TypeError("changed blocks are no keys")

@@ -73,8 +73,8 @@ class MemoryTier:
         checksums: ``(num_slots,)`` uint64, or None without verification.
 
     Memory: pages are allocated when slots are first written.
-    Thread: one at a time. A caller that runs transfers with its own engine (`pool`, `seal`, `verify_slots`)
-    must not pass the slots of a transfer in flight to other calls.
+    Thread: one at a time. Callers may copy to and from `pool` themselves, with `seal` and `verify_slots`. The
+    slots of such a transfer must not be passed to other calls while it is in flight.
     Cost: a write or read reads each byte twice, once for the checksum.
 
     Raises:

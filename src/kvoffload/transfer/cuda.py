@@ -4,8 +4,8 @@ Imported only for a CUDA tensor. `plan` chooses between two ways to copy a batch
 
 - *runs*: one `cudaMemcpyAsync` for each run of consecutive rows. A launch costs 5-10 µs of host time; the bus
   moves half a megabyte in this time.
-- *gathered*: the device gathers scattered blocks into a buffer, one copy moves the buffer over the bus, and
-  the host copies the blocks into their slots. A load works in reverse. This is faster for many small blocks.
+- *gathered*: the device gathers scattered blocks into a buffer, and one copy moves the buffer over the bus.
+  The host then copies the blocks into their slots. A load works in reverse. Faster for many small blocks.
 
 CUDA never accesses a pool that cannot be pinned. The host copies the blocks of such a pool through a pinned
 buffer.
@@ -66,8 +66,8 @@ class CudaEngine:
     transfer. Call `wait`, or check `done`, before launching work that reads the rows of a load or overwrites
     the rows of a store.
 
-    Call `wait` or `done` for every transfer. A gathered store ends with a copy on the host, which runs in the
-    first call of `wait`, or in the first call of `done` after the bytes have arrived.
+    Call `wait` or `done` for every transfer, because a gathered store ends with a copy on the host. This copy
+    runs in the first call of `wait`, or of `done` after the bytes have arrived.
 
     A pool is pinned and populated (`cudaHostRegister`) from its first use until `close`, and must exist that
     long. So close the engine before the tier. If pinning fails, a warning is logged, and copies of this pool

@@ -2,8 +2,8 @@
 
 An ordinary store first reads the cache line that it overwrites, which makes three bus transfers instead of
 two. It also evicts data of other threads. LLVM compiles a vector store marked `!nontemporal` to a streaming
-store (`vmovntps` on x86, `stnp` on ARM), or to an ordinary store if the machine has none. Addresses are plain
-integers and are not checked.
+store (`vmovntps` on x86, `stnp` on ARM). Without such an instruction, LLVM compiles an ordinary store.
+Addresses are plain integers and are not checked.
 """
 
 from __future__ import annotations

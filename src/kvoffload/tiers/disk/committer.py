@@ -295,7 +295,6 @@ class Committer:
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     def _append(self, batch: _Batch) -> None:
-        """Append a batch to the journal, as one or more groups."""
         removed = np.concatenate([_NO_SLOTS, *batch.removed])
         entries = np.concatenate([self._no_entries, *(self._entries_of(chunk) for chunk in batch.chunks)])
         stamps = np.concatenate([NO_STAMPS, *(stamps for _, stamps in batch.accesses)])

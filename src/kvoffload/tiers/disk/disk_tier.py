@@ -431,7 +431,6 @@ class DiskTier(ManagedTier):
     def _submit(
         self, plan: LoadPlan | StorePlan, ok: Mask, at: Positions, pool: Blocks, rows: Positions
     ) -> int:
-        """Start the job of a plan; returns its number."""
         placement, slots = self._placement, plan.slots
         outcomes = np.full(len(slots), UNREADABLE, np.uint8)
         job = Job(
@@ -478,7 +477,6 @@ class DiskTier(ManagedTier):
         self._placement.set_gate(emptied, self._committer.remove(emptied))
 
     def _end(self, job: Job) -> None:
-        """End a job whose chunks have all been delivered."""
         sound: Mask = job.outcomes == SOUND
         if isinstance(job.plan, StorePlan):
             self._end_write(job, job.plan, sound)
@@ -576,7 +574,6 @@ def _check_memory(capacity_bytes: int, layout: Layout) -> None:
 
 
 def _directory_of(path: object) -> Path:
-    """Return a path from a user. Raises `ConfigError`."""
     if not isinstance(path, (str, Path)) or not str(path) or "\0" in str(path):
         raise ConfigError("path", path, "allowed: a directory")
     return Path(path)

@@ -599,5 +599,4 @@ def unavailable(place: str, error: Exception) -> UnavailableError:
 
 
 def _padded(mask: Mask | None, num_rows: int) -> Mask | None:
-    """Extend a mask with False to `num_rows`."""
     return None if mask is None else np.append(mask, np.zeros(num_rows - len(mask), np.bool_))
