@@ -33,7 +33,7 @@ class Door(Struct):
     Attributes:
         mutex: address of the mutex in this process.
         try_lock, unlock: addresses of the C library's functions in this process.
-        news: number in shared memory that grows with each change that members must read.
+        news: number in shared memory. It grows with each change that members must read.
         seen: last value of `news` that this process has handled.
         num_calls: calls of `try_lock` since `NEWS` was returned.
     """

@@ -22,9 +22,9 @@ SAMPLE_PER_KEY = 10
 class FrequencySketch(Struct):
     """Counts references to keys, up to 15. Until counts age, an estimate is never too low.
 
-    An estimate covers about the last `sample` references: all counts are halved after `sample` references,
-    and again after every further `sample` / 2. Each of the following references halves one cache line, so
-    that no call pays for the whole table.
+    An estimate covers about the last `sample` references. All counts are halved after `sample` references,
+    and then after every `sample` / 2. Each of the following references halves one cache line, so that no call
+    pays for the whole table.
 
     All four counters of a key are in one cache line, so a key costs one cache miss. A reference increments
     only the lowest of its four counters (conservative update), which reduces overestimates. There is no

@@ -39,11 +39,11 @@ HIT, MISS, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 class TieredManager:
     """A manager of RAM with tiers behind it, used like an `OffloadingManager`. Call `poll` once a step.
 
-    **Cascade.** A block is offered to every tier when its store is complete. It is offered again when a
-    request that used it finishes while the block is in RAM. The tier's admission rule decides. The write pins
-    the block in RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is not written.
-    No request waits for a write. A block that RAM's admission rule refuses reaches no tier. RAM's policy
-    refuses blocks only if its ``write_cost`` is set.
+    **Cascade.** A block is offered to every tier when its store is complete. At the end of a request, the
+    request's blocks in RAM are offered again. The tier's admission rule decides. The write pins the block in
+    RAM. Blocks for a busy tier are queued; a queued block that leaves RAM first is not written. No request
+    waits for a write. A block that RAM's admission rule refuses reaches no tier. RAM's policy refuses blocks
+    only if its ``write_cost`` is set.
 
     **Promote.** If a looked-up prefix continues in a tier, the manager reserves slots of RAM for the blocks
     that fit. It then reads and verifies these blocks. Meanwhile `lookup` returns RETRY. Afterwards sound
@@ -249,8 +249,8 @@ class TieredManager:
         """Forget these blocks in RAM and on disks, and load them from no tier until a reset.
 
         For wrong blocks with a valid checksum. Shared servers keep the blocks, and other processes may store
-        them again, so this process remembers the keys until a reset. After more than `MOST_DISTRUSTED` keys,
-        nothing is loaded from tiers until the reset.
+        them again. This process therefore remembers the keys until a reset. After more than `MOST_DISTRUSTED`
+        keys, nothing is loaded from tiers until the reset.
         """
         self.ram_manager.discard(keys)
         if not self.lanes:

@@ -21,7 +21,7 @@ def fastest_source(
 ) -> Rows:
     """Choose the tier with the shortest expected read for each block; returns the tiers' rows.
 
-    While the time to compute a block is unknown, as in a replay, chooses the first tier that has the block.
+    Chooses the first tier that has the block while `compute_s` is None, as in a replay.
 
     Args:
         in_tiers: shape ``(tiers, blocks)``; True if the tier has the block.

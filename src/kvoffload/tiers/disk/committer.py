@@ -151,7 +151,7 @@ class Committer:
     # ---- the movers' side, with the lock held
 
     def hold(self, chunk: Chunk) -> bool:
-        """Hold a write chunk until its slots may be written; returns False if they may be written now."""
+        """Hold a write chunk until its slots may be written. Returns False if the chunk need not be held."""
         if chunk.gate <= self._durable_removals:
             return False
         self._gated.append(chunk)

@@ -57,7 +57,7 @@ class Placement:
         """Store the recovered blocks in an empty manager; returns the places of blocks that do not fit.
 
         Stores the blocks in the order of their writes, then reports their uses in the order of use. In this
-        way policies that order blocks by insertion and policies that order by use both restore their order.
+        way every policy restores its order, by insertion or by use.
         """
         newest, num_blocks = contents.newest_slots(), len(self._place)
         # Only a damaged journal has more blocks than fit.

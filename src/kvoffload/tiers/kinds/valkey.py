@@ -31,7 +31,7 @@ cluster, each node has one thread for each."""
 _REFUSALS = {"WRONGPASS", "NOAUTH", "NOPERM", "ERR"}
 """Codes of permanent errors."""
 _CLUSTER_CODES = {"MOVED", "CLUSTERDOWN"}
-"""Error codes that show that a server is a node of a cluster."""
+"""Error codes that only nodes of a cluster send."""
 
 
 class _URLParser:

@@ -41,7 +41,7 @@ class Signed(NamedTuple):
 async def _on_a_thread(call: Callable[[], str]) -> str:
     """Run a call that may wait for the network on a daemon thread, so that a deadline can abandon it.
 
-    Not obstore's `sign_async`, which aborted 2 of 25 processes that ended shortly after the call.
+    Not obstore's `sign_async`: 2 of 25 processes were aborted when they ended shortly after the call.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[str] = loop.create_future()

@@ -53,8 +53,8 @@ def head_bytes(block_bytes: int) -> int:
 
     The remaining bytes, if any, are in a second value (`rest_names`). Servers allocate memory in jemalloc's
     size classes, four for each doubling. A value with a header and a block of 2^n bytes would waste a quarter
-    of its memory. A block that would waste more than a tenth is therefore split, so that the second value
-    fills a size class.
+    of its memory. A block that would waste more than a tenth is therefore split. Its second value fills a
+    size class.
     """
     whole = HEADER_BYTES + block_bytes + _ADDED_BYTES
     if block_bytes < _LEAST_CUT or _class_above(whole) <= (1 + _MOST_LOST) * block_bytes:

@@ -117,7 +117,7 @@ class Jobs:
             thread.stop()
 
     def join(self, until: float) -> None:
-        """After `stop`, wait for all threads to end, at most until `until` (of `time.monotonic`)."""
+        """After `stop`, wait for all threads to end. `until`: time limit (of `time.monotonic`)."""
         for thread in self._all_threads():
             thread.join(max(0.0, until - time.monotonic()))
 

@@ -122,7 +122,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
     - A job ends by its deadline. Its result contains the blocks that were received and verified in time.
       Nothing writes to the job's rows after its end.
     - Three consecutive failures open the circuit breaker of the server. While the breaker is open, every
-      block is a miss at once, queued jobs end, and only handshakes are sent, every few seconds.
+      block is a miss at once, and queued jobs end. Only handshakes are sent, every few seconds.
     - Three consecutive failures of probes, reads or writes open a breaker of that type alone. After a pause
       one attempt is sent, and no request waits for it. The attempt closes the breaker or opens it again.
     - After a confirmed reset, new reads on all machines return no block from before the reset. Until the
@@ -361,7 +361,7 @@ class RemoteTier(ConnectingTier, GroupedTier):
         self.jobs.stop()
 
     def join(self, until: float) -> None:
-        """After `stop`, wait for all threads to end, at most until `until` (of `time.monotonic`)."""
+        """After `stop`, wait for all threads to end. `until`: time limit (of `time.monotonic`)."""
         self.jobs.join(until)
         self.process_ended()
 
