@@ -18,7 +18,7 @@ _YEAR_S = 365.25 * 86_400
 
 def size(num_bytes: float, base: int = 1024) -> str:
     """Format a number of bytes: ``1.5 GiB``. A `base` of 1000, as for SSDs, gives ``3.84 TB``."""
-    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    value, units = float(num_bytes), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while value >= base and len(units) > 1:
         value, units = value / base, units[1:]
     return f"{value:.4g} {units[0] if base == 1024 else units[0].replace('i', '')}"

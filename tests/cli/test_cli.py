@@ -6,6 +6,7 @@ show is at the end.
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.cli.main import main
 from kvoffload.cli.output import plain_text, terminal_table
 from kvoffload.core.policy import POLICIES
 from kvoffload.pages.page import Table
@@ -35,6 +37,21 @@ def test_replay_prints_a_table(trace_file: Path) -> None:
     for words in ("offload tier", "computed", "stored", "evicted", "refused",
                   "loaded and verified", "mismatches served", "of the prefill work is saved"):  # fmt: skip
         assert words in done.stdout, words
+
+
+class _Closed(io.StringIO):
+    """A pipe whose reader is gone."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+
+def test_a_table_whose_reader_is_gone_is_no_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvoffload", "policies"])
+    monkeypatch.setattr(sys, "stdout", _Closed())
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 141
 
 
 def test_replay_json_is_one_object_and_nothing_else(trace_file: Path) -> None:

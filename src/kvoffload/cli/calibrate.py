@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from kvoffload.calibration.calibrate import Calibration, calibrate
 from kvoffload.cli.options import option, options_of
-from kvoffload.cli.output import check_output, terminal_table, write_output
+from kvoffload.cli.output import Terminal, check_output, terminal_table, write_output
 from kvoffload.errors import Problems
 from kvoffload.pages.page import Table
 from kvoffload.settings.read import Count, Size
@@ -79,7 +78,7 @@ def command(options: CalibrateOptions) -> None:
         machine = machine.filled_from(default)
     if out is not None:
         write_output("out", out, machine.to_json())
-    Console().print(terminal_table(table(machine)))
+    Terminal().print(terminal_table(table(machine)))
 
 
 def _report(line: str, quiet: bool) -> None:

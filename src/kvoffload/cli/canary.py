@@ -13,7 +13,7 @@ from typing import Annotated
 
 import click
 import msgspec
-from rich.console import Console, Group
+from rich.console import Group
 
 from kvoffload.canary.prompts import Prompt, PromptSizes, generated, read_prompts
 from kvoffload.canary.run import Canary, CanaryOptions, CanaryReport
@@ -21,7 +21,7 @@ from kvoffload.canary.server import Pace, Server
 from kvoffload.canary.text_metrics import FAILED, text_metrics
 from kvoffload.canary.verdict import Verdict
 from kvoffload.cli.options import FormatOptions, QuietOptions, argument, option, options_of
-from kvoffload.cli.output import terminal_table, write_output
+from kvoffload.cli.output import Terminal, terminal_table, write_output
 from kvoffload.errors import CanaryError, ConfigError
 from kvoffload.pages.page import Table
 from kvoffload.settings.read import Count, Duration, Positive
@@ -187,7 +187,7 @@ def _show(report: CanaryReport, options: Options) -> None:
     )
     if report.verdict == Verdict.DIFFERENT.value:
         lines.append(f"confidence {report.confidence:.6f} that noise alone does not do this")
-    Console(highlight=False).print(
+    Terminal(highlight=False).print(
         Group("\n".join(lines), *map(terminal_table, _tables(report))), markup=False
     )
 

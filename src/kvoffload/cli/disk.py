@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.options import FormatOptions, argument, option, options_of
-from kvoffload.cli.output import properties, terminal_table
+from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.pages.page import Table
@@ -64,7 +63,7 @@ def inspect(options: ReportOptions) -> None:
     if options.is_json:
         click.echo(json.dumps([asdict(report) for report in reports], indent=2))
         return
-    console = Console()
+    console = Terminal()
     for report in reports:
         console.print(terminal_table(_table(report, reports[0])))
 

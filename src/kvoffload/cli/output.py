@@ -27,6 +27,16 @@ _LIST_BELOW = 60
 """Width of a terminal below which a table that does not fit is shown as a list."""
 
 
+class Terminal(Console):
+    """Console of standard output. If the reader of a pipe is gone (``| head``), raises `BrokenPipeError`.
+
+    Rich would exit with 1, the code of a failed check.
+    """
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def show(json: bytes, table: RenderableType, *, is_json: bool, output: Path | None) -> None:
     """Print a report, or write it to the file of ``--output``."""
     if output is not None:
@@ -34,7 +44,7 @@ def show(json: bytes, table: RenderableType, *, is_json: bool, output: Path | No
     elif is_json:
         click.echo(json, nl=False)
     else:
-        Console().print(table)
+        Terminal().print(table)
 
 
 def plain_text(shown: RenderableType, width: int = _WIDTH) -> bytes:

@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
 from kvoffload.cli.check_table import exit_with
 from kvoffload.cli.machine import MACHINE_HELP, find_machine
@@ -28,7 +27,7 @@ from kvoffload.cli.options import (
     warn_of_copies,
     warn_of_windows,
 )
-from kvoffload.cli.output import tiers_silenced
+from kvoffload.cli.output import Terminal, tiers_silenced
 from kvoffload.cli.plan_tables import tables
 from kvoffload.cli.replay import ServerOptions
 from kvoffload.cli.sweep_progress import shown, stopping_cleanly
@@ -210,7 +209,7 @@ def plan(options: PlanOptions) -> None:
     if options.is_json:
         click.echo(answer.to_json(), nl=False)
     else:
-        console = Console()
+        console = Terminal()
         for part in tables(answer, console.width):
             console.print(part)
         if answer.vllm:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.options import FormatOptions, argument, options_of
-from kvoffload.cli.output import properties, terminal_table
+from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.core.admission import ADMISSIONS, DEFAULT_ADMISSION
 from kvoffload.core.policy import DEFAULT_POLICY, FLAGSHIP, POLICIES
 from kvoffload.errors import ConfigError
@@ -42,7 +41,7 @@ def policies(options: PoliciesOptions) -> None:
     if options.is_json:
         click.echo(json.dumps(listed, indent=2))
         return
-    console = Console()
+    console = Terminal()
     if name is not None:
         console.print(terminal_table(_details(listed[0])))
         return

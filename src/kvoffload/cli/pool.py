@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.options import FormatOptions, argument, option, options_of
-from kvoffload.cli.output import properties, terminal_table
+from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.errors import ConfigError
 from kvoffload.node.pool_directory import SHARED_MEMORY, STATE, PoolStatus, find, pools
 from kvoffload.node.pool_directory import remove as remove_pool
@@ -60,7 +59,7 @@ def ls(options: ListOptions) -> None:
         click.echo(json.dumps(reports, indent=2))
     elif reports:
         headings = ("name", "memory#", "blocks#", "engines#", "idle#", "removed after")
-        Console().print(terminal_table(Table("", headings, [_row(report) for report in reports])))
+        Terminal().print(terminal_table(Table("", headings, [_row(report) for report in reports])))
         for report in reports:
             if report["problem"]:
                 click.echo(report["problem"])
@@ -76,7 +75,7 @@ def inspect(options: NameOptions) -> None:
     if options.is_json:
         click.echo(json.dumps(report, indent=2))
     else:
-        Console().print(terminal_table(properties(report["name"], _properties(report))))
+        Terminal().print(terminal_table(properties(report["name"], _properties(report))))
 
 
 @pool.command()

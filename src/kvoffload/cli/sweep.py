@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.options import (
     FormatOptions,
@@ -23,7 +22,7 @@ from kvoffload.cli.options import (
     typed_command,
     warn,
 )
-from kvoffload.cli.output import Lines
+from kvoffload.cli.output import Lines, Terminal
 from kvoffload.cli.sweep_progress import shown, stopping_cleanly
 from kvoffload.cli.sweep_tables import tables, words
 from kvoffload.core.plans import ON_COMPUTE, STORES
@@ -138,7 +137,7 @@ def sweep(options: SweepOptions) -> None:
     if options.is_json:
         click.echo(as_json(result.rows), nl=False)
     else:
-        console = Console()
+        console = Terminal()
         for section in (*tables(result.rows, console.width), *words(result.verdicts)):
             console.print(section)
         if losses := losses_of(result.rows):

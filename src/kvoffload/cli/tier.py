@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.options import FormatOptions, ModelOptions, argument, option, options_of
-from kvoffload.cli.output import properties, terminal_table
+from kvoffload.cli.output import Terminal, properties, terminal_table
 from kvoffload.cli.text import difference_lines
 from kvoffload.errors import ConfigError, KVOffloadError, UnavailableError
 from kvoffload.pages.page import Table
@@ -242,7 +241,7 @@ def _print_speeds(speeds: list[Speeds], verdict: dict[str, Any] | None) -> None:
         for speed in speeds
     ]
     headings = ("block#", "64 probes#", "read one#", "read#", "write#")
-    Console().print(terminal_table(Table("", headings, rows)))
+    Terminal().print(terminal_table(Table("", headings, rows)))
     wrong = sum(speed.num_wrong for speed in speeds)
     click.echo(f"{wrong:,} blocks were WRONG" if wrong else "Every block was verified.")
     if verdict is not None:
@@ -266,7 +265,7 @@ def _print_server(report: ServerReport) -> None:
         "evicted": report.evicted is not None and f"{report.evicted:,}",
         "hits": looked_up and f"{percent((report.hits or 0) / looked_up)} of {looked_up:,}",
     }
-    Console().print(terminal_table(properties(report.address, rows.items())))
+    Terminal().print(terminal_table(properties(report.address, rows.items())))
     for line in report.refused:
         click.echo(f"  REFUSED  {line}")
     for line in report.warnings:
@@ -289,4 +288,4 @@ def _print_namespace(report: NamespaceReport) -> None:
             f"differs from {first.producer[:8]}": "\n".join(differs),
         }
         title = f"producer {producer.producer}"
-        Console().print(terminal_table(properties(title, rows.items())))
+        Terminal().print(terminal_table(properties(title, rows.items())))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import click
 import msgspec
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
 from kvoffload.cli.options import FormatOptions, argument, option, options_of
-from kvoffload.cli.output import terminal_table
+from kvoffload.cli.output import Terminal, terminal_table
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.metrics.fetch import fetch, metrics_url
 from kvoffload.metrics.live_counters import (
@@ -96,7 +96,7 @@ def top(options: TopOptions) -> None:
         if options.is_json:
             click.echo(msgspec.json.encode(shown))
         else:
-            Console(highlight=False).print(_view(shown, url))
+            Terminal(highlight=False).print(_view(shown, url))
         if options.once:
             return
 
@@ -124,7 +124,7 @@ def scrape(url: str) -> Reading:
 
 def watch(url: str, before: Reading, interval_s: float) -> None:
     """Show intervals until the user presses q. A scrape's error is shown until the next scrape."""
-    console = Console(highlight=False)
+    console = Terminal(highlight=False)
     with (
         _keys() as keyboard,
         _remembered_interrupts() as interrupts,

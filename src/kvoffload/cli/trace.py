@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.beside_optimum import beside_optimum
 from kvoffload.cli.options import FormatOptions, QuietOptions, ReadOptions, argument, options_of, warn
-from kvoffload.cli.output import check_output, progress_bar, terminal_table
+from kvoffload.cli.output import Terminal, check_output, progress_bar, terminal_table
 from kvoffload.cli.trace_convert import convert
 from kvoffload.cli.trace_fit import fit
 from kvoffload.errors import ConfigError
@@ -110,7 +109,7 @@ def info(options: InfoOptions) -> None:
         }
         click.echo(json.dumps(_as_json(loaded.name, statistics, best) | sections, indent=2))
     else:
-        console = Console()
+        console = Terminal()
         console.print(terminal_table(_totals_table(loaded, statistics)))
         console.print(terminal_table(_distributions_table(statistics)))
         console.print(terminal_table(_working_set_table(periods)))

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import click
-from rich.console import Console
 
 from kvoffload.cli.beside_optimum import beside_optimum
 from kvoffload.cli.options import FormatOptions, ReadOptions, argument, option, options_of
-from kvoffload.cli.output import terminal_table
+from kvoffload.cli.output import Terminal, terminal_table
 from kvoffload.pages.page import Table
 from kvoffload.traces.fitting import Fit
 from kvoffload.traces.fitting import fit as fit_workload
@@ -43,7 +42,7 @@ def fit(options: FitOptions) -> None:
     if options.is_json:
         click.echo(json.dumps(_as_json(loaded.name, result, rows), indent=2))
         return
-    console = Console()
+    console = Terminal()
     console.print(terminal_table(_features_table(loaded.name, result)))
     console.print(terminal_table(_ratios_table(rows)))
     console.print(_words(result, rows), soft_wrap=True, highlight=False)

@@ -180,15 +180,16 @@ def read_prices(path: Path | None) -> Prices:
             why = f"{error}; kvoffload plan --show-prices prints a file to edit"
             raise ConfigError("prices", str(path), why) from None
     problems = Problems("prices")
-    for section, names in (
-        (prices, ("link_per_s",)),
-        (prices.ram, ("module",)),
-        (prices.ssd, ("drive", "read_per_s", "write_per_s")),
-        (prices.server, ("memory", "link_per_s", "host_link_per_s")),
+    for prefix, section, names in (
+        ("", prices, ("link_per_s",)),
+        ("ram.", prices.ram, ("module",)),
+        ("ssd.", prices.ssd, ("drive", "read_per_s", "write_per_s")),
+        ("server.", prices.server, ("memory", "link_per_s", "host_link_per_s")),
     ):
-        for sized in names:
+        for name in names:
+            field, value = prefix + name, getattr(section, name)
             with problems:
-                if section._size(sized) < 1:
-                    raise ConfigError(sized, getattr(section, sized), "allowed: at least one byte")
+                if parse_size(field, value) < 1:
+                    raise ConfigError(field, value, "allowed: at least one byte")
     problems.check()
     return prices
