@@ -98,7 +98,10 @@ def test_the_parent_of_an_admitted_block_is_admitted() -> None:
         rule.settle(keys, sum(allowed), 0.5, 1_000.0)
 
 
-@pytest.mark.parametrize(("store", "more"), [("on-compute", 0.001), ("on-device-eviction", 0.02)])
+@pytest.mark.parametrize(
+    ("store", "more"),
+    [pytest.param("on-compute", 0.001, marks=pytest.mark.slow), ("on-device-eviction", 0.02)],
+)
 def test_it_saves_more_than_first_come_with_the_same_budget(store: str, more: float) -> None:
     trace = generate(builtin("chat"))
     a_day = 3_000 / (np.ptp(trace.timestamps_ms) / 86_400_000)

@@ -62,7 +62,7 @@ IN_SERVERS = [
         if kind not in ("bits of journal or config file", "unreadable")
     ),
     (BUCKET, "truncated in the middle"),
-    (BUCKET, "an older version in its place"),
+    pytest.param(BUCKET, "an older version in its place", marks=pytest.mark.slow),
 ]
 
 
@@ -76,7 +76,7 @@ def test_what_is_damaged_in_a_server_is_missed_and_nothing_else(
         assert (row["others_lost"], row["ended"]) == (0, ""), row
 
 
-@pytest.mark.parametrize("product", [VALKEY, BUCKET])
+@pytest.mark.parametrize("product", [VALKEY, pytest.param(BUCKET, marks=pytest.mark.slow)])
 def test_a_reader_of_a_server_that_does_not_verify_is_caught(
     play_shared: Callable[..., list[dict[str, Any]]], product: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

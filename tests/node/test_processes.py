@@ -27,6 +27,7 @@ def check(root: Path) -> Process:
     return process
 
 
+@pytest.mark.slow
 def test_processes_share_blocks(root: Path) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")

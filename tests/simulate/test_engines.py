@@ -127,7 +127,10 @@ def test_separate_engines_are_engines_by_themselves(small: Trace) -> None:
     ]
 
 
-@pytest.mark.parametrize(("admission", "tiers"), [("tinylfu", "none"), ("all", "simulated:2000")])
+@pytest.mark.parametrize(
+    ("admission", "tiers"),
+    [("tinylfu", "none"), pytest.param("all", "simulated:2000", marks=pytest.mark.slow)],
+)
 def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str, tiers: str) -> None:
     device = small.longest_request + 50
     given = engines(device, device, 3, admission=admission, tiers=parse_tiers("tiers", tiers))

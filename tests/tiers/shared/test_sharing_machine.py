@@ -257,6 +257,7 @@ def rclone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del BucketMachine.rclone
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("server")
 class TestServer(ServerMachine.TestCase):  # type: ignore[name-defined, misc]
     settings = sequences(40)
