@@ -682,7 +682,7 @@ def test_progress_never_goes_back(loop: str, one_in: int) -> None:
 def test_an_output_of_somebody_else_is_not_replaced(loop: str, tmp_path: Path) -> None:
     output = tmp_path / "rows.csv"
     output.write_text("precious")
-    with pytest.raises(ConfigError, match="or use --force"):
+    with pytest.raises(ConfigError, match="--force replaces it"):
         Plan(TraceSource(loop, None, False), fleet(), Target(), work=Work(output=output))
 
 
