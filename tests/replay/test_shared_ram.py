@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,19 +15,14 @@ from hypothesis import strategies as st
 
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION
-from kvoffload.core.request import RequestContext
 from kvoffload.errors import CombinedConfigError, ConfigError
-from kvoffload.node.node_manager import NodeManager
-from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.device_cache import run_device, run_devices
 from kvoffload.replay.faults import parse_injection
 from kvoffload.replay.instances import SharedReplay, replay_of
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
-from kvoffload.replay.report import ReplayReport
 from kvoffload.replay.routing import RANDOM, ROUND_ROBIN, ROUTINGS, SESSION, route
-from kvoffload.replay.trace_keys import TraceKeys
 from kvoffload.tiers.spec import parse_tiers
 from kvoffload.traces.format import read_trace
 from kvoffload.traces.sessions import generate
@@ -38,6 +30,7 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import builtin
 from support.naive.optimum import Offers, best_of_all, naive_device, naive_optimum
 from support.optimum_traces import Requests, chained_requests, trace_of
+from support.pool_by_hand import check, members
 from support.run_cli import kvoffload
 
 
@@ -48,91 +41,6 @@ def trace() -> Trace:
 
 def shared(instances: int, capacity: int = 60, **more: Any) -> ReplayConfig:
     return ReplayConfig(capacity, instances=instances, shared_ram=True, **more)
-
-
-class ByHand(NamedTuple):
-    """Results of the twin."""
-
-    hits: list[int]
-    of_others: int
-    stored: int
-    evicted: int
-
-
-def by_hand(trace: Trace, config: ReplayConfig, managers: Sequence[OffloadingManager]) -> ByHand:
-    """Serve each request with the manager, the device (a list) and the queue of its engine."""
-    keys, num_engines = TraceKeys(trace), config.instances
-    devices: list[list[int]] = [[] for _ in range(num_engines)]
-    begun: dict[int, RequestContext] = {}
-    writer: dict[int, int] = {}
-    hits, of_others, stored, evicted = [], 0, 0, 0
-
-    def codes_of(request: int) -> list[int]:
-        return trace.refs[trace.offsets[request] : trace.offsets[request + 1]].tolist()
-
-    def keys_of(codes: Sequence[int]) -> Any:
-        return keys.of_blocks(np.array(codes, np.int32))
-
-    def begin(request: int) -> RequestContext:
-        manager = managers[request % num_engines]
-        return manager.begin_request(str(request), keys_of(codes_of(request)))
-
-    for request in range(trace.requests):
-        engine, codes = request % num_engines, codes_of(request)
-        manager = managers[engine]
-        ctx = begun.pop(request, None) or begin(request)
-        manager.withdraw(ctx)
-        for place in range(1, config.queue_requests + 1):
-            later = request + place * num_engines
-            if later < trace.requests and later not in begun:
-                begun[later] = begin(later)
-                manager.expect(begun[later])
-        device = devices[engine]
-        served = next((n for n, code in enumerate(codes) if code not in device), len(codes))
-        loaded = codes[served:][: manager.lookup(keys_of(codes[served:]), ctx).num_ready]
-        if loaded:
-            manager.complete_load(manager.prepare_load(keys_of(loaded), ctx))
-        hits.append(served + len(loaded))
-        of_others += sum(writer[code] != engine for code in loaded)
-        others, fit = [code for code in device if code not in codes], codes[: config.device_blocks]
-        devices[engine] = others[max(0, len(others) + len(fit) - config.device_blocks) :] + fit[::-1]
-        if (plan := manager.prepare_store(keys_of(codes), ctx)) is not None:
-            stored, evicted = stored + len(plan.rows), evicted + plan.num_evicted
-            writer.update((codes[row], engine) for row in plan.rows.tolist())
-            manager.complete_store(plan)
-        manager.finish_request(ctx)
-    return ByHand(hits, of_others, stored, evicted)
-
-
-def check(trace: Trace, config: ReplayConfig, managers: Sequence[OffloadingManager]) -> ReplayReport:
-    """Compare a replay with the twin."""
-    run = Replay(trace, config)
-    report, twin = run.run(), by_hand(trace, config, managers)
-    assert run.hits_per_request.tolist() == twin.hits
-    found = report.hit_blocks_of_others, report.blocks_written, report.blocks_evicted
-    assert found == (twin.of_others, twin.stored, twin.evicted)
-    return report
-
-
-@contextlib.contextmanager
-def members(trace: Trace, config: ReplayConfig) -> Iterator[list[NodeManager]]:
-    """The managers of engines that share a pool, as processes do."""
-    with contextlib.ExitStack() as stack:
-        root = Path(tempfile.mkdtemp(prefix="kvoffload-test-", dir=SHARED_MEMORY))
-        stack.callback(shutil.rmtree, root)
-        managers = []
-        for number in range(config.instances):
-            name = f"engine-{number}"
-            directory = PoolDirectory.join({"test": 1}, name, keep_s=60.0, root=root, has_keeper=False)
-            stack.callback(directory.close)
-            num_slots = slots_needed(trace, config.pool_blocks)
-            managers.append(
-                NodeManager(
-                    num_slots, directory=directory, clock=lambda: 0.0, **config.manager_options(num_slots)
-                )
-            )
-            stack.callback(managers[-1].close)
-        yield managers
 
 
 @pytest.mark.slow
@@ -321,14 +229,12 @@ def test_bytes_of_separate_pools_are_verified(trace: Trace, inject: str | None) 
 def test_what_cannot_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="shared-ram: True is invalid; it needs several engines"):
         ReplayConfig(1, shared_ram=True)
-    with pytest.raises(ConfigError, match=r"tiers: .* is invalid; with shared-ram allowed: at most one tier"):
-        shared(2, tiers=parse_tiers("tiers", "1%+10%"))
     with pytest.raises(
         ConfigError, match="store: 'on-device-eviction' is invalid; with shared-ram allowed: on-c"
     ):
         shared(2, store=ON_DEVICE_EVICTION, device_blocks=1)
-    with pytest.raises(CombinedConfigError, match=r"shared-ram: (.|\n)*tiers: "):
-        ReplayConfig(1, shared_ram=True, tiers=parse_tiers("tiers", "1%+10%"))
+    with pytest.raises(CombinedConfigError, match=r"shared-ram: (.|\n)*store: "):
+        ReplayConfig(1, shared_ram=True, store=ON_DEVICE_EVICTION, device_blocks=1)
 
 
 def test_round_robin_deals_out_requests(trace: Trace) -> None:

@@ -129,7 +129,12 @@ def test_separate_engines_are_engines_by_themselves(small: Trace) -> None:
 
 @pytest.mark.parametrize(
     ("admission", "tiers"),
-    [("tinylfu", "none"), pytest.param("all", "simulated:2000", marks=pytest.mark.slow)],
+    [
+        ("tinylfu", "none"),
+        pytest.param("all", "simulated:2000", marks=pytest.mark.slow),
+        pytest.param("all", "simulated:2000,per_engine=true", marks=pytest.mark.slow),
+        pytest.param("reuse:2", "simulated:500+2000", marks=pytest.mark.slow),
+    ],
 )
 def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str, tiers: str) -> None:
     device = small.longest_request + 50
@@ -150,6 +155,30 @@ def test_a_pool_adds_up_and_is_the_same_every_time(small: Trace, admission: str,
     apart = run_in_time(small, timing(QUICK), device, replace(given, shared_ram=False, tiers=()))
     assert apart.hit_ratio < done.hit_ratio
     assert (report.instances, report.routing, report.shared_ram) == (3, ROUND_ROBIN, True)
+
+
+@pytest.mark.slow
+def test_engines_of_a_pool_have_disks_of_their_own(small: Trace) -> None:
+    device = small.longest_request + 50
+    given = engines(device // 3, device, 3)
+    done = {
+        tiers: run_in_time(small, timing(QUICK), device, replace(given, tiers=parse_tiers("tiers", tiers)))
+        for tiers in (
+            "simulated:9000",
+            "simulated:9000,per_engine=true",
+            "simulated:9000,per_engine=true+9000",
+        )
+    }
+    shared, own, both = done.values()
+    assert [link.name for link in own.links] == ["load", "store", "simulated read", "simulated write"]
+    assert [link.name for link in both.links[4:]] == ["simulated 2 read", "simulated 2 write"]
+    for outcome in done.values():
+        for tier, link in zip(outcome.tiers[1:], outcome.links[3::2], strict=True):
+            assert tier.written * BLOCK_BYTES == link.bytes_moved + link.bytes_left
+    # A disk of each engine is written by each engine, and its blocks serve one engine.
+    assert own.tiers[1].written > shared.tiers[1].written
+    assert own.offload_hit_blocks < shared.offload_hit_blocks
+    assert both.tiers[2].hit_blocks > 0
 
 
 # ---- options

@@ -471,7 +471,9 @@ class InstancesOptions(ReplicaOptions):
     """Options for several engines. Each has RAM of the given size, or all share one pool."""
 
     instances: Instances = option(
-        1, "Number of engines. Each has a device and RAM of the given sizes; they share the last tier."
+        1,
+        "Number of engines. Each has a device, RAM and tiers of the given sizes; they share the last tier if "
+        "it is simulated:CAPACITY.",
     )
     shared_ram: bool = option(
         False, "All N engines of --instances share one RAM pool of N times the given size."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,12 +40,13 @@ from kvoffload.errors import ConfigError, Problems
 from kvoffload.replay.data import DataPlane
 from kvoffload.replay.faults import Injection, parse_injection
 from kvoffload.replay.instances import SharedReplay
+from kvoffload.replay.members import replica_name
 from kvoffload.replay.replay import Replay, ReplayConfig, slots_needed
 from kvoffload.settings.read import ANY_TRACE, Size, parse_capacity
 from kvoffload.sweep.grid import device_blocks
 from kvoffload.text import size
 from kvoffload.tiers.memory import available_bytes
-from kvoffload.tiers.spec import SizedTierOptions, TierOptions
+from kvoffload.tiers.spec import SizedTierOptions
 from kvoffload.traces.sources import block_tokens_of
 from kvoffload.traces.trace import Trace
 from kvoffload.whatif import WhatIf
@@ -290,7 +290,7 @@ def replay(options: ReplayOptions) -> None:
     loaded, injection = options.read_requests(options.trace), options.injection()
     config = options.config(loaded, options.known_block_bytes(loaded.block_tokens))
     if not options.no_data:
-        _announce_files(config.tiers, options.block_bytes)
+        _announce_files(config, options.block_bytes)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(writable("decisions", options.decisions)) if options.decisions else None
         data = options.data(loaded, config)
@@ -322,12 +322,16 @@ def replay(options: ReplayOptions) -> None:
     exit_with(checked)
 
 
-def _announce_files(tiers: Iterable[TierOptions], block_bytes: int) -> None:
-    """Print the disk space that the replay will take, and the command that frees it."""
-    for tier in tiers:
+def _announce_files(config: ReplayConfig, block_bytes: int) -> None:
+    """Print the disk space that the replay will take, and the commands that free it."""
+    num_engines = config.engines_of_pool
+    names = [replica_name(engine, num_engines) for engine in range(num_engines)]
+    for tier in config.tiers:
         for path in getattr(tier, "path", ()):
+            each = " in each of its subdirectories" if num_engines > 1 else ""
+            commands = "; ".join(f"kvoffload disk rm {Path(path) / name}" for name in names)
             click.echo(
-                f"kvoffload: {path} takes up to {size(tier.num_blocks * block_bytes)} and stays; "
-                f"delete it with: kvoffload disk rm {path}",
+                f"kvoffload: {path} takes up to {size(tier.num_blocks * block_bytes)}{each} and stays; "
+                f"delete it with: {commands}",
                 err=True,
             )

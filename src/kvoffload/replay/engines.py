@@ -1,9 +1,11 @@
-"""Engines that use one manager in a replay. Records their queues, and the engine that stored each block.
+"""Engines that use one RAM in a replay. Records their queues, and the engine that stored each block.
 
 Knows requests and blocks; no devices, slots or bytes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,9 +41,10 @@ class EngineParts:
 
 
 class Engines:
-    """The engines of one manager, each with its own queue of `num_waiting` requests.
+    """The engines of one RAM, each with its own queue of `num_waiting` requests.
 
     Args:
+        managers: the manager of each engine. All have the same manager of RAM.
         engine_of: shape ``(requests,)``; engine of each request. None: one engine serves all requests.
         admission: admission rule. Each engine has its own instance, which counts only the engine's requests,
             as in `NodeManager`.
@@ -53,37 +56,45 @@ class Engines:
 
     def __init__(
         self,
-        manager: AnyManager,
+        managers: Sequence[AnyManager],
         trace: Trace,
         keys: TraceKeys,
         num_waiting: int,
         engine_of: npt.NDArray[np.int32] | None,
         admission: str,
     ) -> None:
+        self._managers = managers
         self._parts: EngineParts | None = None
         self.hit_blocks_of_others = 0
         self._writers: npt.NDArray[np.int32] | None = None
         if engine_of is None:
-            self._queues = [EngineQueue(manager, trace, keys, num_waiting, range(trace.requests))]
+            self._queues = [EngineQueue(managers[0], trace, keys, num_waiting, range(trace.requests))]
             self._engine_of = [0] * trace.requests
             return
         self._queues = [
             EngineQueue(manager, trace, keys, num_waiting, np.flatnonzero(engine_of == engine).tolist())
-            for engine in range(int(engine_of.max(initial=0)) + 1)
+            for engine, manager in enumerate(managers)
         ]
         self._engine_of = engine_of.tolist()
-        self._parts = EngineParts(manager, admission, len(self._queues))
+        self._parts = EngineParts(managers[0], admission, len(managers))
         self._writers = np.full(trace.unique_blocks, -1, np.int32)
 
     def serve(self, request: int) -> RequestContext:
-        """Take the next request out of its engine's queue; returns the request's context."""
-        self.switch_to(request)
+        """Take the next request out of its engine's queue; returns the request's context.
+
+        Call `switch_to` before.
+        """
         return self._queues[self._engine_of[request]].serve(request)
 
-    def switch_to(self, request: int) -> None:
-        """Install the rule and queue of this request's engine in the manager."""
+    def number_of(self, request: int) -> int:
+        """Return the number of this request's engine."""
+        return self._engine_of[request]
+
+    def switch_to(self, engine: int) -> AnyManager:
+        """Install an engine's rule and queue in the manager of RAM; returns the engine's manager."""
         if self._parts is not None:
-            self._parts.switch_to(self._engine_of[request])
+            self._parts.switch_to(engine)
+        return self._managers[engine]
 
     def stored(self, request: int, codes: npt.NDArray[np.int32]) -> None:
         """Record that the request's engine stored these blocks in RAM."""

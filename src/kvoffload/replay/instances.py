@@ -1,8 +1,8 @@
-"""Replay through several managers. Each manager has its own RAM; all share the last tier behind RAM.
+"""Replay through several RAMs. All share the last tier behind RAM if it is simulated for all engines.
 
-Each manager replays the requests of one engine. With shared RAM, a manager replays the requests of all
-engines of one machine. Requests are served in the order of the whole trace. This module also records the
-writer of each shared block, and combines the reports.
+Each RAM serves the requests of one engine. With shared RAM, it serves the requests of all engines of one
+machine. Requests are served in the order of the whole trace. This module also records the writer of each
+shared block, and combines the reports.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class SharedReplay:
         self._manager_of = engine_of // engines
         self._of_manager = replace(config, instances=engines, machines=1, shared_ram=engines > 1)
         self._shared: SharedTier | None = None
-        if config.tiers:
+        if config.shares_last_tier:
             last = config.tiers[-1]
             assert isinstance(last, SizedTierOptions), "without bytes all tiers are simulated"
             if (limit := getattr(last, "max_write_blocks_per_day", None)) is not None:
@@ -155,11 +155,11 @@ class SharedReplay:
         of_others = 0 if self._shared is None else sum(self._shared.read_of_others)
         if config.shared_ram:
             of_others = sum(report.hit_blocks_of_others for report in reports)
-        if config.shared_ram and not config.tiers:
+        if config.shared_ram and self._shared is None:
             best = sum(round(report.optimum_hit_ratio * report.block_refs) for report in reports)
         elif config.device_blocks == 0:
             # A single cache with the capacity of all instances is an upper bound.
-            shared = config.tiers[-1].num_blocks if config.tiers else 0
+            shared = config.tiers[-1].num_blocks if self._shared is not None else 0
             capacity = len(reports) * (self._of_manager.offload_blocks - shared) + shared
             best = optimum(trace, capacity, 0, config.store).prefix_hit_blocks
         digests = "".join(report.decisions_sha256 for report in reports)
@@ -194,7 +194,7 @@ class SharedReplay:
         For the shared tier only the hits are added up. Its other counters are already totals.
         """
         hits = sum(report.hit_blocks for report in reports)
-        if level and level == len(self._config.tiers):
+        if level and level == len(self._config.tiers) and self._shared is not None:
             return msgspec.structs.replace(reports[-1], hit_blocks=hits)
         return msgspec.structs.replace(
             reports[0],

@@ -41,7 +41,7 @@ NOWHERE, ON_DEVICE, IN_RAM, IN_TIER = 0, 1, 2, 3
 
 
 class Places:
-    """The current places of blocks in a replay.
+    """The current places of blocks in a replay, in the tiers of one engine (`switch_to`).
 
     Args:
         device: the device cache; None: no block counts as on the device.
@@ -50,6 +50,10 @@ class Places:
     def __init__(self, manager: AnyManager, keys: TraceKeys, device: Device | None) -> None:
         self._manager, self._keys, self._device = manager, keys, device
         self._tiered = manager if isinstance(manager, TieredManager) else None
+
+    def switch_to(self, manager: TieredManager) -> None:
+        """Look into the tiers of another engine that uses the same RAM."""
+        self._manager = self._tiered = manager
 
     @property
     def num_tiers(self) -> int:

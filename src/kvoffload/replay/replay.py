@@ -34,6 +34,7 @@ from kvoffload.replay.decisions import DecisionLog
 from kvoffload.replay.device_cache import Device, run_devices
 from kvoffload.replay.ends import DecodeSpeed, End, EndsAtOnce, EndsWhenGenerated
 from kvoffload.replay.engines import Engines
+from kvoffload.replay.members import SETTLE_S, may_be_shared, open_members
 from kvoffload.replay.observer import Decision, Observer, Watch
 from kvoffload.replay.optimum import infinite, optimum
 from kvoffload.replay.queue import QueueLength
@@ -44,19 +45,16 @@ from kvoffload.settings.read import check_fields
 from kvoffload.structures.keys import Keys
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.contract import SecondaryTier
+from kvoffload.tiers.guarded import GuardedTier
 from kvoffload.tiers.simulated import NoMemory
-from kvoffload.tiers.spec import TierOptions, TierOwner, names_of, open_tiers
+from kvoffload.tiers.spec import TierOptions, TierOwner, names_of
 from kvoffload.traces.trace import Trace
 from kvoffload.whatif import Shadows, WhatIf
 from kvoffload.whatif.shadows import ONE_IN
 
 NEEDS_INSTANCES = "it needs several engines: set instances to 2 or more"
 ONE_DEVICE = f"with shared-ram allowed: {ON_COMPUTE}, because a victim tier follows one device"
-ONE_TIER = "with shared-ram allowed: at most one tier behind RAM, because instances share the last tier only"
 _SHARES = "with shared-ram there are no quotas, because the engines of a pool have shares instead"
-_SETTLE_S = 600.0
-"""Time limit, in seconds, for the jobs of the tiers. When the limit is exceeded, the replay fails with
-`TierError`."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +71,11 @@ class ReplayConfig:
             request ends as soon as it is served. In both cases its device blocks are free at once.
         queue_requests: assumed number of requests in the engine's queue; the manager expects them.
         instances: number of engines. Each engine has its own device, RAM and tiers, but all share the last
-            tier. `SharedReplay` replays several engines.
+            tier if it is simulated (`may_be_shared`). `SharedReplay` replays several engines.
         routing: rule that assigns requests to instances (`replay.routing`).
-        shared_ram: True if the instances share one manager. Its RAM pool has ``instances * capacity_blocks``
-            slots and at most one tier behind it. Devices and admission rules are separate. With
-            ``on-compute`` only, because a victim tier belongs to one device.
+        shared_ram: True if the instances share one RAM pool of ``instances * capacity_blocks`` slots.
+            Devices, admission rules and tiers are separate, as without `shared_ram`. With ``on-compute``
+            only, because a victim tier belongs to one device.
         tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`); each instance has its own.
             Not for a victim tier, nor with `shared_ram`.
         tier_tenants: quotas of tiers, by name of the tier; for tenants with a quota of RAM. One instance.
@@ -136,25 +134,33 @@ class ReplayConfig:
         with problems:
             if self.store != ON_COMPUTE:
                 raise ConfigError("store", self.store, ONE_DEVICE)
-        with problems:
-            if len(self.tiers) > 1:
-                raise ConfigError("tiers", "+".join(map(str, self.tiers)), ONE_TIER)
         problems.check()
+
+    @property
+    def engines_of_pool(self) -> int:
+        """Number of engines that use one RAM."""
+        return self.instances // self.machines if self.shared_ram else 1
+
+    @property
+    def shares_last_tier(self) -> bool:
+        """True if several engines share the last tier."""
+        return bool(self.tiers) and may_be_shared(self.tiers[-1])
 
     @property
     def pool_blocks(self) -> int:
         """Capacity of one manager's RAM. With `shared_ram`, it is the sum over a machine's instances."""
-        return self.capacity_blocks * (self.instances // self.machines if self.shared_ram else 1)
+        return self.capacity_blocks * self.engines_of_pool
 
     @property
     def tier_blocks(self) -> int:
-        """Capacity of all tiers behind RAM."""
+        """Capacity of all tiers behind the RAM of one engine."""
         return sum(tier.num_blocks for tier in self.tiers)
 
     @property
     def offload_blocks(self) -> int:
-        """Capacity of the RAM pool of one manager and all tiers behind it."""
-        return self.pool_blocks + self.tier_blocks
+        """Capacity of one RAM and of all tiers behind it, of all engines that use this RAM."""
+        shared = self.tiers[-1].num_blocks if self.shares_last_tier else 0
+        return self.pool_blocks + self.engines_of_pool * (self.tier_blocks - shared) + shared
 
     def manager_options(self, num_slots: int) -> dict[str, Any]:
         """Return the keyword arguments of an `OffloadingManager` with this many slots."""
@@ -223,8 +229,8 @@ def slots_needed(trace: Trace, capacity_blocks: int) -> int:
 class Replay:
     """A single run of a trace through one manager. Use once: construct, then `run`.
 
-    The manager serves one engine or, with `ReplayConfig.shared_ram`, several engines. Each engine then has
-    its own device and its own queue.
+    The RAM serves one engine or, with `ReplayConfig.shared_ram`, several engines. Each engine then has its
+    own device, its own queue, and its own manager of the tiers behind RAM.
 
     Args:
         trace: the requests.
@@ -239,6 +245,7 @@ class Replay:
 
     Attributes:
         hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
+        manager: the manager of the engine whose calls are made.
         shadows: the managers of the settings in `what_if`; None without settings.
     """
 
@@ -268,8 +275,7 @@ class Replay:
                 "store", config.store, "it needs a device cache: set device_blocks to 1 or more"
             )
         num_slots = slots_needed(trace, config.pool_blocks)
-        self._tiered: TieredManager | None = None
-        self.manager: AnyManager
+        self._members = list[TieredManager]()
         if config.tiers:
             ram = data.ram if data is not None else NoMemory(num_slots)
             owner = TierOwner(
@@ -280,26 +286,22 @@ class Replay:
                 clock=lambda: float(trace.timestamps_ms[self._request]) / 1000,
                 recorded_s=recorded_s(trace),
             )
-            tiers = open_tiers(config.tiers if shared is None else config.tiers[:-1], owner)
-            self.manager = self._tiered = TieredManager(
-                num_slots,
-                ram=ram,
-                tiers=tiers if shared is None else [*tiers, shared],
-                # Time does not matter in a replay: no request gives up, and promotions may use all of RAM.
-                deadline_s=_SETTLE_S,
-                max_in_flight=1.0,
-                enable_events=True,
-                **config.manager_options(num_slots),
+            self._members = open_members(
+                config.tiers, ram, owner, config.engines_of_pool, shared, **config.manager_options(num_slots)
             )
             for name, quotas in config.tier_tenants.items():
-                self._tiered.set_tier_tenants(name, quotas)
-        else:
-            self.manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
+                self._members[0].set_tier_tenants(name, quotas)
+        managers: Sequence[AnyManager] = self._members
+        if not managers:
+            ram_manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
+            managers = [ram_manager] * config.engines_of_pool
+        self.manager = managers[0]
+        self._tiered = self._members[0] if self._members else None
         self._engine_of = engine_of
         if config.shared_ram and engine_of is None:
             self._engine_of = route(trace, config.instances, config.routing)
         self._engines = Engines(
-            self.manager, trace, self._keys, config.queue_requests, self._engine_of, config.admission
+            managers, trace, self._keys, config.queue_requests, self._engine_of, config.admission
         )
         self._device: Device | None = None
         if config.device_blocks:
@@ -320,8 +322,8 @@ class Replay:
         """Replay every request. `progress` receives the number of requests done, about 200 times."""
         step = max(1, self._trace.requests // 200)
         with contextlib.ExitStack() as stack:
-            if self._tiered is not None:
-                stack.callback(self._tiered.close)
+            for member in self._members:
+                stack.callback(member.close)
             for request in range(self._trace.requests):
                 self.serve(request)
                 if (request + 1) % step == 0:
@@ -350,6 +352,7 @@ class Replay:
         codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
         keys = self._keys.of_blocks(codes)
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
+        self._switch_to(request)
         ctx = self._engines.serve(request)
         device = self._device
         on_device = device.served(request) if device is not None else 0
@@ -382,11 +385,20 @@ class Replay:
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
         self._end(self._ends.served(request, ctx))
 
+    def _switch_to(self, request: int) -> None:
+        """Make the following calls as the engine of this request."""
+        engine = self._engines.number_of(request)
+        self.manager = self._engines.switch_to(engine)
+        if self._members:
+            self._tiered = self._members[engine]
+            if self._watch is not None:
+                self._watch.places.switch_to(self._tiered)
+
     def _end(self, ends: Iterable[End]) -> None:
         """Finish requests, in this order."""
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         for request, ctx in ends:
-            self._engines.switch_to(request)
+            self._switch_to(request)
             self.manager.finish_request(ctx, hints=self._trace.hints_of(request).at_end)
             if self.shadows is not None:
                 self.shadows.finished(ctx)
@@ -397,8 +409,11 @@ class Replay:
                 # until the request ends; the device of the replay may have dropped some of them.
                 codes = self._trace.refs[self._offsets[request] : self._offsets[request + 1]]
                 self.manager.keep(self._keys.of_blocks(codes[~self._device.contains(codes)]))
-        if self._tiered is not None:
-            self._settle(self._tiered)
+            if len(self._members) > 1 and self._tiered is not None:
+                self._settle(self._tiered)  # a tier that engines share has jobs of one engine at a time
+        for engine, member in enumerate(self._members):
+            self._engines.switch_to(engine)
+            self._settle(member)
         if self._watch is not None:
             self._watch.settled()
         self._control_s += time.thread_time() - start - (self._bytes_cpu_s() - bytes_before)
@@ -409,6 +424,7 @@ class Replay:
         """Load the leading resident blocks; returns the number of blocks before the first damaged block."""
         if self._tiered is not None:
             hits = self._promote(self._tiered, request, keys, ctx)
+            self._note_own(self._tiered, request, codes[:hits], keys[:hits], ctx)
         else:
             hits = self.manager.lookup(keys, ctx).num_ready
         if hits == 0 and not self._is_victim_tier:
@@ -446,12 +462,27 @@ class Replay:
             self._watch.events(request, events)
         return lookup.num_ready
 
+    def _note_own(
+        self,
+        manager: TieredManager,
+        request: int,
+        codes: npt.NDArray[np.int32],
+        keys: Keys,
+        ctx: RequestContext,
+    ) -> None:
+        """Record the blocks that the engine has promoted from its own tiers: no other engine's blocks."""
+        if len(self._members) == 1 or not manager.has_promoted(ctx):
+            return
+        num_own = len(manager.lanes) - self._config.shares_last_tier
+        own = [number > 0 and not manager.is_shared(number) for number in range(1 + num_own)]
+        own += [False] * self._config.shares_last_tier
+        sources = [manager.source_of(key, ctx) for key in keys]
+        self._engines.stored(request, codes[np.array(own)[sources]])
+
     def _settle(self, manager: TieredManager) -> None:
         start, start_cpu = time.perf_counter(), time.thread_time()
-        if not manager.settle(_SETTLE_S):
-            raise TierError(
-                f"a tier has not answered for {_SETTLE_S:.0f} s; is it overloaded or unreachable?"
-            )
+        if not manager.settle(SETTLE_S):
+            raise TierError(f"a tier has not answered for {SETTLE_S:.0f} s; is it overloaded or unreachable?")
         self._tiers_s += time.perf_counter() - start
         self._tiers_cpu_s += time.thread_time() - start_cpu
 
@@ -545,7 +576,7 @@ class Replay:
             tokens_saved=hits * trace.block_tokens,
             share_outside_blocks=trace.share_outside_blocks,
             assumed=trace.assumed,
-            blocks_promoted=0 if self._tiered is None else self._tiered.counts.promoted,
+            blocks_promoted=sum(member.counts.promoted for member in self._members),
             blocks_written=stats.stored,
             blocks_evicted=stats.evicted,
             blocks_refused=stats.refused,
@@ -607,9 +638,11 @@ class Replay:
         return [*map(WhatIfReport.of, self.shadows.estimates())]
 
     def _tier_reports(self) -> list[TierReport]:
-        """Create the reports of RAM, then of the tiers behind RAM."""
-        stats, data = self.manager.stats(), self._data
-        hits = self._tiered.hit_blocks if self._tiered is not None else [self._tier_hits]
+        """Create the reports of RAM, then of the tiers behind RAM: sums over the engines of this RAM."""
+        stats, data, members = self.manager.stats(), self._data, self._members
+        hits = [self._tier_hits]
+        if members:
+            hits = np.sum([member.hit_blocks for member in members], axis=0).tolist()
         ram = TierReport(
             name="ram",
             hit_blocks=hits[0],
@@ -619,28 +652,34 @@ class Replay:
             bytes_read=data.bytes_loaded if data else 0,
             mismatches_caught=self._damaged,
         )
-        if self._tiered is None:
-            return [ram]
-        tiered = self._tiered
-        lower = zip(tiered.tier_names, hits[1:], tiered.tier_stats(), tiered.tier_tenants(), strict=True)
-        return [ram] + [
-            TierReport(
-                name=name,
-                hit_blocks=hit_blocks,
-                blocks_written=tier.written,
-                blocks_evicted=tier.evicted,
-                bytes_written=tier.bytes_written,
-                bytes_read=tier.bytes_read,
-                mismatches_caught=tier.mismatches,
-                requests=tier.puts + tier.gets,
-                cost=tier.cost,
-                unanswered_blocks=tier.timeouts,
-                outages=tier.outages,
-                outage_s=tier.outage_s,
-                tenants=[
-                    HeldBlocks(tenant, row.min, row.max, row.held, row.evicted)
-                    for tenant, row in tenants.items()
-                ],
-            )
-            for name, hit_blocks, tier, tenants in lower
-        ]
+        reports = [ram]
+        for level, lane in enumerate(members[0].lanes if members else []):
+            tiers = [member.lanes[level].tier for member in members]
+            if self._config.shares_last_tier and level == len(self._config.tiers) - 1:
+                tiers = [lane.tier]
+            reports.append(_tier_report(lane.tier.name, hits[1 + level], tiers))
+        return reports
+
+
+def _tier_report(name: str, hit_blocks: int, tiers: Sequence[SecondaryTier | GuardedTier]) -> TierReport:
+    """Add up the counters of one tier of several engines."""
+    stats, held = [tier.stats() for tier in tiers], tiers[0].tenants()
+
+    def total(counter: str) -> Any:
+        return sum(getattr(of_one, counter) for of_one in stats)
+
+    return TierReport(
+        name=name,
+        hit_blocks=hit_blocks,
+        blocks_written=total("written"),
+        blocks_evicted=total("evicted"),
+        bytes_written=total("bytes_written"),
+        bytes_read=total("bytes_read"),
+        mismatches_caught=total("mismatches"),
+        requests=total("puts") + total("gets"),
+        cost=total("cost"),
+        unanswered_blocks=total("timeouts"),
+        outages=total("outages"),
+        outage_s=total("outage_s"),
+        tenants=[HeldBlocks(tenant, row.min, row.max, row.held, row.evicted) for tenant, row in held.items()],
+    )

@@ -171,7 +171,7 @@ class Offload(NoOffload):
         return self._num_loaded
 
     def links(self) -> list[LinkReport]:
-        return [link.report() for link in (self._loads, self._stores, *self._ram.links)]
+        return [self._loads.report(), self._stores.report(), *self._ram.links()]
 
     def tiers(self) -> list[TimedTierReport]:
         return self._ram.tiers(self._num_loaded, self._stores)

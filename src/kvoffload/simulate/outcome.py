@@ -9,7 +9,13 @@ import numpy as np
 
 from kvoffload.simulate.engine import Engine
 from kvoffload.simulate.offload import NoOffload
-from kvoffload.simulate.report import Distribution, LinkReport, TimedOutcome, TimedTierReport
+from kvoffload.simulate.report import (
+    Distribution,
+    LinkReport,
+    TimedOutcome,
+    TimedTierReport,
+    combined_links,
+)
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
@@ -63,19 +69,9 @@ def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[Li
     links, num_own = [], min(_OF_ENGINES, len(last.links)) if shared_ram else len(last.links)
     for number in range(num_own):
         same = [engine.links[number] for engine in engines if engine.links]
-        busy_s = sum(link.busy_s for link in same)
-        links.append(
-            LinkReport(
-                name=same[0].name,
-                jobs=sum(link.jobs for link in same),
-                bytes_moved=sum(link.bytes_moved for link in same),
-                busy_s=busy_s,
-                busy_share=busy_s / (len(engines) * last.ended_s) if last.ended_s else 0.0,
-                waited_s=sum(link.waited_s for link in same),
-                most_bytes_waiting=max(link.most_bytes_waiting for link in same),
-                bytes_left=sum(link.bytes_left for link in same),
-            )
-        )
+        together = combined_links(same)
+        busy_share = together.busy_s / (len(engines) * last.ended_s) if last.ended_s else 0.0
+        links.append(msgspec.structs.replace(together, busy_share=busy_share))
     return links + last.links[num_own:]
 
 

@@ -10,11 +10,12 @@ from collections.abc import Callable
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.errors import ConfigError
 from kvoffload.replay.engines import EngineParts
+from kvoffload.replay.members import make_ram_manager
 from kvoffload.replay.replay import ReplayConfig, quotas_for, slots_needed
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.simulate.config import Timing
 from kvoffload.simulate.event_queue import Events, Link
-from kvoffload.simulate.report import TimedTierReport
+from kvoffload.simulate.report import LinkReport, TimedTierReport, combined_links
 from kvoffload.simulate.timed_tier import TimedTier
 from kvoffload.tiering.tiered_manager import AnyManager, TieredManager
 from kvoffload.tiers.simulated import NoMemory
@@ -30,14 +31,16 @@ run."""
 class Ram:
     """The RAM of one engine, or the RAM pool of several engines (`ReplayConfig.shared_ram`).
 
+    Each engine of a pool has its own manager and its own tiers behind RAM. The engines share the last tier
+    and its disk if it is simulated for all engines (`may_be_shared`).
+
     Args:
         trace: the requests of all engines that use this RAM.
         whole: the requests of all engines that use the tiers behind this RAM; None for `trace`.
         beside: RAM of another engine. This RAM shares the tiers of `beside`; None: it has its own tiers.
 
     Attributes:
-        manager: the manager of this RAM.
-        links: links of the disks.
+        manager: the manager of the first engine.
     """
 
     def __init__(
@@ -50,79 +53,98 @@ class Ram:
         beside: Ram | None = None,
     ) -> None:
         self._whole = trace if whole is None else whole
-        self._trace, self._events, self._opened = trace, events, list[TimedTier]()
-        self._wakes, self.links, self._writes = list[Callable[[], None]](), list[Link](), list[Link]()
+        self._trace, self._config, self._timing, self._events = trace, config, timing, events
+        self._wakes, self._members = list[Callable[[], None]](), list[TieredManager]()
+        # For each engine: its tiers. Engines that share a tier have tiers with the same blocks and links.
+        self._tiers = list[list[TimedTier]]()
         self._parts: EngineParts | None = None
         num_slots = slots_needed(trace, config.pool_blocks)
-        self._tiered: TieredManager | None = None
         self.manager: AnyManager
         if config.tiers:
-            self._opened = [self._open(number, tier, timing) for number, tier in enumerate(config.tiers)]
-            if beside is not None:
-                for own, first in zip(self._opened, beside._opened, strict=True):
-                    own.share(first)
-            self.manager = self._tiered = self._with_tiers(num_slots, config, timing)
+            for _ in range(config.engines_of_pool):
+                self._open_tiers(beside)
+                self._members.append(self._with_tiers(num_slots))
+            self.manager = self._members[0]
         else:
             self.manager = OffloadingManager(num_slots, **config.manager_options(num_slots))
         if config.shared_ram:
             self._parts = EngineParts(self.manager, config.admission, config.instances)
 
-    def _with_tiers(self, num_slots: int, config: ReplayConfig, timing: Timing) -> TieredManager:
+    def _open_tiers(self, beside: Ram | None) -> None:
+        """Open the tiers of one more engine."""
+        options, last = self._config.tiers, len(self._config.tiers) - 1
+        first = self._tiers[0][last] if self._tiers and self._config.shares_last_tier else None
+        opened = [
+            self._open(number, tier, first if number == last else None) for number, tier in enumerate(options)
+        ]
+        if first is not None:
+            opened[last].share(first)
+        if beside is not None:
+            for own, of_other in zip(opened, beside._tiers[0], strict=True):
+                own.share(of_other)
+        self._tiers.append(opened)
+
+    def _with_tiers(self, num_slots: int) -> TieredManager:
+        config, timing = self._config, self._timing
         manager = TieredManager(
             num_slots,
             ram=NoMemory(num_slots),
-            tiers=self._opened,
+            tiers=self._tiers[-1],
             deadline_s=timing.deadline_s,
             recompute_s_per_block=timing.machine.value("prefill_s_per_token") * self._trace.block_tokens,
             clock=lambda: self._events.now,
+            make_ram_manager=make_ram_manager(self._members),
             **config.manager_options(num_slots),
         )
-        for name, options, opened in zip(names_of(config.tiers), config.tiers, self._opened, strict=True):
+        for name, options, opened in zip(names_of(config.tiers), config.tiers, self._tiers[-1], strict=True):
             if quotas := config.tier_tenants.get(name):
                 num_blocks = opened.stats().capacity
                 manager.set_tier_tenants(opened.name, quotas_for(num_blocks, options.num_blocks, quotas))
         return manager
 
-    def _open(self, number: int, options: TierOptions, timing: Timing) -> TimedTier:
-        """Open a tier on one simulated disk, or on several striped disks."""
+    def _open(self, number: int, options: TierOptions, first: TimedTier | None) -> TimedTier:
+        """Open a tier on one simulated disk, on several striped disks, or on the disk of the tier `first`."""
         if not isinstance(options, SizedTierOptions):
             raise ConfigError(
                 "tiers", str(options), "this tier cannot be simulated; allowed: disk:..., simulated:..."
             )
         name = options.name if number == 0 else f"{options.name} {number + 1}"
         num_disks = len(getattr(options, "path", ())) or 1
-        machine = timing.machine
-        reads, writes = (
-            Link(
-                self._events,
-                f"{name} {direction}",
-                num_disks * machine.value(f"disk_{direction}_bytes_per_s"),
-                machine.value(f"disk_{direction}_latency_s"),
-            )
-            for direction in ("read", "write")
+        machine = self._timing.machine
+        links = (
+            [first.reads, first.writes]
+            if first is not None
+            else [
+                Link(
+                    self._events,
+                    f"{name} {direction}",
+                    num_disks * machine.value(f"disk_{direction}_bytes_per_s"),
+                    machine.value(f"disk_{direction}_latency_s"),
+                )
+                for direction in ("read", "write")
+            ]
         )
-        self.links += [reads, writes]
-        self._writes.append(writes)
+        reads, writes = links
         return TimedTier(
             slots_needed(self._whole, options.num_blocks),
             name=name,
             events=self._events,
             reads=reads,
             writes=writes,
-            moved_bytes=timing.block_bytes,
+            moved_bytes=self._timing.block_bytes,
             wake=self.wake,
             key_bytes=KEY_BYTES,
             policy=options.policy,
             admission=options.admission,
-            write_budget=self._write_budget(options, timing),
+            write_budget=self._write_budget(options),
         )
 
-    def _write_budget(self, options: TierOptions, timing: Timing) -> WriteBudget | None:
+    def _write_budget(self, options: TierOptions) -> WriteBudget | None:
         """Create the write budget of a tier, in blocks and simulated time."""
         max_bytes = getattr(options, "max_write_bytes_per_day", None)
         max_blocks = getattr(options, "max_write_blocks_per_day", None)
         if max_bytes is not None:
-            max_blocks = max_bytes / timing.block_bytes
+            max_blocks = max_bytes / self._timing.block_bytes
         if max_blocks is None:
             return None
         return budget_of_recording(max_blocks, lambda: self._events.now)
@@ -138,9 +160,10 @@ class Ram:
 
     def manager_of(self, engine: int) -> AnyManager:
         """Return the manager for a call of this engine."""
-        if self._parts is not None:
-            self._parts.switch_to(engine)
-        return self.manager
+        if self._parts is None:
+            return self.manager
+        self._parts.switch_to(engine)
+        return self._members[engine] if self._members else self.manager
 
     def wake(self) -> None:
         """Wake all engines."""
@@ -149,30 +172,42 @@ class Ram:
 
     def poll(self) -> None:
         """Handle the jobs that tiers have ended."""
-        if self._tiered is not None:
-            self._tiered.poll()
+        for engine, member in enumerate(self._members):
+            if self._parts is not None:
+                self._parts.switch_to(engine)
+            member.poll()
 
     @property
     def counts(self) -> dict[str, int]:
         """The counters not_worth, no_room and gave_up of `TimedOutcome`; empty without tiers."""
-        if self._tiered is None:
-            return {}
-        counts = self._tiered.counts
-        return {"not_worth": counts.not_worth, "no_room": counts.no_room, "gave_up": counts.gave_up}
+        names = ("not_worth", "no_room", "gave_up") if self._members else ()
+        return {name: sum(getattr(member.counts, name) for member in self._members) for name in names}
+
+    def links(self) -> list[LinkReport]:
+        """Return the reports of the disks' links: for each tier reads and writes, of all engines together."""
+        return [
+            combined_links([link.report() for link in direction])
+            for tiers in self._levels()
+            for direction in ([tier.reads for tier in tiers], [tier.writes for tier in tiers])
+        ]
 
     def tiers(self, num_loaded: int, stores: Link) -> list[TimedTierReport]:
-        """Return the reports of all tiers until now, RAM first.
+        """Return the reports of all tiers until now, RAM first. Sums over the engines that use this RAM.
 
         Args:
             num_loaded: number of loaded blocks. Reported as the hits of RAM if there are no tiers behind RAM.
             stores: link of the copies to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]
-        rows = [("ram", stats.stored, stats.evicted, stats.dropped, stores)]
-        if (tiered := self._tiered) is not None:
-            hits, lost = tiered.hit_blocks, tiered.counts.not_offered
-            below = zip(tiered.tier_names, tiered.tier_stats(), self._writes, strict=True)
-            rows += [(name, tier.written, tier.evicted, lost, link) for name, tier, link in below]
+        rows = [("ram", stats.stored, stats.evicted, stats.dropped, [stores])]
+        if members := self._members:
+            hits = [sum(blocks) for blocks in zip(*(member.hit_blocks for member in members), strict=True)]
+            lost = sum(member.counts.not_offered for member in members)
+            for tiers in self._levels():
+                counters = [tier.stats() for tier in tiers]
+                written = sum(tier_stats.written for tier_stats in counters)
+                evicted = sum(tier_stats.evicted for tier_stats in counters)
+                rows.append((tiers[0].name, written, evicted, lost, [tier.writes for tier in tiers]))
         return [
             TimedTierReport(
                 name=name,
@@ -180,7 +215,15 @@ class Ram:
                 written=written,
                 evicted=evicted,
                 not_offered=not_offered,
-                keeps_up=link.seconds_waiting <= _LONGEST_BACKLOG_S and not (not_offered and name != "ram"),
+                keeps_up=all(link.seconds_waiting <= _LONGEST_BACKLOG_S for link in links)
+                and not (not_offered and name != "ram"),
             )
-            for num_hits, (name, written, evicted, not_offered, link) in zip(hits, rows, strict=True)
+            for num_hits, (name, written, evicted, not_offered, links) in zip(hits, rows, strict=True)
         ]
+
+    def _levels(self) -> list[list[TimedTier]]:
+        """Return the tiers of each level, one for each engine; a tier that engines share only once."""
+        levels = [list(of_level) for of_level in zip(*self._tiers, strict=True)]
+        if levels and self._config.shares_last_tier:
+            del levels[-1][1:]
+        return levels

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -66,6 +68,23 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     waited_s: float
     most_bytes_waiting: int
     bytes_left: int
+
+
+def combined_links(links: Sequence[LinkReport]) -> LinkReport:
+    """Add up the counters of links with the same name.
+
+    `busy_share` is the mean, and `most_bytes_waiting` the maximum of all links.
+    """
+    return LinkReport(
+        name=links[0].name,
+        jobs=sum(link.jobs for link in links),
+        bytes_moved=sum(link.bytes_moved for link in links),
+        busy_s=sum(link.busy_s for link in links),
+        busy_share=sum(link.busy_share for link in links) / len(links),
+        waited_s=sum(link.waited_s for link in links),
+        most_bytes_waiting=max(link.most_bytes_waiting for link in links),
+        bytes_left=sum(link.bytes_left for link in links),
+    )
 
 
 class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -152,8 +152,9 @@ def _check(trace: Trace, timing: Timing, device_blocks: int, config: ReplayConfi
         raise ConfigError("device_blocks", device_blocks, f"allowed: {config.device_blocks}, as in config")
     if config is not None and config.shared_ram and config.machines > 1:
         raise ConfigError("machines", config.machines, "a timed replay simulates one host: allowed: 1")
-    if config is not None and config.instances > 1 and len(config.tiers) > 1:
-        raise ConfigError("tiers", "+".join(map(str, config.tiers)), "several engines share one tier at most")
+    if config is not None and config.instances > 1 and not config.shared_ram and len(config.tiers) > 1:
+        why = "several engines with separate RAM share one tier at most"
+        raise ConfigError("tiers", "+".join(map(str, config.tiers)), why)
     if config is not None and (config.decode_tokens_per_s or config.queue_requests):
         raise ConfigError(
             "decode_tokens_per_s or queue_requests",

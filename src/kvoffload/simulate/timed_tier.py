@@ -26,6 +26,9 @@ class TimedTier(SimulatedTier):
         moved_bytes: bytes of a block.
         wake: called when a job has ended.
         options: options of `SimulatedTier`.
+
+    Attributes:
+        reads, writes: links of the disk.
     """
 
     def __init__(
@@ -42,13 +45,12 @@ class TimedTier(SimulatedTier):
     ) -> None:
         super().__init__(capacity_blocks, **options)
         self.name, self._events, self._wake = name, events, wake
-        self._reads, self._writes, self._moved_bytes = reads, writes, moved_bytes
+        self.reads, self.writes, self._moved_bytes = reads, writes, moved_bytes
 
     def share(self, first: TimedTier) -> None:
-        """Use the blocks of another engine's tier, but separate links and jobs. Call it before other
-        methods."""
-        assert (first._purse, self._purse) == (None, None), "a shared tier has no write budget"
-        self._manager = first._manager
+        """Use the blocks and the write budget of another engine's tier, but separate jobs. Call it before
+        other methods."""
+        self._manager, self._purse = first._manager, first._purse
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:
         if isinstance(request, RequestContext):
@@ -60,12 +62,12 @@ class TimedTier(SimulatedTier):
         ok = self._manager.ready_slots_of(keys) >= 0
         num_blocks = int(np.count_nonzero(ok))
         self._read += num_blocks
-        return self._begin(self._reads, num_blocks, ok, lambda: None)
+        return self._begin(self.reads, num_blocks, ok, lambda: None)
 
     def begin_write(self, plan: StorePlan) -> int:
         """Begin the write of accepted blocks. The blocks are readable when the link has moved their bytes."""
         ok = np.ones(len(plan), np.bool_)
-        return self._begin(self._writes, len(plan), ok, lambda: self._manager.complete_store(plan))
+        return self._begin(self.writes, len(plan), ok, lambda: self._manager.complete_store(plan))
 
     def _begin(self, link: Link, num_blocks: int, ok: Mask, done: Callable[[], None]) -> int:
         self._next_job += 1

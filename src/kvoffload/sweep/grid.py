@@ -18,7 +18,7 @@ from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import ON_COMPUTE, ON_DEVICE_EVICTION, STORES
 from kvoffload.core.policy import POLICIES, EvictionPolicy
 from kvoffload.errors import ConfigError, Problems
-from kvoffload.replay.replay import NEEDS_INSTANCES, ONE_DEVICE, ONE_TIER, ReplayConfig
+from kvoffload.replay.replay import NEEDS_INSTANCES, ONE_DEVICE, ReplayConfig
 from kvoffload.replay.trace_keys import KEY_BYTES
 from kvoffload.settings.read import ANY_TRACE, parse_capacity
 from kvoffload.tiers.spec import NO_TIERS, SizedTierOptions, parse_tiers
@@ -133,8 +133,6 @@ class Grid:
                 options = _tier_options(tiers, self.block_bytes, unique_blocks)
                 if is_shared and store != ON_COMPUTE:
                     left_out.append(ONE_DEVICE)
-                elif is_shared and len(options) > 1:
-                    left_out.append(ONE_TIER)
                 elif store == ON_DEVICE_EVICTION and device_blocks == 0:
                     left_out.append(_WITHOUT_DEVICE)
                 elif reason is not None:

@@ -19,12 +19,15 @@ class SimulatedOptions(SizedTierOptions):
     Attributes:
         max_write_blocks_per_day: write limit in blocks of the trace, spent evenly over the recording
             (`budget_of_recording`); None for no limit.
+        per_engine: True if each of several engines has its own tier of this capacity, as its own disk. False:
+            the engines share the tier, as a server, if it is the last tier.
     """
 
     name = "simulated"
     keeps_blocks = False
 
     max_write_blocks_per_day: NotNegative | None = None
+    per_engine: bool = False
 
     def open(self, owner: TierOwner) -> SimulatedTier:
         if not owner.counts_blocks:
@@ -54,6 +57,8 @@ class SimulatedOptions(SizedTierOptions):
 def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
     """Return the options of a simulated tier with the capacity, policy and admission rule of `tier`.
 
+    Each of several engines has its own tier, as with a disk.
+
     Raises: `ConfigError` if `tier` has no capacity, or has a write limit in bytes. A simulated tier has no
         bytes.
     """
@@ -66,5 +71,9 @@ def simulated_like(field: str, tier: TierOptions) -> SimulatedOptions:
         why = f"use simulated:{tier.capacity},max_write_blocks_per_day=N"
         raise ConfigError(field, str(tier), why)
     return SimulatedOptions(
-        label=tier.label or tier.name, capacity=tier.capacity, policy=tier.policy, admission=tier.admission
+        label=tier.label or tier.name,
+        capacity=tier.capacity,
+        policy=tier.policy,
+        admission=tier.admission,
+        per_engine=True,
     )

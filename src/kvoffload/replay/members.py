@@ -1,0 +1,91 @@
+"""Managers with tiers behind RAM, one for each engine of a replay. Engines that share RAM have own tiers.
+
+Knows no requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from kvoffload.core.manager import OffloadingManager
+from kvoffload.tiering.tiered_manager import TieredManager
+from kvoffload.tiers.contract import Memory, SecondaryTier
+from kvoffload.tiers.spec import TierOptions, TierOwner, names_of, open_tiers
+
+SETTLE_S = 600.0
+"""Time limit, in seconds, for the jobs of the tiers. When the limit is exceeded, the replay fails with
+`TierError`."""
+
+
+def may_be_shared(tier: TierOptions) -> bool:
+    """Return True for a simulated tier, unless each engine has its own tier (``per_engine``).
+
+    A replay simulates a server by one such tier for all engines. Engines open all other tiers themselves, as
+    in production: each engine has its own directory of a disk, and its own connection to a server.
+    """
+    return not getattr(tier, "per_engine", True)
+
+
+def replica_name(engine: int, num_engines: int) -> str:
+    """Name of an engine's directory of a disk; empty if the replay has a single engine."""
+    return f"replica-{engine}" if num_engines > 1 else ""
+
+
+def make_ram_manager(members: Sequence[TieredManager]) -> Callable[..., OffloadingManager]:
+    """Return the argument `make_ram_manager` of the next member.
+
+    The first member creates the manager of RAM, and the other members get the same manager, as the members of
+    a shared pool have the same state.
+    """
+
+    def make(*arguments: Any, **keywords: Any) -> OffloadingManager:
+        return members[0].ram_manager if members else OffloadingManager(*arguments, **keywords)
+
+    return make
+
+
+def open_members(
+    tiers: Sequence[TierOptions],
+    ram: Memory,
+    owner: TierOwner,
+    num_engines: int,
+    shared: SecondaryTier | None = None,
+    **manager: Any,
+) -> list[TieredManager]:
+    """Open the tiers of each engine that uses this RAM, and create the engine's manager.
+
+    Args:
+        ram: the memory of RAM's slots; the number of slots is the capacity.
+        shared: the last tier, if engines of other RAM use it too. None: open it here.
+        manager: keyword arguments of `OffloadingManager`.
+
+    Raises: as `open_tiers`. The caller closes the managers.
+    """
+    members = list[TieredManager]()
+    with ExitStack() as undo:
+        if shared is None and num_engines > 1 and may_be_shared(tiers[-1]):
+            (shared,) = open_tiers(tiers[-1:], owner)
+            shared.name = names_of(tiers)[-1]
+            undo.callback(shared.close)
+        for engine in range(num_engines):
+            of_engine = replace(owner, replica=replica_name(engine, num_engines))
+            opened = open_tiers(tiers if shared is None else tiers[:-1], of_engine)
+            for tier in opened:
+                undo.callback(tier.close)
+            member = TieredManager(
+                len(ram.pool),
+                ram=ram,
+                tiers=opened if shared is None else [*opened, shared],
+                # Time does not matter in a replay: no request gives up, and promotions may use all of RAM.
+                deadline_s=SETTLE_S,
+                max_in_flight=1.0,
+                enable_events=True,
+                make_ram_manager=make_ram_manager(members),
+                **manager,
+            )
+            members.append(member)
+        undo.pop_all()
+    return members
