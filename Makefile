@@ -50,7 +50,7 @@ report: $(VENV)/installed-dev  ## the page of an example plan, build/plan.html (
 	$(BIN)/kvoffload plan $(or $(TRACE),chat) --model meta-llama/Llama-3.1-8B --gpus 1 --kv-per-gpu 64GB \
 		--report build/plan.html --force $(ARGS)
 
-test: $(VENV)/installed-dev  ## the quick tests, five minutes on two cores (ARGS=tests/policies/test_arc.py)
+test: $(VENV)/installed-dev  ## the quick tests, four minutes on two cores (ARGS=tests/policies/test_arc.py)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: $(VENV)/installed-dev  ## the tests that `make test` leaves out
