@@ -99,8 +99,10 @@ def main() -> None:
                 best = with_kernels(python, version, wheel, folder, arguments.numbas, arguments.kernels)
             if best != wheel:
                 look_into_platform_wheel(best, wheel)
-                first_replay(python, version, best, folder, arguments.numbas)
-            if version in arguments.torch:
+                first_replay(
+                    python, version, best, folder, arguments.numbas, torch=version in arguments.torch
+                )
+            elif version in arguments.torch:
                 smoke(python, version, best, folder, torch=True)
             if version in arguments.lowest:
                 smoke(python, version, best, folder, lowest=True)
@@ -294,10 +296,12 @@ def look_into_platform_wheel(best: Path, wheel: Path) -> None:
     run(sys.executable, "-m", "twine", "check", "--strict", str(best))
 
 
-def first_replay(python: str, version: str, wheel: Path, folder: Path, numbas: list[str]) -> None:
+def first_replay(
+    python: str, version: str, wheel: Path, folder: Path, numbas: list[str], *, torch: bool
+) -> None:
     """Install from dist/ into an empty environment: the first `kvoffload replay` compiles nothing.
 
-    Then the same with the other versions of numba, and with every kernel.
+    Then the same with the other versions of numba, and with every kernel; at last with torch, if `torch`.
     """
     home, seconds = folder / f"env-{version}-first", []
     run(python, "-m", "venv", str(home))
@@ -319,6 +323,10 @@ def first_replay(python: str, version: str, wheel: Path, folder: Path, numbas: l
             raise Unfit(
                 f"Python {version}, numba {numba or 'newest'}: {passes.strip()} passes, {len(kept)} files"
             )
+    if torch:
+        run(str(home / "bin/pip"), "install", "--quiet", f"{wheel}[torch]", cwd=folder)
+        told = run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
+        say(f"Python {version}: {told}")
     shutil.rmtree(home)
     which = ", ".join(
         f"{took:.1f} s (numba {numba})" for took, numba in zip(seconds, ("newest", *numbas), strict=True)
@@ -346,7 +354,8 @@ def smoke(
 ) -> Path:
     """Install the wheel into an empty environment; run what a newcomer runs first. Returns the environment.
 
-    With the lowest versions a replay compiles kernels, because none are shipped for the lowest numba.
+    With the lowest versions a replay compiles kernels, because none are shipped for the lowest numba. They
+    are not optimized, to save time.
     """
     started = time.monotonic()
     home = folder / f"env-{version}{'-torch' if torch else ''}{'-lowest' if lowest else ''}"
@@ -372,7 +381,7 @@ def smoke(
         names += ", " + run(str(home / "bin/python"), "-I", "-c", WITH_TORCH, cwd=folder).strip()
     if lowest:
         (folder / "trace.jsonl").write_text(TRACE)
-        replayed(home, folder)
+        replayed(home, folder, NUMBA_OPT="0")
         if not list(home.rglob("*.nbi")):
             raise Unfit("the replay has compiled nothing, but its wheel has no kernels for this numba")
         names += ", a replay that compiles"
