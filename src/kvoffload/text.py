@@ -37,16 +37,17 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f}%"
 
 
-def outside_blocks(share: float | None) -> list[str]:
+def outside_blocks(share: float | None, ratios: str = "percentages of the prefill") -> list[str]:
     """Return a list with one sentence about the prompt tokens that are in no whole block.
 
-    `share`: the share of these tokens. If `share` is None, the list is empty.
+    `share`: the share of these tokens. If `share` is None, the list is empty. `ratios`: the numbers that do
+    not count these tokens.
     """
     if share is None:
         return []
     return [
-        f"{percent(share)} of prompt tokens are in no whole block: they are always computed, and percentages "
-        "of the prefill leave them out."
+        f"{percent(share)} of prompt tokens are in no whole block: they are always computed, and {ratios} "
+        "leave them out."
     ]
 
 

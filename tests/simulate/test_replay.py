@@ -15,7 +15,7 @@ from kvoffload.errors import ConfigError
 from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.simulate.arrivals import AtOnce, Recorded
 from kvoffload.simulate.config import Timing
-from kvoffload.simulate.engine import Engine
+from kvoffload.simulate.engine import Engine, _Generating, _Request
 from kvoffload.simulate.event_queue import Events
 from kvoffload.simulate.offload import NoOffload, Offload, VictimOffload
 from kvoffload.simulate.pool import DevicePool
@@ -99,6 +99,18 @@ def test_answers_are_generated_side_by_side_and_a_token_a_step() -> None:
     assert engine.first_token_s.tolist() == [1, 6.5]
     # From 1 to 1.5 half a token, until 6.5 one, then 1.5 more.
     assert engine.ended_s == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 1e7 / 3, 1.79e9 / 7, 1.79e9, 9e12 / 7])
+def test_answers_end_after_any_time(begin_s: float) -> None:
+    """One request with time 0 among times since 1970: the clock then has steps of 0.24 us."""
+    generating = _Generating(tokens_per_s=1600.0)
+    for number in range(100):
+        now = begin_s + number / 7
+        generating.advance(now)
+        generating.add(_Request(number, [], 1, None), 1 + number)
+        generating.advance(now + generating.seconds_to_next_end())
+        assert [ended.number for ended in generating.take_ended()] == [number]
 
 
 def test_only_so_many_run_at_a_time() -> None:

@@ -89,7 +89,7 @@ def _summary(report: TimedReport) -> RenderableType:
         lines.append(f"With {report.at_once} requests at once: {report.speed_up:.2f} times the throughput.")
     lines.append(break_even_sentence("RAM", report.break_even_tokens))
     lines += [f"{miss}." for miss in run.misses()]
-    lines += outside_blocks(report.share_outside_blocks)
+    lines += outside_blocks(report.share_outside_blocks, "hit ratios")
     return Group(Lines(lines), Text())
 
 

@@ -15,6 +15,7 @@ arrival times (`arrivals`).
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -98,7 +99,9 @@ class _Generating:
 
     def take_ended(self) -> Iterator[_Request]:
         """Remove and yield the requests whose answers are complete."""
-        while self._ends and self._ends[0][0] <= self.tokens + _NO_TOKENS:
+        # In a recording of months, rounded times miss the end of an answer by more.
+        missing = max(_NO_TOKENS, self.tokens_per_s * math.ulp(self._at_s))
+        while self._ends and self._ends[0][0] <= self.tokens + missing:
             yield heapq.heappop(self._ends)[2]
 
     def seconds_to_next_end(self) -> float:
