@@ -120,8 +120,8 @@ def _make(pool: PoolDirectory, fd: int, facts: bytes, num_bytes: int) -> None:
         why = f"{path.parent.parent} and this machine have {size(num_free)} free"
         raise UnavailableError("ram", size(num_bytes), why)
     try:
-        # Now, because a later write to memory that the machine lacks kills the process. In steps, because
-        # a signal makes the system repeat a call.
+        # Allocated now: a later write to memory that the machine lacks would kill the process. In steps,
+        # because a signal makes the system repeat a call.
         for start in range(0, num_bytes, _STEP_BYTES):
             os.posix_fallocate(fd, start, min(_STEP_BYTES, num_bytes - start))
     except OSError as error:

@@ -145,7 +145,6 @@ class CallRecorder:
         self._free_bytes -= len(data)
 
     def _end(self, end: End) -> None:
-        """Write the end mark and close the file."""
         if self.ended is not None:
             return
         self._write_header()

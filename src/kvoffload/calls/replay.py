@@ -245,7 +245,6 @@ class CallReplay:
         return request
 
     def _extend(self, record: Record, request: _Request) -> None:
-        """Add the new keys of a record to its request's path."""
         if len(record.new_keys):
             request.ctx.add(Keys(record.new_keys, self.manager.key_bytes))
             request.words = np.concatenate([request.words, record.new_keys])

@@ -16,7 +16,10 @@ from kvoffload.structures.structs import Struct
 
 
 class Call(IntEnum):
-    """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls."""
+    """Kinds of records, stored in the first word. Kinds after `RESET` do not count as calls.
+
+    The text of a kind names the content of the record's further words.
+    """
 
     EXTEND = 1
     """The path has grown by single lookups or `contains`."""

@@ -683,7 +683,6 @@ class OffloadingManager:
         return usable != self._wanted_blocks
 
     def _shrink(self, num_blocks: int) -> None:
-        """Evict up to `num_blocks` blocks and mark their slots unused."""
         keys = unseen_keys(self.key_bytes)[:num_blocks]
         ctx, memory = (
             RequestContext("", self.key_bytes, self, room_for(num_blocks)),
@@ -744,7 +743,6 @@ class OffloadingManager:
             ctx.set_tenant(self._tenants.number(hints.tenant))
 
     def _flush(self, ctx: RequestContext) -> None:
-        """Add the keys of single lookups to the request's path."""
         ctx.flush()
         kernels.log_call(self._cache, ctx.memory, Call.EXTEND, 0, 0)
 

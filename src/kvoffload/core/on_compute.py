@@ -42,7 +42,7 @@ class OnCompute:
         self.decide_by(policy)
 
     def decide_by(self, policy: EvictionPolicy) -> None:
-        """Call this policy from now on."""
+        """Use this policy for all later calls."""
         self.policy, self.is_compiled = policy, False
         # Methods that the policy implements in Python.
         self._has_expect = type(policy).expect is not EvictionPolicy.expect

@@ -322,7 +322,6 @@ def _add_batch(path: Path, batch: KeyBatch) -> int:
 
 @kernel
 def _enlarge(path: Path, larger: Path) -> None:
-    """Copy a path into larger memory."""
     keys = path.index.keys
     for position in range(path.length):
         for word in range(keys.shape[1]):

@@ -73,7 +73,7 @@ class Taken(Struct):
 
 
 class Reader(Protocol):
-    """The interface of the readers."""
+    """Interface of the readers of a policy's order."""
 
     is_done: bool
 

@@ -76,7 +76,7 @@ class TenantStats:
     evicted: int
 
     def plus(self, *others: TenantStats) -> TenantStats:
-        """Return the sums of these counts."""
+        """Return the sum of these counts and the counts of `others`."""
         rows = (self, *others)
         return TenantStats(
             sum(row.min for row in rows),

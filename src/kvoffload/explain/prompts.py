@@ -280,7 +280,6 @@ def _equal_rest(ours: Tokens, theirs: Tokens) -> tuple[int, int, int]:
 
 
 def _hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """Hash each window of tokens."""
     windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.uint64), _WINDOW)
     hashes: npt.NDArray[np.uint64] = windows @ _FACTORS
     return hashes

@@ -381,7 +381,6 @@ def _format_of_layout(layout: Any) -> Format:
 
 
 def _rows_by(forms: Sequence[Format | None]) -> list[tuple[Any, list[int]]]:
-    """Group the rows of a batch by format."""
     rows: dict[Format | None, list[int]] = {}
     for row, form in enumerate(forms):
         rows.setdefault(form, []).append(row)

@@ -131,7 +131,6 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _a1in_provides(own: State) -> bool:
-    """Return True if A1in provides the next victim."""
     return own.lists.links[own.lists.num_positions + A1IN, LIST] + own.new_a1in > own.max_a1in
 
 

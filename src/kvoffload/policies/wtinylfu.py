@@ -132,7 +132,6 @@ class WTinyLFU(CompiledPolicy):
 
 @inline
 def _prefetch_used(own: State, used: Used) -> None:
-    """Prefetch the cache lines of used blocks."""
     links, keys = own.lists.links, own.index.keys
     for i in range(used.count):
         prefetch(links, used.slots[i])

@@ -217,7 +217,7 @@ def _first_fault(links: I32Matrix, num_positions: int) -> int:
 
 
 def audit_lists(label: str, lists: Lists) -> None:
-    """Check that links and sizes agree."""
+    """Check that the links and the sizes of these lists agree."""
     row = _first_fault(lists.links, lists.num_positions)
     if row >= 0:
         end = len(lists.links)

@@ -129,7 +129,7 @@ class Player:
         self.manager.touch(keys, self.contexts[number])
 
     def discard(self, number: int, keys: list[bytes]) -> int:
-        """Discard a block."""
+        """Discard the first of these blocks."""
         return self.manager.discard(keys[:1])
 
     def wait(self, number: int, keys: list[bytes]) -> None:

@@ -87,7 +87,7 @@ class KVOffloadStorage(HiCacheStorage):
 
     def _register(self, name: str, pool: Any) -> None:
         if getattr(pool, "kv_buffer", pool) is None and name == PoolName.KV.value:
-            return  # a logical pool, whose pages are in the pools beside it
+            return  # a logical pool; its pages are in the other pools
         pages = self._pages[name] = HostPages(name, pool)
         self._salts[name] = hashlib.sha256(
             f"{pages.description} {shard_of(self._config, name)}".encode()

@@ -415,7 +415,6 @@ def remove(own: State, used: Used) -> None:
 
 @inline
 def _worth(own: State, block_class: int, last: int) -> float:
-    """Return the current worth of a block with this class and this time of its last use."""
     lifetimes = own.lifetimes
     return at_age(lifetimes.worth, lifetimes.bounds, lifetimes.rows[block_class], max(own.now - last, 0))
 
@@ -503,7 +502,6 @@ def _take_victim(own: State, cache: Cache, path: Path, lowest: int) -> int:
 
 @inline
 def _assign(own: State, slot: int, block_class: int, last: int) -> None:
-    """Assign an unlisted slot to a new block with this class and last use."""
     own.classes[slot], own.last[slot] = block_class, last
 
 
@@ -522,7 +520,6 @@ def _insert(own: State, slot: int) -> None:
 
 @inline
 def _insert_all(own: State, new: Entering, count: int) -> None:
-    """Add the first `count` blocks of the batch, in order."""
     for i in range(count - 1, -1, -1):
         _insert(own, new.slots[i])
 

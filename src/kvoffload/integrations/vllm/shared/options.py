@@ -45,7 +45,7 @@ _SPEC, _SPEC_MODULE = "KVOffloadSpec", "kvoffload.integrations.vllm"
 _NotNegative: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Threshold: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _TrackerSize: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_POSITIONS // 2)]
-"""As the parameters of ``reuse``."""
+"""The same limits as those of the parameters of ``reuse``."""
 _Verify: TypeAlias = Literal["always", "tiers", "never"]
 
 
