@@ -32,6 +32,10 @@ Create: TypeAlias = Callable[[Path], IO[bytes]]
 """Function that creates the file of a recording. Raises `FileExistsError` for a file that exists."""
 
 
+def _create(path: Path) -> IO[bytes]:
+    return path.open("xb")
+
+
 class CallRecorder:
     """A recording of one manager: a new file of up to `max_bytes`.
 
@@ -49,8 +53,8 @@ class CallRecorder:
     Raises: `OSError` if the file cannot be created. Later errors of the file only end the recording.
     """
 
-    def __init__(self, path: Path, max_bytes: int, create: Create | None = None) -> None:
-        self.path, self._file = new_file(path, create or (lambda free: free.open("xb")))
+    def __init__(self, path: Path, max_bytes: int, create: Create = _create) -> None:
+        self.path, self._file = new_file(path, create)
         self._free_bytes = max_bytes
         self.ended: str | None = None
         self._log: Log | None = None
@@ -88,8 +92,8 @@ class CallRecorder:
         self._closing.set()
         self._thread.join(CLOSING_S)
         if self._thread.is_alive() and not was_closing:
-            what = "kvoffload: the recording of calls to %s is still open after %g s: its end may be missing"
-            logger.warning(what, self.path, CLOSING_S)
+            text = "kvoffload: the recording of calls to %s is still open after %g s: its end may be missing"
+            logger.warning(text, self.path, CLOSING_S)
 
     # ---- the thread
 
@@ -167,7 +171,7 @@ class CallRecorder:
             self._file.close()
 
 
-def new_file(path: Path, create: Create) -> tuple[Path, IO[bytes]]:
+def new_file(path: Path, create: Create = _create) -> tuple[Path, IO[bytes]]:
     """Create a new file, with a number in its name if `path` exists: each restart has its own file."""
     number, free = 1, path
     while True:

@@ -180,9 +180,15 @@ class EvictionPolicy(ABC):
     def order(self) -> list[int] | None:
         """Return the slots of all ordered blocks, roughly from coldest to warmest.
 
-        Returns None if the policy has no order. For audits, tests and reports. Cost: O(blocks).
+        By default the order of `ordered_lists` or `ordered_heap`. Returns None if the policy has no order.
+        For audits, tests and reports. Cost: O(blocks).
         """
-        return None
+        if (listed := self.ordered_lists()) is not None:
+            lists, numbers = listed
+            used = (number for number in numbers if lists.size(number))
+            return [slot for number in used for slot in reversed(lists.members(number))]
+        heap = self.ordered_heap()
+        return None if heap is None else heap.members()
 
     def ordered_lists(self) -> tuple[Lists, Sequence[int]] | None:
         """Return the lists that define `order`, and the numbers of these lists, coldest list first.

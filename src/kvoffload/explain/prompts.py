@@ -243,34 +243,34 @@ def _difference(
 ) -> Difference:
     """Find the difference of two prompts whose first differing block is number `count`."""
     before, most = count * tokens.shape[1], -(-_MOST_COMPARED // tokens.shape[1])
-    ours = tokens[codes[count : count + most]].reshape(-1)
-    theirs = tokens[earlier_codes[count : count + most]].reshape(-1)
-    shared = min(len(ours), len(theirs))
-    start = int((ours[:shared] != theirs[:shared]).argmax())
-    end, equal, shift = _equal_rest(ours[start:], theirs[start:])
-    ours, theirs = ours[start : start + _MOST_SHOWN], theirs[start : start + _MOST_SHOWN]
+    new = tokens[codes[count : count + most]].reshape(-1)
+    earlier = tokens[earlier_codes[count : count + most]].reshape(-1)
+    shared = min(len(new), len(earlier))
+    start = int((new[:shared] != earlier[:shared]).argmax())
+    end, equal, shift = _equal_rest(new[start:], earlier[start:])
+    new, earlier = new[start : start + _MOST_SHOWN], earlier[start : start + _MOST_SHOWN]
     if equal:
-        ours, theirs = ours[:end], theirs[: end - shift]
-    return Difference(before + start, before + start + end, equal, shift, ours.tolist(), theirs.tolist())
+        new, earlier = new[:end], earlier[: end - shift]
+    return Difference(before + start, before + start + end, equal, shift, new.tolist(), earlier.tolist())
 
 
-def _equal_rest(ours: Tokens, theirs: Tokens) -> tuple[int, int, int]:
+def _equal_rest(new: Tokens, earlier: Tokens) -> tuple[int, int, int]:
     """Find the most frequent shift. Returns start, length and shift of the longest equal run at this shift.
 
     Returns three zeros if there is no equal run.
     """
-    if min(len(ours), len(theirs)) < _WINDOW:
+    if min(len(new), len(earlier)) < _WINDOW:
         return 0, 0, 0
-    known, first = np.unique(_hashes(theirs), return_index=True)
-    wanted = _hashes(ours)
+    known, first = np.unique(_hashes(earlier), return_index=True)
+    wanted = _hashes(new)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     alike = np.flatnonzero(known[at] == wanted)
     if len(alike) == 0:
         return 0, 0, 0
     shifts, counts = np.unique(alike - first[at[alike]], return_counts=True)
     shift = int(shifts[counts.argmax()])
-    begin, end = max(shift, 0), min(len(ours), len(theirs) + shift)
-    equal = ours[begin:end] == theirs[begin - shift : end - shift]
+    begin, end = max(shift, 0), min(len(new), len(earlier) + shift)
+    equal = new[begin:end] == earlier[begin - shift : end - shift]
     edges = np.flatnonzero(np.diff(np.concatenate([[False], equal, [False]]).astype(np.int8)))
     starts, ends = edges[::2], edges[1::2]
     if len(starts) == 0:

@@ -186,8 +186,9 @@ class KVOffloadAdapter(L2AdapterInterface):
                 names = [_digest(unique[row], form) for row in rows]
                 is_present = self._store.stored(names, form[0])
                 self._store.delete(names, form[0])
-                asked = zip([unique[row] for row in rows], is_present, strict=True)
-                deleted += [key for key, present in asked if present or key in self._counted]
+                for row, present in zip(rows, is_present, strict=True):
+                    if present or unique[row] in self._counted:
+                        deleted.append(unique[row])
             self._report_deleted(deleted)
 
     def get_usage(self) -> AdapterUsage:

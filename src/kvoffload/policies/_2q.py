@@ -100,10 +100,6 @@ class TwoQ(CompiledPolicy):
             "a1out_keys": self.state.a1out.lists.size(A1OUT),
         }
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.lists, (A1IN, AM)
 

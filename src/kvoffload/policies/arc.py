@@ -94,10 +94,6 @@ class ARC(CompiledPolicy):
             "target_t1_blocks": self.state.target,
         }
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.lists, (T1, T2)
 

@@ -52,9 +52,6 @@ class FIFO(CompiledPolicy):
     def stats(self) -> dict[str, float]:
         return {"queued_blocks": self.state.queue.size(0)}
 
-    def order(self) -> list[int]:
-        return self.state.queue.members(0)[::-1]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.queue, (0,)
 

@@ -101,9 +101,6 @@ class GDSF(CompiledPolicy):
     def stats(self) -> dict[str, float]:
         return {"blocks": self.state.heap.size, "inflation": self.state.inflation}
 
-    def order(self) -> list[int]:
-        return self.state.heap.members()
-
     def ordered_heap(self) -> Heap:
         return self.state.heap
 

@@ -67,11 +67,6 @@ class LFU(CompiledPolicy):
             "at_max_count_blocks": self.state.by_count.size(self.max_count - 1),
         }
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        used = (number for number in numbers if lists.size(number))
-        return [slot for number in used for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.by_count, range(self.max_count)
 

@@ -125,10 +125,6 @@ class LIRS(CompiledPolicy):
             "gone_keys": self.state.gone.lists.size(GONE),
         }
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.lists, (QUEUE, LIR)
 

@@ -42,9 +42,6 @@ class LRU(CompiledPolicy):
     def reset(self) -> None:
         self.state.order.clear()
 
-    def order(self) -> list[int]:
-        return self.state.order.members(0)[::-1]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.order, (0,)
 

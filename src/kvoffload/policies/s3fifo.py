@@ -120,10 +120,6 @@ class S3FIFO(CompiledPolicy):
             "ghost_keys": self.state.ghosts.lists.size(GHOSTS),
         }
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.queues, (SMALL, MAIN)
 

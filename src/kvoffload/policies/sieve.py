@@ -93,9 +93,6 @@ class SIEVE(CompiledPolicy):
     def stats(self) -> dict[str, float]:
         return {"visited_blocks": self.state.num_visited}
 
-    def order(self) -> list[int]:
-        return self.state.queue.members(0)[::-1]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.queue, (0,)
 

@@ -82,10 +82,6 @@ class SLRU(CompiledPolicy):
             "proven_blocks": self.state.segments.size(PROVEN),
         }
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.segments, (PROBATION, PROVEN)
 

@@ -122,10 +122,6 @@ class WTinyLFU(CompiledPolicy):
         window, probation, protected = (self.state.lists.size(segment) for segment in _SEGMENTS)
         return {"window_blocks": window, "probation_blocks": probation, "protected_blocks": protected}
 
-    def order(self) -> list[int]:
-        lists, numbers = self.ordered_lists()
-        return [slot for number in numbers for slot in reversed(lists.members(number))]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.lists, _SEGMENTS
 

@@ -230,8 +230,8 @@ def audit_lists(label: str, lists: Lists) -> None:
 def audit_key_lists(label: str, key_lists: KeyLists) -> None:
     lists = key_lists.lists
     audit_lists(label, lists)
-    *others, spare = range(lists.num_lists)
-    used = (number for number in others if lists.size(number))
+    *numbers, spare = range(lists.num_lists)
+    used = (number for number in numbers if lists.size(number))
     positions = [position for number in used for position in lists.members(number)]
     assert len(positions) + lists.size(spare) == lists.num_positions, f"{label} has lost positions"
     _audit_index(f"the index of {label}", key_lists.index, set(positions))
@@ -326,7 +326,7 @@ def _audit_handover(policy: Handover, manager: OffloadingManager) -> None:
 
 
 def _audit_hazard(policy: Hazard) -> None:
-    order, lists = policy.order(), policy.state.lists
+    order, lists = policy.order() or [], policy.state.lists
     classified = np.flatnonzero(lists.links[: lists.num_positions, LIST] != UNLISTED).tolist()
     assert sorted(order) == classified, f"order and classes disagree: {order}, {classified}"
     assert (policy.state.entered == ABSENT).all(), "rows of a batch were not cleared"

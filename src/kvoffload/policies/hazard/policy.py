@@ -254,9 +254,6 @@ class Hazard(CompiledPolicy):
             "references": self.state.references,
         }
 
-    def order(self) -> list[int]:
-        return self.state.runs.order.members(0)[::-1]
-
     def ordered_lists(self) -> tuple[Lists, Sequence[int]]:
         return self.state.runs.order, (0,)
 

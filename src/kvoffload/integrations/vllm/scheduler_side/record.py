@@ -14,6 +14,7 @@ from queue import Empty, Full, Queue
 from threading import Thread
 from typing import IO
 
+from kvoffload.calls.recorder import new_file
 from kvoffload.core.hints import Hints
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.traces.block_size import Header
@@ -64,7 +65,7 @@ class Recorder:
     """
 
     def __init__(self, path: Path, max_bytes: int, block_tokens: int) -> None:
-        self.path, file = _new_file(path)
+        self.path, file = new_file(path)
         self._free_bytes = max_bytes
         self._file: IO[bytes] | None = file
         self._keys = Keys(secrets.token_bytes(32))
@@ -155,14 +156,3 @@ class Recorder:
         if file is not None:
             with contextlib.suppress(OSError):  # the log has the cause already
                 file.close()
-
-
-def _new_file(path: Path) -> tuple[Path, IO[bytes]]:
-    """Create a new file. If the name is taken, add a number: each engine and restart has its own file."""
-    number, free = 1, path
-    while True:
-        try:
-            return free, free.open("xb")
-        except FileExistsError:
-            number += 1
-            free = path.with_name(f"{path.stem}-{number}{path.suffix}")
