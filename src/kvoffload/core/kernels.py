@@ -306,7 +306,7 @@ def _disown(cache: Cache, slot: int) -> None:
 
 @inline
 def _hold(cache: Cache, slot: int, change: int) -> None:
-    """Count the begin or end of this process's pin or write of a slot. Only if processes share the slots."""
+    """Update this process's count of pins and writes of a slot. Only if processes share the slots."""
     if cache.holds.shape[0] != 0:
         cache.holds[slot] += np.int32(change)
 
@@ -403,8 +403,8 @@ def unpin(cache: Cache, load: Pinned, is_load: bool) -> int:
 def _use(cache: Cache, path: Path, position: int, whole_path: bool) -> None:
     """Mark a block as accessed by the request; if the block is resident, add it to ``path.used``.
 
-    ``used.reused`` is True for the request's first access of the block. A later access is added only if
-    `whole_path`, with ``used.reused`` False.
+    ``used.reused`` is True for the request's first access of the block, and False for later accesses. Later
+    accesses are added only if `whole_path` is True.
     """
     records, used = path.records, path.used
     first = records[position, FLAGS] & np.uint64(ACCESSED) == 0
@@ -829,9 +829,9 @@ def _insert_blocks(cache: Cache, path: Path, new: Entering) -> None:
 def _collect_returning(cache: Cache, path: Path, new: Entering, kept: Entering) -> None:
     """Move the offered blocks that the victim tier already holds to `kept`.
 
-    Writes the kept and stored blocks to ``path.used``, in the order of the offer, with their reuse flags. The
-    policy needs no report if no block was reused and all blocks were kept, or all stored. ``path.used`` is
-    then empty.
+    Writes the kept and stored blocks to ``path.used``, in the order of the offer, with their reuse flags.
+    ``path.used`` is empty if the policy needs no report: no block was reused, and the blocks were either all
+    kept or all stored.
     """
     used, records, positions, entered = path.used, path.records, path.positions, 0
     has_reuse = False

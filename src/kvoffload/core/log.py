@@ -80,7 +80,7 @@ and of blocks stored in free slots."""
 IS_PART = 2
 """Added to the success word (0 or 1) in the end record of a part of a split plan."""
 NO_REQUEST, ENDED = -1, -1
-"""`NO_REQUEST`: ``path.number`` of a call without a request. `ENDED`: ``path.recorded`` after `FINISH`."""
+"""`NO_REQUEST`: ``Path.number`` of a call without a request. `ENDED`: ``Path.recorded`` after `FINISH`."""
 _LOST = -1
 _LOW = 0xFFFFFFFF
 

@@ -168,7 +168,7 @@ class OnCompute:
             )
 
     def keep(self, kept: Entering, ctx: RequestContext) -> None:
-        """Do nothing. A victim tier reports resident blocks that the device has dropped to the policy."""
+        """Do nothing. A victim tier reports to the policy: the device has dropped these resident blocks."""
 
     def wrong_victim(self, plan: bytearray, row: int) -> PolicyError:
         """Create the error for the invalid victim in this row of a plan."""

@@ -27,7 +27,7 @@ _VISITS = 16
 """Budget of a reader for each requested block, in visits. Passing a block of a list costs 1 visit. Taking a
 block from a heap costs `_VISITS` visits, and so does the end of a pass over a list."""
 _COPY_VISITS = _VISITS // 2
-"""Visits that the copy of one rank of a heap costs."""
+"""Cost of copying one rank of a heap, in visits."""
 _NO_CURSOR = -1
 
 

@@ -361,7 +361,7 @@ class _Facts:
 
 
 def _ranks(trace: Trace) -> _Int64s:
-    """Return the number of earlier references to the same block, for each reference."""
+    """Return, for each reference, the number of earlier references to the same block."""
     order = np.argsort(trace.refs, kind="stable")
     counts = np.bincount(trace.refs, minlength=trace.unique_blocks)
     ranks = np.empty(trace.block_refs, np.int64)

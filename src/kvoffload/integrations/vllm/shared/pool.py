@@ -175,7 +175,7 @@ class SharedPool:
 
     @classmethod
     def _make(cls, path: Path, geometry: tuple[int, int, int], num_members: int) -> SharedPool:
-        """Create the file. A temporary name marks an incomplete file, because the process may be killed."""
+        """Create the file. The file has a temporary name until it is complete: the process may be killed."""
         num_slots, part_bytes, num_parts = geometry
         _, _, num_bytes = _sizes(num_slots, num_parts, part_bytes)
         _check_memory(path.parent, num_bytes)

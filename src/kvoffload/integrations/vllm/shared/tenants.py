@@ -47,7 +47,10 @@ class TenantOptions:
         return _in_blocks(self.quotas, ram_bytes, capacity_blocks)
 
     def wrong_tiers(self, tiers: Sequence[TierOptions]) -> Iterator[ConfigError]:
-        """Yield the problems of quotas of tiers: unknown tiers, no capacity, too large minimums."""
+        """Yield an error for each wrong quota of a tier.
+
+        Wrong are: an unknown tier, a tier without a capacity, too large minimums.
+        """
         known = dict(zip(names_of(tiers), tiers, strict=True))
         for name, quotas in self.tiers.items():
             tier = known.get(name)
