@@ -26,7 +26,7 @@ class ReuseAdmission(Admission):
     N is `store_threshold` and includes the storing request.
 
     The rule counts the `max_tracker_size` most recently referenced keys. It refreshes the keys of a request
-    from tail to head, so it forgets the tail first. So the parent of an admitted block is always admitted.
+    from tail to head, and forgets the tail first. So the parent of an admitted block is always admitted.
 
     Cost: one index probe and a few writes per key. Memory: 32 bytes plus the key for each tracked key.
     """

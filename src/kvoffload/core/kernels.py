@@ -907,9 +907,10 @@ def _note_left_out(
 
 @inline
 def _log_store(log: Log, path: Path, new: Entering, kind: int, stored: int) -> None:
-    """Append a store to the log: its counts, slots and missing rows, or `stored` if `stored` is negative.
+    """Append a store to the log.
 
-    A successful store gets the next number of a plan.
+    A successful store gets the next number of a plan. Its record has counts, slots and missing rows. The
+    record of a failed store has only the negative code `stored`.
     """
     if kind == LOG_KEEP:
         put_number(log, path, kind, new.num_offered, new.num_missing)

@@ -69,9 +69,9 @@ class EvictionPolicy(ABC):
 
         A victim tier reports uses later, because the device holds a block while the block is used. The device
         drops blocks, `replace` inserts them, and then the tier calls `access` with all blocks of the offer,
-        in order. `reused` marks the blocks that were used again while they were duplicates. It marks no block
-        for a policy that observes all traffic, or whose `counts_uses` is False. The tier omits the call if no
-        block was reused and the blocks were all kept or all stored.
+        in order. `reused` marks the blocks that were used again while they were duplicates. No block is
+        marked if the policy observes all traffic, or if its `counts_uses` is False. The tier omits the call
+        if no block was reused and the blocks were all kept or all stored.
 
         Args:
             slots: shape ``(n,)``, int32.

@@ -259,8 +259,8 @@ def num_evictable_of(tenants: Tenants) -> int:
 def _find_givers(tenants: Tenants, owner: int, needed: int, with_own: bool) -> int:
     """Set `givers` for a store that needs `needed` victims; return how many blocks the givers can lose.
 
-    Another tenant is a giver if it stays at or above its minimum even if it provides all victims. The tenant
-    `owner` of the store is a giver if `with_own`.
+    Another tenant is a giver if it can provide all victims and keep its minimum. The tenant `owner` of the
+    store is a giver if `with_own`, whatever its minimum.
     """
     givers, count = np.int64(0), np.int64(0)
     for other in range(tenants.num_tenants):

@@ -1,6 +1,6 @@
 """Explanation of a replay's missing blocks, as JSON: reasons, runs, differing prompts, larger capacities.
 
-Summarizes `explain.misses`. Knows no terminal and no page.
+Summarizes `explain.misses`. Contains no formatting.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class ObjectStore:
     def load(self, keys: Sequence[bytes], memory: Extents, *, prefix: bool = False) -> Mask:
         """Read objects into `memory`. Returns a mask of the objects that were found complete and sound.
 
-        The memory of the other objects is unchanged. With zero copy their memory is undefined.
+        The memory of the other objects is unchanged without zero copy, and undefined with zero copy.
 
         Args:
             prefix: stop after the first batch with a missing object.

@@ -109,9 +109,8 @@ def arrival_hints(request: Any) -> Hints:
 def finish_hints(request: Any) -> Hints:
     """Return the finish reason of a vLLM request: ``stop``, ``length``, ``abort``, ...
 
-    The reason includes a stop string, or a stop token other than the usual end-of-text token: ``stop``, a
-    space, and the string or token. Some models end tool calls with a special token, so policies can
-    distinguish tool calls.
+    After a stop string or an unusual stop token the reason is ``stop``, a space, and the string or token.
+    Some models end tool calls with a special token, so policies can distinguish tool calls.
     """
     reason = request.get_finished_reason()
     if reason is None:

@@ -108,9 +108,10 @@ these methods also run after an error: other engines need the pinned blocks and 
 class KVOffloadManager(OffloadingManager):
     """Adapter of our manager to the calls of vLLM's connector.
 
-    The path of a request has all keys that vLLM has recorded by the first lookup. So a hit refreshes the
-    whole prefix, including the blocks that the GPU's own cache served. The keys of all KV groups form one
-    path, in the order of their tokens. So a partial store has the leading blocks of every group.
+    - The path of a request has all keys that vLLM has recorded by the first lookup. So a hit refreshes the
+      whole prefix, including the blocks that the GPU's own cache served.
+    - The keys of all KV groups form one path, in the order of their tokens. So a partial store has the
+      leading blocks of every group.
 
     Args:
         tokens_per_block: tokens in a block, for events.
