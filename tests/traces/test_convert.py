@@ -210,6 +210,19 @@ def test_bailian(tmp_path: Path) -> None:
     assert sessions_of(read_trace(path, block_tokens=16)) == [0, 0], "also without a conversion"
 
 
+def test_tokens_that_a_server_had_cached_survive(tmp_path: Path) -> None:
+    """`explain` compares them with the replay, also in a converted recording."""
+    served = [{"gpu": 16}, {}, {"host": 16, "gpu": 16}]
+    lines = [request([1, 2], input_length=40, served_tokens=tokens) for tokens in served]
+    trace, _ = converted(write(tmp_path / "in.jsonl", lines), block_tokens=16)
+    write_trace(trace, tmp_path / "again.jsonl")
+    for found in (trace, read_trace(tmp_path / "again.jsonl")):
+        assert found.served_tokens is not None
+        assert {name: tokens.tolist() for name, tokens in found.served_tokens.items()} == {
+            "gpu": [16, 0, 16], "host": [0, 0, 16]
+        }  # fmt: skip
+
+
 def test_a_wrong_block_size_is_refused_with_a_fitting_size(tmp_path: Path) -> None:
     long = request(list(range(200)), input_length=3200)
     path = write(tmp_path / "in.jsonl", [long, request([1, 2], input_length=32)])

@@ -226,7 +226,7 @@ def _write_lines(
             num_refs += len(request.ids)
             line = Line.of(
                 time_ms, request.input_tokens, request.output_tokens, request.ids, request.hints,
-                request.session or None,
+                request.session or None, request.served_tokens,
             )  # fmt: skip
             file.write(encode_line(line) + b"\n")
     if num_unordered:

@@ -29,6 +29,7 @@ class Request:
         time_s: arrival time; all requests of a source have the same origin of time.
         ids: ids of the full blocks of the prompt.
         session: name of the session, from `Keys.name`; empty if the recording does not name it.
+        served_tokens: as in a line of a trace; None if unknown.
     """
 
     time_s: float
@@ -37,6 +38,7 @@ class Request:
     ids: list[BlockId]
     hints: Hints = NO_HINTS
     session: str = ""
+    served_tokens: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,7 @@ class Line(SessionNames, omit_defaults=True):
         ids: list[int | str],
         hints: Hints,
         session: int | str | None = None,
+        served_tokens: dict[str, int] | None = None,
     ) -> Line:
         """Create the line of a request; hints that are not set are left out."""
         return cls(
@@ -99,6 +100,7 @@ class Line(SessionNames, omit_defaults=True):
             time_to_live_s=hints.time_to_live_s,
             tenant=hints.tenant or None,
             session=session,
+            served_tokens=served_tokens,
         )
 
     @property
@@ -196,7 +198,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 def _write_trace(trace: Trace, path: Path, suffix: str) -> None:
-    sessions = trace.sessions
+    sessions, served = trace.sessions, trace.served_tokens
     with ExitStack() as stack:
         file = stack.enter_context(compressing(stack.enter_context(path.open("wb")), suffix))
         if trace.block_tokens != DEFAULT_BLOCK_TOKENS:
@@ -213,6 +215,7 @@ def _write_trace(trace: Trace, path: Path, suffix: str) -> None:
                 trace.block_ids[codes].tolist(),
                 trace.hints_of(request),
                 None if sessions is None or sessions[request] < 0 else int(sessions[request]),
+                None if served is None else {source: int(at[request]) for source, at in served.items()},
             )
             file.write(encode_line(line) + b"\n")
 

@@ -71,7 +71,8 @@ class Mooncake(Source):
             hints = replace(hints, tenant=self.given.keys.name(hints.tenant))
         ids = self.given.keys.of(line.hash_ids[:blocks])
         session = self.given.keys.name(self._sessions.of(line))
-        return [Request(line.timestamp / unit, line.input_length, line.output_length, ids, hints, session)]
+        time_s, served = line.timestamp / unit, line.served_tokens
+        return [Request(time_s, line.input_length, line.output_length, ids, hints, session, served)]
 
     def _compare(self, header: Header) -> None:
         """Raise `BadLineError` if a later header differs from the file's first header."""
