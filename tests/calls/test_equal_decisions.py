@@ -11,16 +11,25 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import rule, run_state_machine_as_test
 
+from kvoffload.calls import hint_numbers
+from kvoffload.calls import parts as parts_module
 from kvoffload.calls import recorded as recorded_module
+from kvoffload.calls import recorder as recorder_module
+from kvoffload.calls import replay as replay_module
+from kvoffload.calls.file_format import CLOSED, CONTINUED, FrameReader
+from kvoffload.calls.parts import parts_of
 from kvoffload.calls.recorded import RecordedManager
+from kvoffload.calls.replay import CallReplay
+from kvoffload.calls.series import replay_series
 from kvoffload.core.admission import ADMISSIONS
 from kvoffload.core.hints import Hints
 from kvoffload.core.plans import ON_COMPUTE, STORES
 from kvoffload.core.policy import POLICIES
 from kvoffload.core.protection import Protected
 from kvoffload.core.slots import SlotArray
+from kvoffload.core.tenants import Quota
 from kvoffload.errors import ConfigError
 from kvoffload.structures.jit import BoolArray
 from kvoffload.structures.keys import Keys
@@ -28,7 +37,7 @@ from kvoffload.testing import state_machine as machine_module
 from kvoffload.testing.state_machine import ManagerMachine
 from support.naive.lru import NaiveLRU
 from support.policy_changes import with_policy_changes
-from support.recorded_calls import recorded, replayed
+from support.recorded_calls import complete, recorded, replayed, rotating, take
 from support.resizes import with_resizes
 from support.tenant_machine import TenantMachine
 
@@ -66,6 +75,36 @@ class RecordedTenantMachine(RecordedMachine, TenantMachine):
     """The same with tenants, whose quotas change."""
 
 
+class RotatingMachine(RecordedMachine):
+    """The same with rotations at any time. Each part is replayed alone."""
+
+    @rule()
+    def rotate(self) -> None:
+        """Begin a part, or write the state at its beginning."""
+        take(self.manager)
+
+    def teardown(self) -> None:
+        manager = self.manager
+        complete(manager)
+        manager.end_recording()
+        parts = parts_of(manager.recorder.path)
+        for part in parts:
+            outcome = replayed(part)
+            assert outcome.difference is None, (part.name, outcome.difference)
+            assert (outcome.num_cut, outcome.warnings) == (0, [])
+            assert outcome.end == (CLOSED if part == parts[-1] else CONTINUED)
+        total = replay_series(parts)
+        assert (total.difference, total.num_parts, total.num_calls) == (
+            None, len(parts), sum(replayed(part).num_calls for part in parts)
+        )  # fmt: skip
+        for part in parts:
+            part.unlink()
+
+
+class RotatingTenantMachine(RotatingMachine, TenantMachine):
+    """The same with tenants, whose quotas change."""
+
+
 def check(
     policy: str,
     admission: str,
@@ -76,11 +115,12 @@ def check(
     base: type[RecordedMachine] = RecordedMachine,
     *,
     resizes: bool = False,
+    make_recorded: Callable[..., RecordedManager] = recorded,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def make() -> RecordedManager:
-            return recorded(
+            return make_recorded(
                 Path(folder) / "random.calls",
                 policy=policy,
                 admission=admission,
@@ -157,8 +197,43 @@ def test_an_admission_rule(admission: str, store: str) -> None:
     check("support.naive.lru:NaiveLRU", admission, store, 32, 0.1)
 
 
-def traffic(manager: RecordedManager, seed: int, requests: int = 200) -> None:
-    """Requests that share prefixes, with single lookups, parts of plans, damage, pins, hints and resets."""
+@pytest.fixture
+def _rotating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part is large enough for a rotation, and the threads of recorders pause."""
+    monkeypatch.setattr(recorder_module, "POLL_S", 1e6)
+    monkeypatch.setattr(parts_module, "PARTS", 1 << 40)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_rotating")
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_parts_of_a_policy(policy: str, store: str) -> None:
+    check(policy, "all", store, 36, 0.6, base=RotatingMachine, make_recorded=rotating)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_rotating")
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("admission", ADMISSIONS.names())
+def test_parts_of_a_rule(admission: str, store: str) -> None:
+    check("lru", admission, store, 32, 0.6, base=RotatingMachine, make_recorded=rotating)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_rotating")
+@pytest.mark.parametrize("store", STORES)
+def test_parts_with_changes_of_policy_and_quotas_and_resizes(store: str) -> None:
+    check("lru", "all", store, 32, 0.6, CHANGES, RotatingTenantMachine, resizes=True, make_recorded=rotating)
+
+
+def traffic(
+    manager: RecordedManager, seed: int, requests: int = 200, between: Callable[[], None] = lambda: None
+) -> None:
+    """Requests that share prefixes, with single lookups, parts of plans, damage, pins, hints and resets.
+
+    `between` is called between two calls of a request.
+    """
     chance = random.Random(seed)
     prefixes = [[chance.randbytes(36) for _ in range(20)] for _ in range(6)]
     for number in range(requests):
@@ -171,11 +246,13 @@ def traffic(manager: RecordedManager, seed: int, requests: int = 200) -> None:
             for key in keys[:4]:
                 manager.lookup_key(key, ctx)
             manager.contains(keys[:6], ctx)
+        between()
         ready = manager.lookup(keys, ctx).num_ready
         if number % 8 == 0:
             manager.withdraw(ctx)
         if ready:
             *parts, last = manager.prepare_load(keys[:ready], ctx).split()
+            between()
             for part in parts:
                 manager.complete_load(part)
             manager.complete_load(last, damaged=[0] if chance.random() < 0.1 else [])
@@ -186,6 +263,7 @@ def traffic(manager: RecordedManager, seed: int, requests: int = 200) -> None:
         plan = manager.prepare_store(
             keys if number % 7 else Keys.pack(keys, 36), ctx, admitted=number % 9 == 0
         )
+        between()
         if plan is not None and number % 2:
             for part in plan.split():
                 manager.complete_store(part, success=chance.random() < 0.9)
@@ -214,6 +292,58 @@ def test_traffic(policy: str, store: str, tmp_path: Path) -> None:
         assert outcome.difference is None, (seed, outcome.difference)
         assert outcome.header.keys == ("whole" if ":" in policy else "hashes")
         assert {"lookup", "prepare_store", "prepare_load", "unpin", "reset", "discard"} < set(outcome.calls)
+
+
+def check_parts(manager: RecordedManager, change: Callable[[random.Random], None] = lambda _: None) -> None:
+    """Record traffic in parts that begin while requests, loads and stores run; replay each part alone."""
+    chance = random.Random(7)
+
+    def between() -> None:
+        if chance.random() < 0.15:
+            take(manager)
+        change(chance)
+
+    traffic(manager, 7, 70, between)
+    complete(manager)
+    manager.end_recording()
+    parts = parts_of(manager.recorder.path)
+    assert len(parts) > 5
+    outcomes = [replayed(part) for part in parts]
+    assert [outcome.difference for outcome in outcomes] == [None] * len(parts)
+    assert sum(outcome.num_calls for outcome in outcomes) == manager._log.num_calls
+
+
+@pytest.mark.usefixtures("_rotating")
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("policy", POLICIES.names())
+def test_parts_of_traffic(policy: str, store: str, tmp_path: Path) -> None:
+    check_parts(rotating(tmp_path / "kv.calls", 64, policy=policy, store=store, key_bytes=36))
+
+
+@pytest.mark.usefixtures("_rotating")
+@pytest.mark.parametrize("admission", RULES)
+def test_parts_of_traffic_with_a_rule(admission: str, tmp_path: Path) -> None:
+    check_parts(rotating(tmp_path / "kv.calls", 64, admission=admission, key_bytes=36))
+
+
+@pytest.mark.usefixtures("_rotating")
+@pytest.mark.parametrize("store", STORES)
+def test_parts_during_changes(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policy and size change in steps, with quotas of tenants; hints are renumbered."""
+    monkeypatch.setattr(hint_numbers, "MOST_HINTS", 5)
+    monkeypatch.setattr(replay_module, "MOST_HINTS", 5)
+    quotas = {"team 0": Quota(8, 40), "team 1": Quota(4)}
+    manager = rotating(tmp_path / "kv.calls", 64, store=store, key_bytes=36, tenants=quotas)
+
+    def change(chance: random.Random) -> None:
+        if not manager.advance_policy_change(1) and chance.random() < 0.2:
+            manager.begin_policy_change(manager.prepare_policy_change(chance.choice(["lru", "arc", "gdsf"])))
+        if not manager.advance_resize(1) and chance.random() < 0.2:
+            manager.begin_resize(chance.randint(20, 64))
+
+    check_parts(manager, change)
+    with FrameReader(parts_of(manager.recorder.path)[-1]) as reader:
+        assert len(CallReplay(reader)._hints) <= 5
 
 
 def test_a_recording_has_no_key_and_no_text(tmp_path: Path) -> None:

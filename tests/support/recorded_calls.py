@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from kvoffload.calls.cut import write_beginning
 from kvoffload.calls.file_format import FrameReader
+from kvoffload.calls.parts import StartCut
 from kvoffload.calls.recorded import RecordedManager
 from kvoffload.calls.recorder import CallRecorder
 from kvoffload.calls.replay import CallReplay, Outcome
@@ -19,6 +21,43 @@ def recorded(
 ) -> RecordedManager:
     """Create a manager that records its calls to `path`."""
     return RecordedManager(capacity_blocks, recorder=CallRecorder(path, max_bytes), **options)
+
+
+class CutHere:
+    """A cut that has ended when it has begun, in this process."""
+
+    def __init__(self, part: Path, beginning: Path) -> None:
+        self.problem = write_beginning(part, beginning)
+
+    def poll(self) -> str | None:
+        return self.problem
+
+    def stop(self) -> None:
+        pass
+
+
+def rotating(
+    path: Path,
+    capacity_blocks: int = 5,
+    max_bytes: int = 1 << 30,
+    start_cut: StartCut = CutHere,
+    **options: Any,
+) -> RecordedManager:
+    """Create a recorded manager whose recording rotates in `take`. Make ``recorder.POLL_S`` long before."""
+    recorder = CallRecorder(path, max_bytes, start_cut=start_cut)
+    return RecordedManager(capacity_blocks, recorder=recorder, **options)
+
+
+def take(manager: RecordedManager) -> None:
+    """Write all calls, and rotate if it is due. In place of the recorder's thread, which pauses."""
+    manager.recorder._take(manager._log, True)
+    manager.recorder._parts.rotate_if_due()
+
+
+def complete(manager: RecordedManager) -> None:
+    """Write the state at the beginning of the current part, if the state is missing."""
+    if manager.recorder._parts._cut is not None:
+        take(manager)
 
 
 def replayed(path: Path, manager: OffloadingManager | None = None) -> Outcome:

@@ -20,13 +20,14 @@ class Difference:
     """The first call whose result differs.
 
     Attributes:
-        call: number of the call, from 1.
+        call: number of the call in its file, from 1.
         kind: name of the call.
         request: number of the request, or of the plan that ends.
         time_ns: time at which the record was written, nanoseconds since 1970.
         expected, found: results in the recording and in the replay.
         blocks: states of the call's blocks in the replay, after the call.
         calls: the latest calls of the request.
+        recording: name of the file.
     """
 
     call: int
@@ -37,6 +38,7 @@ class Difference:
     found: dict[str, Any]
     blocks: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
+    recording: str = ""
 
 
 def result_of(

@@ -28,13 +28,13 @@ from kvoffload.settings.registry import Registry
 from kvoffload.structures.jit import I32Array
 from kvoffload.structures.keys import words_per_key
 
-MAGIC, VERSION = b"KVOCALLS", 3
+MAGIC, VERSION, READABLE = b"KVOCALLS", 4, (3, 4)
 HASHES, WHOLE = "hashes", "whole"
 """The two forms of keys in a recording: 64-bit hashes of the keys, or all bytes of the keys."""
-HEADER, CALLS, END = 1, 2, 3
-"""Kinds of frames: the header, records of calls, the end mark."""
-CLOSED = "closed"
-"""Reason in the end mark: the manager has closed the recording."""
+HEADER, CALLS, END, STATE = 1, 2, 3, 4
+"""Kinds of frames: the header, records of calls, the end mark, the state at the beginning of a part."""
+CLOSED, CONTINUED = "closed", "the recording continues in the next part"
+"""Reasons in the end mark: the manager has closed the recording; the part is complete."""
 MAX_FRAME_BYTES = 1 << 30
 _FRAME = struct.Struct("<4sIIIqQ")
 """``KVOF``, kind, number of bytes, number of words, time in ns since 1970, checksum."""
@@ -53,6 +53,8 @@ class Header(msgspec.Struct, frozen=True):
         key_bytes: length of the engine's keys.
         policy, admission, store: as for `OffloadingManager`.
         refuses_unasked: as for `OffloadingManager`. False if tiers behind RAM need every block.
+        part: number of this file in its recording, from 1.
+        has_state: True if the header is followed by the state of a replay at the part's beginning.
     """
 
     kvoffload: str
@@ -63,6 +65,8 @@ class Header(msgspec.Struct, frozen=True):
     admission: str
     store: str
     refuses_unasked: bool
+    part: int = 1
+    has_state: bool = False
 
     @property
     def key_words(self) -> int:
@@ -141,6 +145,10 @@ class FrameWriter:
         """Encode the start of the file: `MAGIC`, `VERSION` and the frame of the header."""
         return MAGIC + struct.pack("<I", VERSION) + _frame(HEADER, msgspec.json.encode(header))
 
+    def state(self, state: bytes) -> bytes:
+        """Encode the state of a replay (`calls.state`)."""
+        return _frame(STATE, state)
+
     def calls(self, words: I32Array) -> bytes:
         """Encode records of calls. Releases the GIL while it compresses."""
         body = self._stream.compress(words.data) + self._stream.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
@@ -164,20 +172,24 @@ class FrameReader:
     """Reads a file of recorded calls, frame by frame, up to the first incomplete or damaged frame.
 
     Attributes:
+        path: the file.
         header: the configuration.
+        state: the encoded state at the beginning of the part; None for a part without a state.
         end: the end mark; None until the reader has read an end mark.
         num_cut: number of bytes behind the last whole frame.
 
-    Raises: `TraceError` for a file that is not a recording, or of another format version.
+    Raises: `TraceError` for a file that is not a recording, of another format version, or with a damaged
+    header or state.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path, self.num_cut = path, 0
+        self.path, self.num_cut = path, 0
         self.end: End | None = None
         self._stream = zstandard.ZstdDecompressor(max_window_size=1 << _WINDOW_LOG).decompressobj()
         self._file = path.open("rb")
         try:
             self.header = self._read_header(self._file)
+            self.state = self._read_state() if self.header.has_state else None
         except BaseException:
             self._file.close()
             raise
@@ -192,25 +204,32 @@ class FrameReader:
         begin = file.read(len(MAGIC) + 4)
         if begin[: len(MAGIC)] != MAGIC:
             raise TraceError(
-                f"{self._path}: not a recording of calls: it begins with {begin[:8]!r}, not {MAGIC!r}"
+                f"{self.path}: not a recording of calls: it begins with {begin[:8]!r}, not {MAGIC!r}"
             )
         version = int.from_bytes(begin[len(MAGIC) :], "little")
-        if version != VERSION:
+        if version not in READABLE:
+            allowed = " and ".join(map(str, READABLE))
             raise TraceError(
-                f"{self._path}: format version {version}; this kvoffload reads version {VERSION}"
+                f"{self.path}: format version {version}; this kvoffload reads versions {allowed}"
             )
         frame = self._next()
         if frame is None or frame[0] != HEADER:
-            raise TraceError(f"{self._path}: the header is incomplete or damaged")
+            raise TraceError(f"{self.path}: the header is incomplete or damaged")
         try:
             return msgspec.json.decode(frame[1], type=Header)
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{self._path}: the header is invalid: {error}") from None
+            raise TraceError(f"{self.path}: the header is invalid: {error}") from None
+
+    def _read_state(self) -> bytes:
+        frame = self._next()
+        if frame is None or frame[0] != STATE:
+            raise TraceError(f"{self.path}: the state at the beginning is incomplete or damaged")
+        return frame[1]
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
-        return self._path.stat().st_size
+        return self.path.stat().st_size
 
     @property
     def num_read(self) -> int:
@@ -227,16 +246,16 @@ class FrameReader:
             try:
                 words = np.frombuffer(self._stream.decompress(body), np.int32)
             except zstandard.ZstdError as error:
-                raise TraceError(f"{self._path}: a frame cannot be decompressed: {error}") from None
+                raise TraceError(f"{self.path}: a frame cannot be decompressed: {error}") from None
             if len(words) != num_words:
-                raise TraceError(f"{self._path}: a frame has {len(words)} words instead of {num_words}")
+                raise TraceError(f"{self.path}: a frame has {len(words)} words instead of {num_words}")
             yield Frame(words, time_ns)
 
     def _read_end(self, body: bytes) -> None:
         try:
             self.end = msgspec.json.decode(body, type=End)
         except msgspec.MsgspecError as error:
-            raise TraceError(f"{self._path}: the end mark is invalid: {error}") from None
+            raise TraceError(f"{self.path}: the end mark is invalid: {error}") from None
 
     def _next(self) -> tuple[int, bytes, int, int] | None:
         """Read a frame; return kind, body, number of words, and time. None if incomplete or damaged."""

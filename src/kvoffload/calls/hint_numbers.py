@@ -17,14 +17,15 @@ from kvoffload.core.hints import Hints
 from kvoffload.core.tenants import OTHER, Quota
 
 _REASONS = frozenset(("", "stop", "length", "abort", "tool_calls", "error", "repetition", "content_filter"))
-_MOST = 4096
+MOST_HINTS = 4096
+"""Most hints with a number at any time: a recorded number is less than this behind the newest number."""
 
 
 class HintNumbers:
     """Assigns numbers to hints, from 1. Tenants and unusual finish reasons become salted hashes.
 
     A replay makes the same decisions, because decisions only compare these texts for equality. The salt is
-    not stored. After `_MOST` different hints, all hints get new numbers.
+    not stored. After `MOST_HINTS` different hints, all hints get new numbers.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,7 @@ class HintNumbers:
         number = self._known.get(hints)
         if number is not None:
             return number, b""
-        if len(self._known) >= _MOST:
+        if len(self._known) >= MOST_HINTS:
             self._known.clear()
         self._num_assigned += 1
         self._known[hints] = self._num_assigned

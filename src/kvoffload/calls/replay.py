@@ -17,20 +17,23 @@ import numpy.typing as npt
 
 from kvoffload._version import __version__
 from kvoffload.calls.explain import Difference, block_states, result_of
-from kvoffload.calls.file_format import CLOSED, FrameReader, Header
-from kvoffload.calls.hint_numbers import hints_of, quotas_of
+from kvoffload.calls.file_format import CLOSED, CONTINUED, FrameReader, Header
+from kvoffload.calls.hint_numbers import MOST_HINTS, hints_of, quotas_of
 from kvoffload.calls.reading import DamagedError, Record, read_records
+from kvoffload.calls.state import StateError, decode
 from kvoffload.core.hints import NO_HINTS, Hints
 from kvoffload.core.kernels import FIRST_WRONG, NO_ROOM
 from kvoffload.core.log import ADMITTED, FAILED, IS_PART, Call
 from kvoffload.core.manager import OffloadingManager
 from kvoffload.core.plans import LoadPlan, LookupResult, StorePlan
 from kvoffload.core.request import RequestContext
-from kvoffload.errors import ConfigError, MisuseError, PolicyError
+from kvoffload.errors import ConfigError, MisuseError, PolicyError, TraceError
 from kvoffload.structures.jit import U64Matrix
 from kvoffload.structures.keys import Keys
 
 _KEPT_CALLS = 20
+_STATE = ("manager", "_requests", "_plans", "_num_plans", "_hints", "_damaged")
+"""Attributes of `CallReplay` that a part of a recording needs from the parts before."""
 _NO_ROWS = np.empty(0, np.int32)
 
 
@@ -71,6 +74,7 @@ class Outcome:
         end: reason of the recording's end; empty if the end mark is missing.
         num_cut: number of ignored bytes behind the last whole frame.
         warnings: sentences for the user.
+        num_parts: number of replayed files.
     """
 
     header: Header
@@ -79,6 +83,7 @@ class Outcome:
     end: str = ""
     num_cut: int = 0
     warnings: list[str] = field(default_factory=list)
+    num_parts: int = 1
 
     @property
     def num_calls(self) -> int:
@@ -99,22 +104,63 @@ def manager_of(header: Header) -> OffloadingManager:
     return manager
 
 
+def _decoded(state: bytes, reader: FrameReader) -> dict[str, Any]:
+    try:
+        decoded = decode(state)
+        if decoded.keys() != {*_STATE}:
+            raise StateError(f"it has {sorted(decoded)}, not {sorted(_STATE)}")
+    except StateError as error:
+        raise TraceError(
+            f"{reader.path}: the state at the beginning, written by kvoffload {reader.header.kvoffload}, "
+            f"cannot be read by {__version__}: {error}"
+        ) from None
+    return decoded
+
+
 class CallReplay:
     """Feeds the calls of a recording to a manager and compares each result.
 
     Args:
-        reader: the recording.
+        reader: the recording, or a part of the recording.
         manager: a new manager; by default with the recorded configuration.
+        before: the replay of the previous part, whose state is used if this part has none.
+
+    Raises: `TraceError` for a part whose state cannot be read, or which has none.
     """
 
-    def __init__(self, reader: FrameReader, manager: OffloadingManager | None = None) -> None:
+    def __init__(
+        self,
+        reader: FrameReader,
+        manager: OffloadingManager | None = None,
+        before: CallReplay | None = None,
+    ) -> None:
         self._reader = reader
-        self.manager = manager_of(reader.header) if manager is None else manager
-        self._requests: dict[int, _Request] = {}
-        self._plans: dict[int, _OpenPlan] = {}
-        self._num_plans = 0
-        self._hints: dict[int, Hints] = {}
-        self._damaged = _NO_ROWS
+        self.manager: OffloadingManager
+        self._requests: dict[int, _Request]
+        self._plans: dict[int, _OpenPlan]
+        self._num_plans: int
+        self._hints: dict[int, Hints]
+        self._damaged: npt.NDArray[np.int32]
+        if reader.state is not None:
+            vars(self).update(_decoded(reader.state, reader))
+        elif reader.header.part == 1:
+            manager = manager_of(reader.header) if manager is None else manager
+            vars(self).update(zip(_STATE, (manager, {}, {}, 0, {}, _NO_ROWS), strict=True))
+        elif before is not None and before.is_followed_by(reader):
+            vars(self).update(before.state())
+        else:
+            why = "it has no state at the beginning; give the name of the first part, to replay all parts"
+            raise TraceError(f"{reader.path}: {why}")
+
+    def state(self) -> dict[str, Any]:
+        """Return the state in which the next part begins, for `calls.state.encode`."""
+        return {name: getattr(self, name) for name in _STATE}
+
+    def is_followed_by(self, reader: FrameReader) -> bool:
+        """Return True if all calls of this part were replayed, and `reader` reads the next part."""
+        end = self._reader.end
+        is_whole = end is not None and end.reason == CONTINUED
+        return is_whole and reader.header.part == self._reader.header.part + 1
 
     def run(self, progress: Callable[[float], None] = lambda done: None) -> Outcome:
         """Replay all calls, up to the first difference. Reports the number of bytes read to `progress`."""
@@ -138,6 +184,8 @@ class CallReplay:
         except DamagedError as error:
             outcome.warnings.append(f"the recording is damaged: {error}")
         self._finish(outcome)
+        if outcome.difference is not None:
+            outcome.difference.recording = self._reader.path.name
         return outcome
 
     def _finish(self, outcome: Outcome) -> None:
@@ -155,6 +203,7 @@ class CallReplay:
         if record.call is Call.HINTS:
             try:
                 self._hints[record.subject] = hints_of(record.further.tobytes())
+                self._hints.pop(record.subject - MOST_HINTS, None)  # no later call has this number
             except msgspec.MsgspecError as error:
                 raise DamagedError(f"call {record.number}: invalid hints: {error}") from None
         elif record.call is Call.TENANTS:
@@ -341,6 +390,8 @@ class CallReplay:
 
     def _reset(self, record: Record, request: _Request, keys: Keys) -> _Result:
         self.manager.reset(drop_in_flight=bool(record.further[0]))
+        if record.further[0]:
+            self._plans.clear()  # the ends of these plans are not recorded
         return _Result(record.further.tolist(), None)
 
 

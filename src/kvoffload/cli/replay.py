@@ -280,6 +280,7 @@ def replay(options: ReplayOptions) -> None:
 
     With `--as-recorded`, TRACE is an engine's recording of calls: they are repeated on a new manager, and
     every decision is compared. Exit code 1 at the first difference, which is shown with its context.
+    NAME.calls stands for all parts of the recording that exist, NAME.part3.calls for one part.
     """
     if options.as_recorded:
         path = Path(options.trace)

@@ -12,8 +12,10 @@ from click.core import ParameterSource
 from rich.console import Group, RenderableType
 
 from kvoffload.calls.explain import Difference
-from kvoffload.calls.file_format import FrameReader
-from kvoffload.calls.replay import CallReplay, Outcome
+from kvoffload.calls.file_format import CLOSED, CONTINUED
+from kvoffload.calls.parts import parts_of
+from kvoffload.calls.replay import Outcome
+from kvoffload.calls.series import replay_series
 from kvoffload.cli.output import Lines, progress_bar, properties, show, terminal_table
 from kvoffload.core.log import Call
 from kvoffload.errors import CombinedConfigError, ConfigError
@@ -38,13 +40,17 @@ def check_alone() -> None:
 
 
 def replay_calls(path: Path, *, is_json: bool, output: Path | None, quiet: bool) -> bool:
-    """Replay a recording and show the outcome; returns True if all decisions are equal."""
+    """Replay a recording and show the outcome; returns True if all decisions are equal.
+
+    `path`: the path of the first part, for all existing parts, or of one later part.
+    """
+    parts = parts_of(path) or [path]
     try:
-        reader = FrameReader(path)
+        num_bytes = sum(part.stat().st_size for part in parts)
+        with progress_bar("replay", num_bytes, quiet) as progress:
+            outcome = replay_series(parts, progress)
     except OSError as error:
         raise ConfigError("trace", str(path), f"it cannot be read ({error.strerror})") from None
-    with reader, progress_bar("replay", reader.num_bytes, quiet) as progress:
-        outcome = CallReplay(reader).run(progress)
     show(report_of(outcome, path), table(outcome, path), is_json=is_json, output=output)
     return outcome.difference is None
 
@@ -59,6 +65,8 @@ def report_of(outcome: Outcome, path: Path) -> bytes:
         "equal": outcome.difference is None,
         "difference": outcome.difference,
         "end": outcome.end or None,
+        "first_part": outcome.header.part,
+        "num_parts": outcome.num_parts,
         "cut_bytes": outcome.num_cut,
         "warnings": outcome.warnings,
     }
@@ -82,9 +90,12 @@ def table(outcome: Outcome, path: Path) -> RenderableType:
 
 def _remarks(outcome: Outcome) -> list[str]:
     remarks = list(outcome.warnings)
+    first, last = outcome.header.part, outcome.header.part + outcome.num_parts - 1
+    if last > first:
+        remarks.append(f"Parts {first} to {last} of the recording were replayed.")
     if outcome.num_cut:
         remarks.append(f"{outcome.num_cut:,} bytes behind the last whole frame were ignored.")
-    if outcome.difference is None and outcome.end != "closed":
+    if outcome.difference is None and outcome.end not in (CLOSED, CONTINUED):
         remarks.append(f"The recording was not closed by its engine: {outcome.end or 'it has no end mark'}.")
     return remarks
 
@@ -94,8 +105,8 @@ def _first_difference(difference: Difference) -> list[RenderableType]:
     written = datetime.datetime.fromtimestamp(difference.time_ns / 1e9, datetime.timezone.utc)
     subject = "plan" if difference.kind in _OF_PLANS else "request"
     title = (
-        f"First difference: call {difference.call:,}, {difference.kind} of {subject} {difference.request:,}, "
-        f"written {written:%Y-%m-%d %H:%M:%S} UTC"
+        f"First difference: call {difference.call:,} of {difference.recording}, "
+        f"{difference.kind} of {subject} {difference.request:,}, written {written:%Y-%m-%d %H:%M:%S} UTC"
     )
     names = [*dict.fromkeys([*difference.expected, *difference.found])]
     results = [

@@ -74,7 +74,9 @@ class VLLMConfigOptions(TiersOptions):
         metavar="PATH.jsonl[,calls]",
     )
     record_max_bytes: str | None = option(
-        None, "Size at which the recording ends.  [default: 1GiB]", metavar="SIZE"
+        None,
+        "Size at which the trace ends. Of the calls, the newest are kept.  [default: 1GiB]",
+        metavar="SIZE",
     )
     live_settings: str | None = option(
         None,

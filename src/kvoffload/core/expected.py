@@ -8,6 +8,7 @@ future, which a policy can only estimate. A store evicts no expected block while
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +115,13 @@ class Queue:
         self._expected: Expected | None = None
         self._waiting: dict[RequestContext, None] = {}
         self._is_full = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_make": None, "_on_expected": None}
+
+    def attach(self, make: Callable[[], Expected], on_expected: Callable[[RequestContext], None]) -> None:
+        """Set the callbacks, which a pickle does not contain. Arguments as for the constructor."""
+        self._make, self._on_expected = make, on_expected
 
     def join(self, ctx: RequestContext) -> None:
         """Add a waiting request and expect its keys. A later call also expects new keys of its path."""

@@ -151,6 +151,19 @@ class OffloadingManager:
         if tenants:
             self.set_tenants(tenants)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_cache"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._cache = self._state.memory
+        # The addresses in the pickle are those of another process.
+        if self._change is not None:
+            self._change.bind()
+        self.store_mode.decide_by(self.policy)
+        self.queue.attach(self._state.make_queue, self.store_mode.expect)
+        compile_all()
+
     # ---- requests
 
     def begin_request(

@@ -84,31 +84,26 @@ class Handover(CompiledPolicy):
         super().__init__(old.index)
         self.old, self.new, capacity = old, new, old.capacity_blocks
         self.name, self.refuses, self.write_cost = old.name, old.refuses, old.write_cost  # type: ignore[misc]
-        functions = {
-            f"{which}_{name}": policy.address_of(name)
-            for which, policy in (("old", old), ("new", new))
-            for name in ("expect", "observe", "finished", "access", "replace", "remove")
-            if f"{which}_{name}" in State.fields
-        }
         removed = Used.over(used_blocks(np.zeros(_CHUNK, np.int32)))
         removed.count = 0
-        self.state = State(
-            taken=Taken(capacity),
-            reused=np.full(capacity, False, np.bool_),
-            removed=removed,
-            old=old.state.address,
-            new=new.state.address,
-            **functions,
-        )
+        self.state = State(taken=Taken(capacity), reused=np.full(capacity, False, np.bool_), removed=removed)
+        self.bind()
 
-    def follow_states(self) -> None:
-        """Update the addresses of the policies' states. A policy's `reset` may replace its state."""
-        self.state.old, self.state.new = self.old.state.address, self.new.state.address
+    def bind(self) -> None:
+        """Write the addresses of the policies' states and functions.
+
+        Call again when a state has moved: a policy's `reset` may replace its state, and a pickle moves all.
+        """
+        for which, policy in (("old", self.old), ("new", self.new)):
+            setattr(self.state, which, policy.state.address)
+            for name in ("expect", "observe", "finished", "access", "replace", "remove"):
+                if f"{which}_{name}" in State.fields:
+                    setattr(self.state, f"{which}_{name}", policy.address_of(name))
 
     def reset(self) -> None:
         self.old.reset()
         self.new.reset()
-        self.follow_states()
+        self.bind()
         self.state.taken.clear()
 
     def stats(self) -> dict[str, float]:
@@ -281,10 +276,14 @@ class PolicyChange:
         """True if both policies are compiled. Otherwise the change completes when it begins."""
         return isinstance(self.policy, Handover)
 
+    def bind(self) -> None:
+        """Write the addresses of the policies again, see `Handover.bind`."""
+        if isinstance(self.policy, Handover):
+            self.policy.bind()
+
     def begin(self) -> None:
         """Begin a gradual change. Cost: O(1) if the old policy has lists or a heap, otherwise O(blocks)."""
-        assert isinstance(self.policy, Handover)
-        self.policy.follow_states()
+        self.bind()
         if not self._readers:
             self._readers = readers_of(self.old)
 

@@ -14,7 +14,7 @@ from queue import Empty, Full, Queue
 from threading import Thread
 from typing import IO
 
-from kvoffload.calls.recorder import new_file
+from kvoffload.calls.parts import new_file
 from kvoffload.core.hints import Hints
 from kvoffload.integrations.vllm.shared.logs import logger
 from kvoffload.traces.block_size import Header

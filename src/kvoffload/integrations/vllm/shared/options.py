@@ -159,7 +159,7 @@ class VLLMOptions:
         audit: options of the audit, which compares stored blocks with computed blocks; None: no audit.
             Audited requests are computed although RAM holds their blocks.
         record: a trace of the engine's requests, and the calls of RAM's manager; None: no recording.
-        record_max_bytes: size limit of each file of the recording.
+        record_max_bytes: size limit of the trace, and of all parts of the recorded calls together.
         live_settings: absolute path of a JSON file with options that can change while the engine runs; None:
             no file.
         tenants: quotas of tenants in bytes of RAM; None: no quotas.
