@@ -120,6 +120,23 @@ def test_a_pickled_struct_is_a_struct_with_memory_of_its_own() -> None:
     assert (struct.number, copy.number) == (-3, -2)
 
 
+def test_a_snapshot_shows_each_changed_field() -> None:
+    struct: Any = outer()
+    for owner, name, other in ((struct, "number", 4), (struct, "share", 0.5), (struct.inner, "count", 8)):
+        before, value = snapshot(struct), getattr(owner, name)
+        setattr(owner, name, other)
+        assert snapshot(struct) != before, name
+        ignored = snapshot(struct, ignore=[name])
+        setattr(owner, name, value)
+        assert snapshot(struct, ignore=[name]) == ignored, name
+        assert snapshot(struct) == before, name
+    for array in (struct.inner.rows, struct.words, struct.marks):
+        before = snapshot([struct, array])
+        array.flat[1] += 1
+        assert snapshot([struct, array]) != before, "an array that occurs twice"
+    assert snapshot([struct.words, struct.words]) != snapshot([struct.words, struct.words.copy()])
+
+
 @pytest.mark.parametrize("wrong", [3, None, "text", b"bytes", [1], object()])
 def test_objects_without_memory_are_rejected(wrong: Any) -> None:
     with pytest.raises((TypeError, BufferError)):

@@ -54,6 +54,7 @@ class Members:
         first = hidden.managers[0]
         self.key_bytes, self.medium, self.block_size = first.key_bytes, first.medium, first.block_size
         self.admission = first.admission
+        first.contains([])  # so that it learns of the shares of the members that have joined since
         self._show()
 
     def _show(self) -> None:

@@ -6,9 +6,10 @@ invariant is violated, the `AssertionError` names the structures that disagree, 
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any
 
@@ -28,7 +29,7 @@ from kvoffload.structures.index import ABSENT, Index
 from kvoffload.structures.jit import I32Matrix, kernel
 from kvoffload.structures.keylists import KeyLists
 from kvoffload.structures.lists import LIST, NEXT, PREV, UNLISTED, Lists
-from kvoffload.structures.structs import Struct
+from kvoffload.structures.structs import Struct, StructType
 
 
 def audit(manager: Any) -> None:
@@ -58,34 +59,61 @@ def audit(manager: Any) -> None:
 def snapshot(thing: Any, ignore: Collection[str] = ()) -> Any:
     """Return the whole nested state of `thing` as values that can be compared with ``==``.
 
-    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte.
+    Equal snapshots prove that the state has not changed. Arrays are compared byte by byte. Where an array, a
+    struct or an object occurs again, the snapshot has the number of its first occurrence.
 
     Args:
-        thing: an object of plain values, containers, arrays and objects, without cycles.
+        thing: an object of plain values, containers, arrays and objects, without cycles of containers.
         ignore: names of attributes to leave out, at any depth.
     """
-    if isinstance(thing, np.ndarray):
-        return (thing.dtype.str, thing.shape, thing.tobytes())
+    return _snapshot(thing, frozenset(ignore), {})
+
+
+def _snapshot(thing: Any, ignore: frozenset[str], seen: dict[int, tuple[int, Any]]) -> Any:
+    """Return the snapshot of a part. `seen` has the number of each earlier part, and keeps the part alive."""
     if thing is None or isinstance(thing, (bool, int, str, bytes, Enum, type)):
         return thing
     if isinstance(thing, float):
         return repr(thing)  # so that nan equals itself
+    if isinstance(thing, (list, tuple)):
+        return [_snapshot(item, ignore, seen) for item in thing]
+    if isinstance(thing, (set, frozenset)):
+        return sorted(thing)
+    if isinstance(thing, bytearray):
+        return None  # the memory of a struct, whose fields are compared
     if isinstance(thing, RequestContext):
         # Without the path, to which a refused call may have added keys. Without the owner, which is a cycle.
         return (thing.request_id, Path.over(thing.memory).num_expected)
-    if isinstance(thing, bytearray):
-        return None  # the memory of a struct, whose fields are compared
+    if isinstance(thing, (dict, Mapping)):
+        return [
+            (_snapshot(key, ignore, seen), _snapshot(value, ignore, seen)) for key, value in thing.items()
+        ]
+    if id(thing) in seen:
+        return seen[id(thing)][0]
+    seen[id(thing)] = len(seen), thing
+    if isinstance(thing, np.ndarray):
+        return (thing.dtype.str, thing.shape, thing.tobytes())
+    numbers: list[int] = []
     if isinstance(thing, Struct):
-        thing = {name: value for name, value in thing.contents().items() if name not in ignore}
-    if isinstance(thing, Mapping):
-        return [(snapshot(key, ignore), snapshot(value, ignore)) for key, value in thing.items()]
-    if isinstance(thing, (set, frozenset)):
-        return sorted(thing)
-    if isinstance(thing, (list, tuple)):
-        return [snapshot(item, ignore) for item in thing]
-    names = [*getattr(thing, "__dict__", ()), *(n for c in type(thing).__mro__ for n in _slots_of(c))]
-    state = {name: snapshot(getattr(thing, name), ignore) for name in names if name not in ignore}
-    return (type(thing).__qualname__, state)
+        positions, names = _fields_of(type(thing), ignore)  # type: ignore[arg-type]  # a class is hashable
+        words = thing._words
+        numbers = [words[at] for at in positions]
+    else:
+        slots = _slots_of(type(thing))  # type: ignore[arg-type]  # a class is hashable
+        names = [name for name in (*getattr(thing, "__dict__", ()), *slots) if name not in ignore]
+    return (
+        type(thing).__qualname__,
+        numbers,
+        [(name, _snapshot(getattr(thing, name), ignore, seen)) for name in names],
+    )
+
+
+@functools.cache
+def _fields_of(cls: type[Struct], ignore: frozenset[str]) -> tuple[list[int], list[str]]:
+    """Return the positions of a struct's numbers, and the names of its arrays and nested structs."""
+    fields = {name: field for name, field in cls.fields.items() if name not in ignore}
+    parts = [name for name, field in fields.items() if field.ndim or isinstance(field.type, StructType)]
+    return [field.at for name, field in fields.items() if name not in parts], parts
 
 
 def state_of(thing: Any) -> bytes | Any:
@@ -108,8 +136,11 @@ def duplicate_slots(manager: OffloadingManager) -> list[int] | None:
     return mode.cache.duplicates.members(0) if mode.follows_device else None
 
 
-def _slots_of(cls: type) -> Iterable[str]:
-    return (name for name in vars(cls).get("__slots__", ()) if not name.startswith("__"))
+@functools.cache
+def _slots_of(cls: type) -> list[str]:
+    """Return the names of the attributes in ``__slots__`` of a class and its bases."""
+    names = (name for base in cls.__mro__ for name in vars(base).get("__slots__", ()))
+    return [name for name in names if not name.startswith("__")]
 
 
 def _indexed_slots(manager: OffloadingManager) -> set[int]:
