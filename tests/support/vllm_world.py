@@ -47,7 +47,7 @@ class World:
             part_bytes=4096,
             capacity_bytes=capacity * 4096,
             directory=directory,
-            node_pool=None if node_pool is None else node_pool.path,
+            node_pool=node_pool,
         )
         self.manager = KVOffloadManager(
             parse_options({"ram": "1GiB"} | options), self.pool, enable_events=True, node_pool=node_pool

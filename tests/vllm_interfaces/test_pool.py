@@ -24,8 +24,8 @@ from kvoffload.core.plans import LookupResult
 from kvoffload.errors import ConfigError
 from kvoffload.integrations.vllm.scheduler_side.verification import Checks, Verifier
 from kvoffload.integrations.vllm.shared import first_touch
-from kvoffload.integrations.vllm.shared.pool import SharedPool, promised_bytes
-from kvoffload.node.pool_directory import SHARED_MEMORY, locked
+from kvoffload.integrations.vllm.shared.pool import DIFFERENT, EQUAL, FINDING, SharedPool, promised_bytes
+from kvoffload.node.pool_directory import SHARED_MEMORY, PoolDirectory, locked
 from kvoffload.structures.keys import Keys
 from support.letters import keys, make, store
 from support.timeouts import HANGS_S
@@ -46,6 +46,10 @@ def attach(tmp_path: Path) -> Callable[..., SharedPool]:
         return SharedPool.attach(engine, member=member, **settings)
 
     return attach_member
+
+
+def member_of(root: Path, engine: str) -> PoolDirectory:
+    return PoolDirectory.join({"test": 1}, engine, keep_s=60.0, root=root, has_keeper=False)
 
 
 def pools_in(directory: Path) -> list[Path]:
@@ -474,16 +478,37 @@ def test_full_shared_memory_is_reported_and_kills_no_process(tmp_path: Path) -> 
 def test_a_kill_during_the_creation_leaves_no_unusable_file(
     attach: Callable[..., SharedPool], tmp_path: Path, moment: str, is_shared: bool
 ) -> None:
-    node_pool = tmp_path / "pool" if is_shared else None
-    if node_pool is not None:
-        node_pool.mkdir()
+    node_pool = member_of(tmp_path, "e") if is_shared else None
     if (child := os.fork()) == 0:
         setattr(os, moment, lambda *args: os.kill(os.getpid(), signal.SIGKILL))
         attach(1, node_pool=node_pool)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     attach(1, node_pool=node_pool).close()
+    if node_pool is not None:
+        node_pool.close()
     assert not list(tmp_path.glob("**/*.new"))
+
+
+def test_engines_that_audit_one_slot_keep_their_findings(
+    attach: Callable[..., SharedPool], tmp_path: Path
+) -> None:
+    """Both engines pin the slot; the worker of each reports before the scheduler of each reads."""
+    slots = np.array([3], np.int32)
+    members = [member_of(tmp_path, name) for name in ("one", "two")]
+    pools = [[attach(member, node_pool=engine) for member in (0, 1)] for engine in members]
+    for (_, worker), result in zip(pools, (DIFFERENT, EQUAL), strict=True):
+        worker.findings[:, slots] = np.array((result, 0, 0, 0.5), FINDING)
+    assert [int(scheduler.take_findings(slots)["result"][0]) for scheduler, _ in pools] == [DIFFERENT, EQUAL]
+    assert [int(scheduler.take_findings(slots)["result"][0]) for scheduler, _ in pools] == [0, 0]
+    pools[0][1].findings[:, slots] = np.array((DIFFERENT, 0, 0, 0.5), FINDING)
+    successor = attach(0, node_pool=members[0])
+    assert int(successor.take_findings(slots)["result"][0]) == 0, "a killed engine has left its findings"
+    successor.close()
+    for pool in (pool for engine in pools for pool in engine):
+        pool.close()
+    for engine in members:
+        engine.close()
 
 
 def test_no_pool_remains_in_shared_memory() -> None:

@@ -1,11 +1,12 @@
 """The directory of a pool: its name, the processes that use it, and its removal.
 
-A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with three files:
+A pool is a directory ``kvoffload-node-USER-NAME`` in ``/dev/shm`` with these files:
 
 - ``members``: a header and a record for each engine. A process of engine ``i`` holds a shared lock on byte
   ``i`` of the file. The kernel releases the lock when the process ends, even by a kill.
 - ``state``: the manager's state (`state`).
 - ``slots``: the bytes of the blocks and their checksums. The integration owns this file.
+- ``findings-I``: the results of the audits of engine ``I``. The integration owns these files.
 
 Owns ``members``. A lock for each user guards all changes of directories, so that concurrent starts never
 create two pools.

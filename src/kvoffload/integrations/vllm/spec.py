@@ -193,7 +193,7 @@ class KVOffloadSpec(OffloadingSpec):
             num_parts=1 if self.facts.replicated else self.facts.num_workers,
             part_bytes=part_bytes,
             capacity_bytes=self.options.ram_bytes,
-            node_pool=None if self._node_pool is None else self._node_pool.path,
+            node_pool=self._node_pool,
         )
 
     def _summary(self, pool: SharedPool, tokens_per_block: int) -> str:

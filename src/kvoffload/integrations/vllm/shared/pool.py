@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import math
 import mmap
 import os
 import time
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from kvoffload.errors import ConfigError, UnavailableError
 from kvoffload.integrations.vllm.shared import first_touch
 from kvoffload.node.keeper import is_named
-from kvoffload.node.pool_directory import SHARED_MEMORY, SLOTS, locked, open_own
+from kvoffload.node.pool_directory import SHARED_MEMORY, SLOTS, PoolDirectory, locked, open_own
 from kvoffload.structures.index import MAX_POSITIONS
 from kvoffload.text import size
 from kvoffload.tiers.contract import Checksums, Mask, block_checksums
@@ -66,7 +67,8 @@ class SharedPool:
             mark before it reports the job (`fail`). Only the scheduler clears marks (`take_failed`), after
             all workers have reported the job: with MLA a worker must not clear the mark of another worker.
         findings: ``(num_parts, num_slots)`` of `FINDING`: results of audits. A worker writes findings before
-            it reports the job. The scheduler clears findings (`take_findings`).
+            it reports the job. The scheduler clears findings (`take_findings`). If engines share the pool,
+            each engine has its own findings, because two engines may audit one slot at the same time.
 
     Thread: any, for distinct slots.
     """
@@ -99,7 +101,7 @@ class SharedPool:
         part_bytes: int,
         capacity_bytes: int,
         directory: Path = SHARED_MEMORY,
-        node_pool: Path | None = None,
+        node_pool: PoolDirectory | None = None,
     ) -> SharedPool:
         """Find the pool of this engine, or create it.
 
@@ -109,7 +111,7 @@ class SharedPool:
             num_parts: parts of a slot.
             part_bytes: smallest part, in bytes, that this process can use.
             capacity_bytes: memory for slots, all parts together.
-            node_pool: the directory of a pool that several engines share; None for a pool of this engine.
+            node_pool: membership in a pool that several engines share; None for a pool of this engine.
 
         Raises `ConfigError` if there is not enough memory, if another engine uses the pool, or if another
         user of the machine has created a file with our name.
@@ -143,15 +145,15 @@ class SharedPool:
 
     @classmethod
     def _attach_shared(
-        cls, node_pool: Path, member: int, num_parts: int, part_bytes: int, capacity_bytes: int
+        cls, node_pool: PoolDirectory, member: int, num_parts: int, part_bytes: int, capacity_bytes: int
     ) -> SharedPool:
         """Find or create the slots of a pool that several engines share.
 
         The first process allocates all memory. Other processes wait for the allocation. The file has no
         members, because the pool's directory counts the processes.
         """
-        path = node_pool / SLOTS
-        with locked(node_pool.parent):
+        path = node_pool.path / SLOTS
+        with locked(path.parent.parent):
             if path.exists():
                 pool = cls(path, _open_complete(path))
             else:
@@ -167,6 +169,9 @@ class SharedPool:
             if not pool._header[_IS_ALLOCATED]:
                 pool._take(SCHEDULER, is_maker=True)
                 pool._header[_IS_ALLOCATED] = 1
+            pool.findings = _findings_of(node_pool, pool.findings.shape)
+            if member == SCHEDULER:
+                pool.findings[:] = np.zeros((), FINDING)  # of a killed engine that had the same number
         except ConfigError:
             pool.close()
             raise
@@ -321,6 +326,20 @@ class SharedPool:
             )
         if self.num_members:
             self._members[member] = os.getpid()
+
+
+def _findings_of(node_pool: PoolDirectory, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """Map the findings of this engine's audits. Raises `ConfigError` if there is not enough memory."""
+    num_bytes = _pages(math.prod(shape) * FINDING.itemsize)
+    fd = open_own(node_pool.path / f"findings-{node_pool.number}", os.O_RDWR | os.O_CREAT)
+    try:
+        os.posix_fallocate(fd, 0, num_bytes)
+        memory = mmap.mmap(fd, num_bytes)
+    except OSError as error:
+        raise ConfigError("ram", size(num_bytes), str(error)) from error
+    finally:
+        os.close(fd)
+    return np.frombuffer(memory, FINDING, math.prod(shape)).reshape(shape)
 
 
 def _open_complete(path: Path) -> int:
