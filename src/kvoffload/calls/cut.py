@@ -1,7 +1,7 @@
 """A cut: a process that replays a part of a recording and writes the beginning of the next part.
 
-The process replays beside the engine, with the lowest priority, because a copy of the state in the engine
-would stop the engine's step for longer than 2 ms. The replay also compares all decisions of the part.
+The process runs beside the engine, with the lowest priority. A copy of the state in the engine would stop the
+engine's step for longer than 2 ms. The replay also compares all decisions of the part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class CutProcess:
         )
 
     def poll(self) -> str | None:
-        """Return None while the process runs, then the reason of its failure, or an empty text."""
+        """Return None while the process runs, an empty text after success, else the reason of the failure."""
         code = self._process.poll()
         if code is None:
             return None
@@ -63,7 +63,7 @@ class CutProcess:
 def write_beginning(part: Path, beginning: Path) -> str:
     """Replay a part and write the header and state of the next part to `beginning`.
 
-    Returns the reason of a failure, or an empty text.
+    Returns an empty text after success, else the reason of the failure.
     """
     with FrameReader(part) as reader:
         if reader.header.kvoffload != __version__:

@@ -18,7 +18,7 @@ from kvoffload.core.tenants import OTHER, Quota
 
 _REASONS = frozenset(("", "stop", "length", "abort", "tool_calls", "error", "repetition", "content_filter"))
 MOST_HINTS = 4096
-"""Most hints with a number at any time: a recorded number is less than this behind the newest number."""
+"""Largest number of hints with a number at the same time. Older numbers do not occur in later records."""
 
 
 class HintNumbers:

@@ -33,7 +33,7 @@ class Cut(Protocol):
     """A running replay of a part, which writes the beginning of the next part to a file."""
 
     def poll(self) -> str | None:
-        """Return None while the cut runs, then the reason of its failure, or an empty text."""
+        """Return None while the cut runs, an empty text after success, else the reason of the failure."""
 
     def stop(self) -> None:
         """End the cut, if it runs."""
@@ -82,10 +82,10 @@ def new_file(path: Path, create: Create = create_file) -> tuple[Path, IO[bytes]]
 
 
 class Parts:
-    """Writes the frames of a recording to files of together at most `max_bytes`.
+    """Writes the frames of a recording to files, all files together at most `max_bytes`.
 
-    The first problem ends the recording with a warning in the log. A cut that fails only ends the rotation,
-    with a warning: the recording then ends at the limit.
+    The first problem ends the recording, with a warning in the log. A failed cut ends only the rotation, also
+    with a warning. The recording then ends at the limit.
 
     Args:
         path: the first part; if it exists, the next free ``NAME-2.calls``.

@@ -30,14 +30,14 @@ logger = logging.getLogger("kvoffload.calls")
 
 
 class CallRecorder:
-    """A recording of one manager: files of together up to `max_bytes`, with its newest calls.
+    """A recording of one manager: files with the newest calls, all files together up to `max_bytes`.
 
     The manager's kernels append records to a ring (`Log`). The recorder's thread compresses and writes these
     records, at least once a second. If the ring is full or a write fails, the recording ends with a warning
     in the log. The files are then sound up to their ends.
 
-    At a quarter of `max_bytes` the recording continues in another file, and later the oldest file is removed
-    (`Parts`). With a policy or rule of another package, the recording ends at `max_bytes` instead.
+    At a quarter of `max_bytes` the recording continues in another file. At `max_bytes` the oldest file is
+    removed (`Parts`). With a policy or rule of another package, the recording ends at `max_bytes` instead.
 
     Attributes:
         path: the first file: the requested path, or the next free ``NAME-2.calls``.

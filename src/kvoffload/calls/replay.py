@@ -123,9 +123,9 @@ class CallReplay:
     Args:
         reader: the recording, or a part of the recording.
         manager: a new manager; by default with the recorded configuration.
-        before: the replay of the previous part, whose state is used if this part has none.
+        before: the replay of the previous part. Its state is used if this part has no state.
 
-    Raises: `TraceError` for a part whose state cannot be read, or which has none.
+    Raises: `TraceError` for a part whose state is missing or cannot be read.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The state of a replay as bytes, with which a part of a recording begins.
 
 Owns the encoding: a pickle (protocol 5), compressed with zstd. The reader accepts only classes that hold a
-manager's state, so a file names no other code. It does not check slot numbers, which kernels trust.
+manager's state, so a file cannot name other code. Slot numbers are not checked, and kernels trust them.
 """
 
 from __future__ import annotations

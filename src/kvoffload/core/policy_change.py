@@ -92,7 +92,7 @@ class Handover(CompiledPolicy):
     def bind(self) -> None:
         """Write the addresses of the policies' states and functions.
 
-        Call again when a state has moved: a policy's `reset` may replace its state, and a pickle moves all.
+        Call `bind` again when a state may have moved: after a policy's `reset`, and after unpickling.
         """
         for which, policy in (("old", self.old), ("new", self.new)):
             setattr(self.state, which, policy.state.address)
