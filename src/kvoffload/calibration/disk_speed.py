@@ -30,13 +30,13 @@ def disk_speed(
     """Measure rate and latency of durable writes and verified reads.
 
     Returns the quantities ``disk_{read,write}_bytes_per_s`` and ``disk_{read,write}_latency_s``. Writes to a
-    temporary directory below `directory`. Needs up to three times the bytes of one pass.
+    temporary directory below `directory`. Needs free disk space for ``2 * num_blocks + repeats + 2`` blocks.
 
     Raises:
-        ConfigError: the directory cannot be used, has too little room, or its disk fails.
+        ConfigError: the directory cannot be used, the disk has too little free space, or the disk fails.
     """
     with _temporary_directory(directory) as temporary:
-        # Slots for a pass, the previous pass, and single blocks.
+        # Slots for the batches of this repetition and the previous one, and for all single blocks.
         num_slots = 2 * num_blocks + repeats + 2
         tier = DiskTier(
             temporary,

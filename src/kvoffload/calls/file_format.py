@@ -48,9 +48,9 @@ class Header(msgspec.Struct, frozen=True):
 
     Attributes:
         kvoffload: version of the package.
-        keys: `WHOLE` if the policy or admission rule comes from another package and so may read keys;
-            otherwise `HASHES`.
-        key_bytes: length of the engine's keys.
+        keys: `WHOLE` if the file records keys, `HASHES` if it records hashes of keys. Keys are recorded if
+            the policy or the admission rule comes from another package, because it may read keys.
+        key_bytes: length of the engine's keys in bytes.
         policy, admission, store: as for `OffloadingManager`.
         refuses_unasked: as for `OffloadingManager`. False if tiers behind RAM need every block.
         part: number of this file in its recording, from 1.
@@ -70,19 +70,29 @@ class Header(msgspec.Struct, frozen=True):
 
     @property
     def key_words(self) -> int:
-        """Number of 64-bit words of a recorded key; 0 for hashes."""
+        """Number of 64-bit words per recorded key; 0 if the file records hashes instead of keys."""
         return words_per_key(self.key_bytes) if self.keys == WHOLE else 0
 
 
 class End(msgspec.Struct, frozen=True):
-    """The end mark: the reason for the end. If the reason is `CLOSED`, also the manager's counters."""
+    """The end mark of a recording.
+
+    Attributes:
+        reason: reason why the recording ended.
+        counters: the manager's counters if the reason is `CLOSED`, otherwise empty.
+    """
 
     reason: str
     counters: dict[str, Any] = {}
 
 
 class Frame(NamedTuple):
-    """Records of calls, written at `time_ns` since 1970."""
+    """Records of calls.
+
+    Attributes:
+        words: the records, one after the other.
+        time_ns: time at which the frame was written, in nanoseconds since 1970.
+    """
 
     words: I32Array
     time_ns: int

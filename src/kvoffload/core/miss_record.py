@@ -60,8 +60,9 @@ class MissRecord(Struct):
     Memory: 8 bytes a slot, in whole sets.
 
     Attributes:
-        table: uint32, `WAYS` entries a set; 0 is an empty entry.
-        num_entered: number of new entries so far. A second event of a key in the table adds no entry.
+        table: uint32 entries. Each set is `WAYS` consecutive entries. An empty entry is 0.
+        num_entered: number of entries added so far. If a key already has an entry, its next event replaces
+            this entry and is not counted.
     """
 
     table: U32Array
@@ -94,7 +95,10 @@ def _first_of(table: U32Array, h: np.uint64) -> int:
 
 @inline
 def _tag_of(h: np.uint64) -> np.uint32:
-    """Return the 28 bits of a hash that an entry stores. The upper half of the hash selects the set."""
+    """Return the 28 bits of a hash that an entry stores: bits 4 to 31.
+
+    Bits 32 to 63 select the set. The lowest four bits of an entry hold the event.
+    """
     return np.uint32(h & np.uint64(0xFFFFFFF0))
 
 

@@ -113,9 +113,11 @@ class OnCompute:
         """Store the missing blocks of an offer; return the number of stored blocks, or a negative error.
 
         Args:
-            ctx, new, kept: as for `kernels.prepare_store`.
-            enters: the argument `admitted` of `kernels.prepare_store`. 0: the policy may refuse blocks.
-            admitted: True: the admission rule must accept all blocks.
+            ctx: the request.
+            new: the offer. The method fills in the slots and victims.
+            kept: receives the offered blocks that are already in RAM, if the tier is a victim tier.
+            enters: argument `admitted` of `kernels.prepare_store`. If 0, the policy may refuse blocks.
+            admitted: if True, the admission rule is not asked.
 
         Raises: `PolicyError` when the policy breaks its contract.
         """

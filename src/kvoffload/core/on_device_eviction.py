@@ -21,13 +21,13 @@ from kvoffload.structures.lists import LIST, UNLISTED
 
 
 class OnDeviceEviction(OnCompute):
-    """The mode in which the engine offers blocks when the device drops them, each block independently.
+    """The store mode in which the engine offers a block when the device drops it.
 
-    A block that the device holds again is a *duplicate*: no policy orders it, and its slot is reused first.
+    Blocks are offered independently, not as a prefix. When the device loads a block, the copy in RAM becomes
+    a *duplicate*: it leaves the policy's order, and its slot is reused before any other block is evicted.
     """
 
-    # The policy observes a hit before the load. After the load, the blocks are duplicates, which the policy
-    # does not order.
+    # The policy must see a hit before the load, because the load takes the blocks out of the policy's order.
     one_prefix = False
     follows_device = True
 

@@ -32,19 +32,19 @@ from kvoffload.traces.trace import Trace
 _FORMAT = 2
 """Format of a timed replay in the journal."""
 _SERVER_LATENCY_S = 0.001
-"""Assumed latency of a read or write, without the transfer of its bytes: a round trip and the server's
-work."""
+"""Assumed time of a read or write in addition to the transfer of its bytes: a round trip and the work of the
+server."""
 
 
 class InTime(msgspec.Struct, frozen=True, kw_only=True):
-    """Timed replays of the busiest engine, or of all engines if they share servers or RAM.
+    """Timed replays of the busiest engine or, if engines share servers or RAM, of all engines.
 
     Attributes:
         machine: the engine's machine with the source of each number. The machine's disk stands for the
             purchased SSDs, or for the connection to the servers.
         engines: number of engines that get requests.
         all_engines: True if all engines were timed together.
-        requests: requests of the timed engines.
+        requests: number of requests of the timed engines.
         max_running, step_tokens, load: as in `Timing`; `load` is the fleet's scale.
         with_offload: the run with the recommended purchase.
         without: the run with the GPUs alone. Equal to `with_offload` if nothing is purchased.
@@ -76,9 +76,10 @@ class Clock:
     """Timed replays of a plan's rows, cached in memory and in the journal.
 
     The engine with the most block references is timed. For a row with servers or shared RAM, all engines are
-    timed together. Shared RAM is timed only if there is a single host. Queues depend on the arrival rate.
-    Timed replays therefore multiply the arrival rate of sessions by the fleet's `scale`, and do not scale the
-    caches down.
+    timed together. Shared RAM is timed only if there is a single host.
+
+    Untimed replays divide the sizes of caches by the fleet's `scale`. Timed replays instead multiply the
+    arrival rate of sessions by `scale`, because queues depend on the arrival rate.
 
     Args:
         machine: machine of one engine, without purchases (`Fleet.machine`).
@@ -118,7 +119,7 @@ class Clock:
         """Return the timed replay of a row. A row without a purchase is replayed on the GPUs alone.
 
         Args:
-            later: number of timed replays that the caller expects to follow. Used for the progress.
+            later: number of timed replays that the caller expects after this one, for the progress.
             of_all: True to time all engines, even if they share neither servers nor RAM.
         """
         of_all |= _shares(row)
@@ -187,7 +188,7 @@ class Clock:
         )
 
     def _trace_of(self, of_all: bool) -> Trace:
-        """Return the requests of all engines, or of the busiest engine."""
+        """Return the requests of all engines if `of_all` is True, else of the busiest engine."""
         if not of_all:
             return self._trace
         assert self._evidence.whole is not None, "engines share something"
@@ -212,7 +213,7 @@ class Clock:
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
     def timing_of(self, row: PlanRow) -> Timing:
-        """Return the engine's settings, and the machine with the links of a row's drives or servers."""
+        """Return the assumptions of a row's timed replay, with the speeds of the row's drives or servers."""
         machine = self._with_servers(row) if row.servers else self._with_drives(row.ssd_drives)
         return Timing(machine, self._fleet.block_bytes, load=self._fleet.scale)
 
@@ -270,7 +271,7 @@ def clock_of(
 
 
 def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
-    """List the assumptions of timed replays: names, values and sources."""
+    """List the assumptions of timed replays, each as (name, value, source)."""
     machine = timed.machine
     yield "machine", machine.name, f"of an engine, given; model: {machine.model or 'unknown'}"
     for name in QUANTITIES:

@@ -1,6 +1,7 @@
-"""Endurance of SSDs: the savings that are lost if a write budget limits writes to the drives' rating.
+"""Endurance of SSDs: the savings that are lost if a write budget limits writes to the rating of the drives.
 
-Measures rows and computes upper bounds of their savings. The search is in `plan.search`.
+The rating is the number of drive writes per day that a drive is made for. Measures rows and computes upper
+bounds of their savings. The search is in `plan.search`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from kvoffload.tiers.write_budget import DAY_S
 class Endurance(msgspec.Struct, frozen=True, kw_only=True):
     """Savings that one purchase with SSDs loses because writes are limited to the drives' rating.
 
+    All savings are shares of the prefill.
+
     Attributes:
-        row: the row with a write budget at the rating.
-        budget_bytes_a_day: bytes per day that the budgets of all engines allow.
-        unlimited: share of the prefill that the purchase would save if SSDs did not wear out.
-        unlimited_writes_a_day: drive writes per day that the savings `unlimited` would need.
+        row: the row with a write budget equal to the rating.
+        budget_bytes_a_day: bytes per day that the write budgets of all engines allow together.
+        unlimited: savings of the purchase if SSDs did not wear out.
+        unlimited_writes_a_day: drive writes per day that this would take.
         cost: `unlimited` minus the savings of `row`.
-        bound: upper bound of the savings with this RAM and write budget. No policy or rule exceeds the bound,
-            even if it knows the future (`replay.write_bound`).
+        bound: upper bound of the savings with this RAM and write budget. No policy or admission rule exceeds
+            the bound, even if it knows the future (`replay.write_bound`).
         of_bound: gain of `row` over the GPUs alone, divided by the gain of `bound` over the GPUs alone.
         ram_alone: savings of the same RAM without SSDs.
         oracle: savings if an oracle chose the blocks to write to SSDs. RAM is assumed to have the same hits
@@ -54,8 +57,9 @@ class Endurance(msgspec.Struct, frozen=True, kw_only=True):
 def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
-    Returns the chosen row if it has a write budget. Otherwise finds the purchase that would save most if SSDs
-    did not wear out, and returns its best row. If no SSDs wear out, returns the row that saves most.
+    - The chosen row, if it has a write budget.
+    - Else the best row of the purchase that would save most if SSDs did not wear out.
+    - If no row wears SSDs out: the row that saves most.
     """
     if chosen.row.ssd_write_budget:
         return chosen
@@ -87,7 +91,7 @@ class _Limits(NamedTuple):
 
 
 def _limits_of(row: PlanRow, fleet: Fleet, evidence: Evidence) -> _Limits:
-    """Compute the limits of a row with a write budget. The hits of all replicas are added up."""
+    """Compute the limits of a row with a write budget, from the hits of all replicas together."""
     cell = Cell(row.purchase, row.setup)
     per_day = cell.max_writes_per_day(fleet)
     assert per_day is not None, "the row has a write budget"
@@ -112,10 +116,10 @@ def endurance_of(
     evidence: Evidence,
     measure: Callable[[Cell], Measured],
 ) -> tuple[Endurance | None, list[Measured]]:
-    """Compute the savings lost through the rating. Also returns the rows measured for this computation.
+    """Compute the savings that are lost because of the rating. Also returns the rows measured for this.
 
-    Returns None and no rows if no feasible row has a write budget. Cost: at most one measurement; also, for
-    each replica, one replay without SSDs and one bound.
+    Returns (None, no rows) if no feasible row has a write budget. Cost: at most one measurement, and for each
+    replica one replay without SSDs and one upper bound.
     """
     limited = budgeted_row(rows, chosen)
     if limited is None:
@@ -146,5 +150,8 @@ def endurance_of(
 
 
 def _share(saved: float, most: float, start: float) -> float:
-    """Return the gain over `start` as a share of the largest gain; 1 if nothing can be gained."""
+    """Return the gain ``saved - start`` divided by the largest gain ``most - start``.
+
+    Returns 1 if nothing can be gained.
+    """
     return (saved - start) / (most - start) if most > start else 1.0

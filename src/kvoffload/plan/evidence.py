@@ -1,6 +1,6 @@
 """Facts about a recording, before any purchase: rates, the ceiling of savings, and hits of the GPUs.
 
-Adds up the hits of all replicas. Replays nothing.
+Numbers are sums over all replicas. Replays nothing.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ class Evidence:
         assumed: assumptions of the conversion that made the trace; empty if there are none.
         traces: a trace for each replica. Replicas without block references are left out.
         whole: the trace of all replicas together; None unless replicas may share servers or RAM.
-        requests, block_refs, tokens: totals of all replicas; tokens of full blocks only.
+        requests, block_refs: number of requests and of block references of all replicas.
+        tokens: number of prompt tokens in full blocks.
         share_outside_blocks: share of the prompt tokens that are in no whole block; None if unknown.
         warnings: faults of the recording that change the answer.
         time_unit: as in `Trace`; empty if ms are assumed.
         duration_s: time from the first arrival to the last; 0 if the recording has no times.
-        busy: references per second in the busiest minute, divided by the mean over the recording.
+        busy: block references per second in the busiest minute, divided by the mean over the recording.
         footprint_blocks: the largest number of unique blocks that one replica has.
         ceiling_hits: block references that unlimited caches would serve.
         apart_hits: block references that unlimited caches would serve if replicas shared nothing.
-        refs: block references in each window.
-        window_ends_s: last arrival in each window, in seconds after the first arrival of the recording; empty
-            if the recording has no times.
-        device_hits: block references that the GPUs alone would serve, in each window.
-        draws: resamples of the windows, from which the confidence intervals are computed.
+        refs: for each window, the number of block references.
+        window_ends_s: for each window, the time of its last arrival, in seconds after the first arrival of
+            the recording; empty if the recording has no times.
+        device_hits: for each window, the number of block references that the GPUs alone would serve.
+        draws: random draws of the windows, for the confidence intervals.
     """
 
     name: str
@@ -92,7 +93,10 @@ class Evidence:
         return int(self.device_hits.sum()) / self.block_refs
 
     def per_second(self, blocks: int, fleet: Fleet) -> float | None:
-        """Convert blocks of the whole recording to bytes per second of the fleet; None without times."""
+        """Convert a number of blocks in the whole recording to bytes per second of the fleet.
+
+        Returns None if the recording has no times.
+        """
         return blocks * fleet.block_bytes * fleet.scale / self.duration_s if self.duration_s else None
 
     def gpus_worth(self, share: float, fleet: Fleet) -> float | None:
@@ -102,7 +106,7 @@ class Evidence:
         return share * self.tokens * fleet.scale / self.duration_s / fleet.tokens_per_s
 
     def interval(self, hits: Sums) -> Interval | None:
-        """Compute the interval of a prefix-hit ratio from the hits in each window."""
+        """Compute the interval of a prefix-hit ratio. `hits`: number of hits in each window."""
         return self.draws.ratio(hits)
 
 
@@ -164,7 +168,7 @@ def gather(
 
 
 def together(windows: Sequence[Sums]) -> Sums:
-    """Add the window sums of all replicas, aligned at the first window."""
+    """Add the sums of all replicas, window by window. Replicas may have different numbers of windows."""
     longest = max(map(len, windows))
     padded = (np.pad(sums, (0, longest - len(sums))) for sums in windows)
     total: Sums = sum(padded, np.zeros(longest, np.int64))
@@ -172,7 +176,7 @@ def together(windows: Sequence[Sums]) -> Sums:
 
 
 def _window_ends(shares: Sequence[Trace], count: int) -> tuple[float, ...]:
-    """Compute the last arrival of any replica in each window, in seconds after the first arrival."""
+    """Compute, for each window, the last arrival at any replica, in seconds after the first arrival."""
     first = min(int(share.timestamps_ms.min()) for share in shares)
     latest = np.zeros(count)
     for share in shares:
@@ -183,7 +187,7 @@ def _window_ends(shares: Sequence[Trace], count: int) -> tuple[float, ...]:
 
 
 def _outside_blocks(shares: Sequence[Trace]) -> float | None:
-    """Compute the share of prompt tokens, of all replicas, that are in no whole block; None if unknown."""
+    """Compute the share of the prompt tokens of all replicas that are in no whole block; None if unknown."""
     prompts = [int(share.prompt_tokens.sum()) for share in shares if share.prompt_tokens is not None]
     if len(prompts) < len(shares):
         return None
@@ -191,16 +195,13 @@ def _outside_blocks(shares: Sequence[Trace]) -> float | None:
 
 
 def _pace(shares: Sequence[Trace]) -> tuple[float, float]:
-    """Return the duration in seconds, and the ratio of the busiest minute's traffic to the mean traffic.
-
-    Returns 0 and 1 without times.
-    """
+    """Return `Evidence.duration_s` and `Evidence.busy`; 0 and 1 if the recording has no times."""
     times: npt.NDArray[np.int64] = np.concatenate([share.timestamps_ms for share in shares])
     lengths = np.concatenate([np.diff(share.offsets) for share in shares])
     first, last = int(times.min()), int(times.max())
     if first == last:
         return 0.0, 1.0
-    # Only minutes with requests: a recording may have gaps of weeks.
+    # Only minutes with requests are counted, because a recording may have gaps of weeks.
     _, minute = np.unique((times - first) // _BUSY_MS, return_inverse=True)
     most = float(np.bincount(minute, weights=lengths).max()) / _BUSY_MS
     return (last - first) / 1000, max(1.0, most / (int(lengths.sum()) / (last - first)))

@@ -45,11 +45,12 @@ class Fleet:
         load: concurrent sessions, as a multiple of the concurrent sessions in the recording (`traces.load`).
         scale: requests of the fleet, as a multiple of the requests in the recording. The recording is a
             sample of the fleet's sessions, so replays divide cache sizes by the scale.
-        prefill_tokens_per_s: prefill speed of a GPU; 0: not given.
+        prefill_tokens_per_s: prefill speed of a GPU; 0 if not given.
         prices: prices and hardware.
         machine: speeds of one engine (all its GPUs) and of one drive; None: no timed replays.
         shared_ram: also consider one RAM pool for all engines of a host.
-        gpu_blocks: blocks on the GPUs of an engine, as its log counts them; 0: `kv_bytes_per_gpu` decides.
+        gpu_blocks: number of blocks on the GPUs of an engine, from the engine's log; 0: computed from
+            `kv_bytes_per_gpu`.
 
     Raises: `ConfigError`.
     """
@@ -116,7 +117,7 @@ class Fleet:
 
     @property
     def device_blocks(self) -> int:
-        """Blocks on the GPUs of a replica, divided by the scale."""
+        """Number of blocks on the GPUs of a replica, divided by the scale."""
         if self.gpu_blocks:
             return int(self.gpu_blocks / self.scale)
         return self.blocks(self.gpus * self.kv_bytes_per_gpu)
@@ -146,7 +147,7 @@ class Fleet:
         return purchase.servers * self.prices.server.memory_bytes
 
     def server_blocks(self, purchase: Purchase) -> int:
-        """Blocks on all servers, divided by the scale."""
+        """Number of blocks on all servers, divided by the scale."""
         return int(self.server_bytes(purchase) / (SERVER_BYTES_PER_BYTE * self.block_bytes * self.scale))
 
     def price(self, purchase: Purchase) -> float:
@@ -155,11 +156,11 @@ class Fleet:
         return self.hosts * per_host + purchase.servers * self.prices.server.price
 
     def steps(self, footprint_blocks: int) -> tuple[list[int], list[int]]:
-        """List the module counts and the drive counts per host to try, each in doubling steps.
+        """List the numbers of modules and the numbers of drives per host to try, each in doubling steps.
 
-        Drive counts start with 0. Every other count holds at least one block per replica. The largest count
-        fills the host's slots. RAM beyond the footprint is left out, because a recording cannot show its
-        benefit. Drives beyond the footprint are tried, because more drives wear out later.
+        Numbers of drives start with 0. All other numbers hold at least one block per replica. The largest
+        number fills the host's slots. Modules that could hold more than the footprint are left out, because
+        a recording cannot show their benefit. More drives than that are tried, because they wear out later.
         """
         ram = [self.blocks(self.ram_bytes(Purchase(n, 0))) for n in range(self.prices.ram.slots + 1)]
         ssd = [self.blocks(self.ssd_bytes(Purchase(0, n))) for n in range(self.prices.ssd.slots + 1)]
@@ -167,13 +168,13 @@ class Fleet:
         return _coarse(useful), [0, *_coarse([n for n in range(1, len(ssd)) if ssd[n] >= 1])]
 
     def server_steps(self, unique_blocks: int) -> list[int]:
-        """List server counts to try, in doubling steps, up to the first count that holds all blocks."""
+        """List the numbers of servers to try, in doubling steps, up to the first that holds all blocks."""
         held = [self.server_blocks(Purchase(0, 0, n)) for n in range(self.prices.server.slots + 1)]
         return _coarse([n for n in range(1, len(held)) if held[n] >= 1 and held[n - 1] < unique_blocks])
 
 
 def _coarse(counts: list[int]) -> list[int]:
-    """Select the first count, its doublings, and the last count."""
+    """Return the first count, its doublings below the last count, and the last count."""
     kept = counts[:1]
     while kept and 2 * kept[-1] < counts[-1]:
         kept.append(2 * kept[-1])

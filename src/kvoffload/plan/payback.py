@@ -1,4 +1,4 @@
-"""Worth of a purchase: the GPUs that it replaces, the price of their hours, and the payback time."""
+"""Value of a purchase: the GPUs that it replaces, the price of their hours, and the payback time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from kvoffload.plan.rows import PlanRow
 LIFE_DAYS = 5 * 365
 """Assumed life of hardware, in days. A purchase with a longer payback time does not pay."""
 NO_MORE = 0.0005
-"""Limit for printed shares: smaller shares are printed as 0.0%."""
+"""Smallest share that is not printed as 0.0%."""
 LEAST_GPUS = 0.005
-"""Limit for printed numbers of GPUs: smaller numbers are printed as 0.00."""
+"""Smallest number of GPUs that is not printed as 0.00."""
 
 
 class Payback(msgspec.Struct, frozen=True, kw_only=True):
-    """Worth of a purchase, at the price of a GPU-hour.
+    """Value of a purchase, computed from the price of a GPU-hour.
 
     Attributes:
         gpus: number of GPUs that the purchase replaces (`gpus_saved`).
-        saved_a_year: price of the hours of these GPUs in a year.
-        days: days until the price of these hours equals the price of the purchase. Null if `gpus` is less
-            than `LEAST_GPUS`.
+        saved_a_year: price of a year of these GPUs.
+        days: days until the price of these GPUs' hours equals the price of the purchase. Null if `gpus` is
+            less than `LEAST_GPUS`.
     """
 
     gpus: float

@@ -40,13 +40,13 @@ from kvoffload.sweep.task import TraceSource
 from kvoffload.text import exact_size
 
 _CONFIRMED = 8
-"""Approximate number of rows measured on all sessions after a search on a sample."""
+"""Approximate number of rows that are measured on all sessions after a search on a sample."""
 _BEYOND_BUDGET = 2
 """Purchases that cost up to this multiple of the budget are measured, to show the benefit of more money."""
 
 
 class Assumption(msgspec.Struct, frozen=True):
-    """An assumption with its source. The assumption does not follow from the recording."""
+    """An assumption that does not follow from the recording, with its source."""
 
     name: str
     value: str
@@ -57,8 +57,8 @@ class Window(msgspec.Struct, frozen=True):
     """Savings in one window of the recording: by the recommended row, and by the GPUs alone.
 
     Attributes:
-        until_s: last arrival in the window (`bootstrap.window_sums`), in seconds after the first arrival of
-            the recording; null without times.
+        until_s: time of the last arrival in the window (`bootstrap.window_sums`), in seconds after the first
+            arrival of the recording; null without times.
     """
 
     chosen: float
@@ -89,9 +89,9 @@ class PlanAnswer(msgspec.Struct, frozen=True, kw_only=True):
         one_in: the search used one session in this many, because the recording is long; 1: all sessions.
         sampled: rows of the search on a sample.
         over_time: savings in each window of the recording.
-        payback: worth of the purchase. Null if nothing is purchased, or if the speed of the GPUs, the times
+        payback: value of the purchase. Null if nothing is purchased, or if the speed of the GPUs, the times
             or the price of a GPU-hour is unknown.
-        endurance: savings lost through the rating of SSDs; null if no feasible row has a write budget.
+        endurance: savings lost because of the rating of SSDs; null if no feasible row has a write budget.
         in_time: timed replays. Null without a machine or times, or if the purchase has shared RAM on several
             hosts.
         present: set-up of a running server; null without a server.
@@ -218,7 +218,8 @@ class Plan:
             else:
                 stages.later = Progress(0, _CONFIRMED, 0, _CONFIRMED * evidence.block_refs)
                 small_fleet, sample = self._sample(evidence, one_in)
-                # A smaller sample has a larger share of first requests for prompts that sessions share.
+                # Sessions share prompts, and the first request for such a prompt misses. In a smaller sample
+                # first requests are a larger share.
                 scaled_need = (
                     None if needed is None else needed * sample.ceiling / max(evidence.ceiling, 1e-9)
                 )
@@ -250,11 +251,11 @@ class Plan:
         return (fleet.may_share or fleet.shared_ram) and self.target.ttft_p90_s is None
 
     def _sample(self, evidence: Evidence, one_in: int) -> tuple[Fleet, Evidence]:
-        """Take a sample of sessions; return the fleet, scaled down, and the evidence of the sample."""
+        """Take a sample of sessions. Returns the scaled-down fleet and the evidence of the sample."""
         options: dict[str, Any] = {"seed": self._work.seed, "one_in": one_in, "is_shared": self._may_share}
         fleet = scaled(self.fleet, evidence, gather(self._source, self.fleet, **options))
-        # The sample's GPUs are scaled, too. `busy` comes from the whole recording, because fewer sessions
-        # arrive less evenly.
+        # The evidence of the sample needs the scaled GPUs. `busy` comes from the whole recording, because
+        # fewer sessions arrive less evenly.
         return fleet, replace(gather(self._source, fleet, **options), busy=evidence.busy)
 
     def space(self, evidence: Evidence, fleet: Fleet) -> Space:
@@ -362,7 +363,13 @@ class _Stages:
         self._rows = self._refs = 0
 
     def report(self, now: Progress, rows: int, later: Progress) -> None:
-        """Report the progress `now` of a stage with `rows` rows; `later` is the work after this stage."""
+        """Report the progress of a stage.
+
+        Args:
+            now: progress of the stage.
+            rows: number of rows of the stage.
+            later: work expected after the stage.
+        """
         self._plan.progress = Progress(
             self._rows + now.rows_done,
             self._rows + rows + later.rows + self.later.rows,
@@ -403,12 +410,12 @@ class _Search:
     def confirm(self, sampled: Choice, rows: Sequence[Measured]) -> tuple[list[Measured], Choice]:
         """Measure the full trace near the choice from a sample; returns all measured rows and the choice."""
         space = self._plan.space(self._evidence, self._fleet)
-        # A guess must need no replay, and waits are known only from replays.
+        # With a limit for waits there is no guess, because waits are known only from replays.
         guess = None if self._plan.target.ttft_p90_s is not None else self._choose
         return confirm(space, self._measure, self._choose, self.begin, sampled, rows, guess)
 
     def endurance(self, rows: Sequence[Measured], choice: Choice) -> tuple[Endurance | None, list[Measured]]:
-        """Compute the savings lost through the rating of SSDs. Also returns the rows measured for this."""
+        """Compute the savings lost because of the rating of SSDs. Also returns the rows measured for this."""
         return endurance_of(
             rows, choice.chosen, self._fleet, self._evidence, lambda cell: self._measure([cell], 0)[0]
         )
@@ -427,7 +434,7 @@ class _Search:
         expected = Progress(0, later, 0, later * evidence.block_refs)
 
         def report(now: Progress) -> None:
-            # A cell with servers or shared RAM is one replay; other cells are one replay per replica.
+            # `points` has one replay for a cell with servers or shared RAM, else one replay per replica.
             done = now.rows_done * len(cells) // max(1, len(points))
             self._stages.report(replace(now, rows_done=done), len(cells), expected)
 

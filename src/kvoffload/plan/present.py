@@ -63,7 +63,7 @@ class PresentRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Present:
-    """A server with its set-up; sizes are blocks of one engine. `ssd_blocks` is 0 without a tier."""
+    """A server with its set-up. Sizes are in blocks of one engine; `ssd_blocks` is 0 without a tier."""
 
     server: Served
     setup: Setup
@@ -183,9 +183,10 @@ def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) 
 
 
 def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
-    """Return the blocks on the GPUs of an engine, as the server reports them, or else as the plan has them.
+    """Return the number of blocks on the GPUs of an engine: the server's number or, without it, the plan's.
 
-    vLLM reserves a block, so the plan's size may be one block larger. Raises `ConfigError` for other sizes.
+    The plan's number may be larger by one, because vLLM reserves a block. Raises `ConfigError` if the two
+    numbers differ otherwise.
     """
     tokens, planned = server.device_blocks * server.device_block_tokens, fleet.device_blocks * block_tokens
     if not tokens:
@@ -198,12 +199,12 @@ def _device_blocks(server: Served, fleet: Fleet, block_tokens: int) -> int:
 
 
 def _policy(server: Served, policies: Sequence[str]) -> str:
-    """Return the only policy of the list that the server may have. Raises `ConfigError`."""
+    """Return the policy in `policies` that the server has. Raises `ConfigError` if it is not the only one."""
     if server.policies:
         matching = [policy for policy in policies if policy_class(policy).name in server.policies]
         shown = ", ".join(server.policies)
     else:
-        # Without an own `stats` a policy reports no state.
+        # The server reports no state of its policy, so the policy is one without a `stats` of its own.
         matching = [policy for policy in policies if policy_class(policy).stats is EvictionPolicy.stats]
         shown = "a policy without a reported state, such as lru"
     if len(matching) != 1 or len(server.policies) > 1:

@@ -27,7 +27,7 @@ class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Ram(_Part, frozen=True, kw_only=True):
-    """RAM modules for blocks. `slots`: most modules per host, in addition to the host's own RAM."""
+    """RAM modules for blocks. `slots`: largest number of modules per host, besides the host's own RAM."""
 
     module: str = "64GiB"
     price: _NotNegative = 640.0
@@ -39,7 +39,7 @@ class Ram(_Part, frozen=True, kw_only=True):
 
 
 class Ssd(_Part, frozen=True, kw_only=True):
-    """SSD drives. `slots`: most drives per host; 0: no SSDs.
+    """SSD drives. `slots`: largest number of drives per host; 0: no SSDs.
 
     A drive is rated for `writes_per_day`, a multiple of its capacity, during `life_years`. A purchase must
     not wear a drive out earlier.
@@ -67,10 +67,13 @@ class Ssd(_Part, frozen=True, kw_only=True):
 
 
 class Server(_Part, frozen=True, kw_only=True):
-    """Servers of a Valkey cluster that all engines share. `slots`: most servers for the fleet; 0: no servers.
+    """Servers of a Valkey cluster that all engines share.
 
-    `memory` is ``maxmemory``. `link_per_s` and `host_link_per_s` are the network bandwidths of a server and
-    of an engine's host, in each direction.
+    Attributes:
+        memory: ``maxmemory`` of a server.
+        link_per_s: network bandwidth of a server, in each direction.
+        host_link_per_s: network bandwidth of an engine's host, in each direction.
+        slots: largest number of servers for the fleet; 0: no servers.
     """
 
     memory: str = "460GiB"

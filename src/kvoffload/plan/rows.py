@@ -1,4 +1,4 @@
-"""Rows of a plan. A row has a purchase, its setup, savings and price, and the limits that it exceeds.
+"""Rows of a plan. A row is a purchase with its setup, savings and price, and the limits that it exceeds.
 
 Defines the columns and the hardware limits. Measurements are replays, as in a sweep.
 """
@@ -33,9 +33,11 @@ SERVER_POLICY = "lru"
 class Setup:
     """Store mode, policies and admission rules of a purchase.
 
-    `ssd_policy` and `ssd_admission` are empty without SSDs. `server_admission` is empty without servers.
-    `ssd_write_budget`: drive writes per day to which the SSD tier limits itself; 0: no limit. `shared_ram`:
-    the engines of a host share one RAM pool; without SSDs only.
+    Attributes:
+        ssd_policy, ssd_admission: policy and rule of the SSDs; empty without SSDs.
+        server_admission: rule of the servers; empty without servers.
+        ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
+        shared_ram: True if the engines of a host share one RAM pool. Without SSDs only.
     """
 
     store: str
@@ -62,29 +64,29 @@ class Setup:
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Output line of a purchase with one setup. Shares are of the prefill, in block references.
+    """Output line of a purchase with one setup. Savings are shares of the prefill, in block references.
 
     Attributes:
-        ram_modules, ssd_drives: numbers per host.
+        ram_modules, ssd_drives: number of RAM modules and of SSDs per host.
         servers: number of servers of the fleet.
-        ram_bytes, ssd_bytes, server_bytes, price: totals of all hosts and servers.
+        ram_bytes, ssd_bytes, server_bytes, price: totals over all hosts and servers.
         store, policy, admission: setup of RAM; empty for the row without a purchase.
         ssd_policy, ssd_admission, server_admission: setup of SSDs and servers; empty without them.
         ssd_write_budget: drive writes per day to which the SSD tier limits itself; 0: no limit.
         shared_ram: True if the engines of a host share one RAM pool. The pool has `ram_blocks` for each
             engine.
-        device_blocks, ram_blocks, ssd_blocks: blocks of each replica, as replayed.
-        server_blocks: blocks on all servers.
+        device_blocks, ram_blocks, ssd_blocks: capacity of each replica in blocks, as replayed.
+        server_blocks: capacity of all servers in blocks, as replayed.
         saved: share of the prefill that is saved (prefix-hit ratio).
         saved_low, saved_high, correlation: interval of `saved` (`bootstrap.Interval`); null for too few
             requests.
         by_gpus, by_ram, by_ssds, by_servers: savings by place; they add up to `saved`.
         of_ceiling: `saved` divided by the savings of unlimited caches; null if unlimited caches save nothing.
         optimum: upper bound of `saved` for any policy; with servers, the savings of unlimited caches.
-        gpus_worth: GPUs that would compute the savings of the purchase; null without speeds or times.
+        gpus_worth: number of GPUs that would compute what the purchase saves; null without speeds or times.
         gpu_hours_a_day: `gpus_worth` in GPU-hours per day.
         ram_write_bytes_per_s, load_bytes_per_s, ssd_write_bytes_per_s, ssd_read_bytes_per_s,
-            server_write_bytes_per_s, server_read_bytes_per_s: mean rates; null without times.
+            server_write_bytes_per_s, server_read_bytes_per_s: mean rates of the fleet; null without times.
         busy: traffic of the busiest minute, divided by the mean traffic.
         drive_writes_a_day: bytes written to a drive per day, as a multiple of the drive's capacity; null
             without SSDs.
@@ -164,7 +166,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Measured:
-    """A row, and the hits in each window, from which intervals of differences are computed."""
+    """A row, and its number of hits in each window, from which intervals of differences are computed."""
 
     row: PlanRow
     hits: Sums
@@ -183,7 +185,7 @@ class Cell:
         Replicas without requests are left out.
         """
         setup = self.setup
-        # Capacity beyond all unique blocks makes no difference.
+        # Capacity for more than all unique blocks makes no difference.
         if self.purchase.servers:
             assert evidence.whole is not None, "servers need a shared trace"
             blocks = min(fleet.server_blocks(self.purchase), evidence.whole.unique_blocks)
@@ -233,7 +235,10 @@ class Cell:
         return Point(trace, config, str(config.capacity_blocks), str(config.device_blocks))
 
     def window_hits(self, measurements: Sequence[Measurement]) -> Sums:
-        """Add up the replicas' hits in each window. `measurements` are the results of `points`, in order."""
+        """Return the number of hits of all replicas in each window.
+
+        `measurements`: the measurement of each point of `points`.
+        """
         if self.purchase.servers or self.setup.shared_ram:
             return together([np.array(hits, np.int64) for hits in measurements[0].instance_window_hits])
         return together([np.array(measurement.window_hits, np.int64) for measurement in measurements])
@@ -318,7 +323,7 @@ def _measured(
 
 
 class Limit(NamedTuple):
-    """An exceeded limit: its short name, and the numbers in words."""
+    """An exceeded limit: its short name, and a sentence with the numbers."""
 
     name: str
     text: str
@@ -360,7 +365,7 @@ def limits(row: PlanRow, fleet: Fleet, budget: float | None = None) -> list[Limi
 
 
 def _network(row: PlanRow, fleet: Fleet) -> list[Limit]:
-    """List the network limits that a row exceeds: of the servers, and of the hosts."""
+    """List the network limits of the servers and of the hosts that a row exceeds."""
     server = fleet.prices.server
     if row.server_write_bytes_per_s is None or row.server_read_bytes_per_s is None:
         return [

@@ -19,13 +19,13 @@ from kvoffload.traces.statistics import turns
 ENOUGH_REQUESTS = 10_000
 """Approximate number of requests in a sample."""
 ENOUGH_SESSIONS, ENOUGH_LONG_SESSIONS = 500, 200
-"""Fewest sessions in a representative sample. First value: short sessions. Second value: long sessions."""
+"""Fewest sessions in a representative sample, if sessions are short and if they are long."""
 LONG_SESSION = 20
 """Sessions count as long if their mean number of requests exceeds this value. Sessions of agents are long. In
 a sample of half of 454 such sessions, hit ratios were up to 1.7 points too low."""
 ENOUGH_ON_DEVICE = 2
-"""After scaling, the GPUs of an engine must hold this number of requests of mean length. A sample has fewer
-requests, but they are not shorter."""
+"""The scaled-down GPUs of an engine must hold at least this number of requests of mean length, because the
+requests of a sample are as long as those of the recording."""
 _MOST = 10_000
 
 
@@ -47,5 +47,5 @@ def sessions_in(source: TraceSource, evidence: Evidence, fleet: Fleet) -> int:
 
 
 def scaled(fleet: Fleet, evidence: Evidence, sample: Evidence) -> Fleet:
-    """Return the fleet with scaled caches, in proportion to the sample's share of the block references."""
+    """Return the fleet with caches scaled down to the sample's share of the block references."""
     return replace(fleet, scale=fleet.scale * evidence.block_refs / sample.block_refs)

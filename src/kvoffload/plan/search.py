@@ -19,10 +19,10 @@ from kvoffload.plan.rows import Cell, Measured, Setup
 from kvoffload.plan.targets import Choice, Difference, beside, other_ram
 
 KEPT = 2
-"""Number of setups that are measured at all coarse purchases. Applies to RAM alone, and to each kind of tier
-behind RAM."""
+"""Number of setups that are measured at all coarse purchases: this many for RAM alone, and this many for each
+kind of tier behind RAM."""
 _ROUNDS = 4
-"""Rounds of bisection around the answer; twice as many after a search on a sample."""
+"""Number of rounds of bisection around the answer; twice as many after a search on a sample."""
 
 Measure = Callable[[Sequence[Cell], int], "list[Measured]"]
 """Function that measures cells. Its second argument is the number of later cells, for the progress."""
@@ -35,8 +35,8 @@ class TierAxis:
     """One kind of tier behind RAM, as an axis of the search.
 
     Attributes:
-        axis: field of a purchase.
-        counts: numbers to try, ascending, without 0 (`Fleet.steps`, `Fleet.server_steps`).
+        axis: field of `Purchase` with the number of drives or servers.
+        counts: numbers of drives or servers to try, ascending, without 0.
         setups: setups of RAM with this kind of tier behind it.
         within_rating: called with a setup that exceeds the rated writes of the SSDs. Returns setups with a
             write budget to replace this setup.
@@ -132,7 +132,7 @@ def search(
     pairs = sum(len(axis.setups) * len(axis.counts) for axis in space.tiers)
     expected = pairs * (KEPT + 1) // len(space.setups) + KEPT * len(coarse)
     table.measure(space.cells(space.sample, space.setups), expected)
-    # Both kinds are kept, because the answer compares them.
+    # Setups with separate RAM and with shared RAM are both kept, because the answer compares them.
     apart = [setup for setup in space.setups if not setup.shared_ram]
     pools = [setup for setup in space.setups if setup.shared_ram]
     kept = _kept(rows, apart, difference)
@@ -224,7 +224,7 @@ def _cells_of(rows: Iterable[Measured | None]) -> list[Cell]:
 
 
 class _Table:
-    """Rows by cell, each measured once."""
+    """The measured rows, by cell. Each cell is measured once."""
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
@@ -343,9 +343,9 @@ def _are_equal(rows: dict[Cell, Measured], setup: Setup, other: Setup) -> bool:
 
 
 def _extreme_writer(rows: dict[Cell, Measured], extreme: Callable[..., Setup]) -> list[Setup]:
-    """Return a list with the setup that writes least (`min`) or most (`max`) to RAM.
+    """Return a list with the setup that writes least (`extreme` is `min`) or most (`max`) to RAM.
 
-    This setup also writes least or most to lower tiers. The list is empty without rows.
+    This setup also writes least or most to the tiers behind RAM. The list is empty without rows.
     """
     written: dict[Setup, float] = {}
     for cell, measured in rows.items():

@@ -20,7 +20,7 @@ ABOUT = 1.1
 """Two prices are about the same if the higher price is at most this multiple of the lower price."""
 
 Difference = Callable[[Measured, Measured], "Interval | None"]
-"""Function of a row and a baseline. Returns the paired interval of the difference of their savings."""
+"""Function that returns the paired interval of a row's savings minus the savings of a baseline."""
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
     """List the best feasible row of each purchase, cheapest purchase first.
 
     Args:
-        feasible_first: True to list the best infeasible row of a purchase that has no feasible row. False to
-            leave the purchase out.
+        feasible_first: for a purchase without a feasible row: True lists its best infeasible row, False
+            leaves the purchase out.
     """
     best: dict[Purchase, Measured] = {}
     for measured in rows:
@@ -147,7 +147,7 @@ def best_of_each(rows: Sequence[Measured], *, feasible_first: bool = False) -> l
 
 
 def _rank(measured: Measured) -> tuple[bool, float, bool]:
-    """Rank a row: feasible first, then by savings. LRU wins ties, because LRU is simple."""
+    """Sort key of a row. Feasible rows rank first, then more savings, then LRU, because LRU is simple."""
     row = measured.row
     return row.feasible, row.saved, (row.policy, row.admission) == (YARDSTICK, "all")
 
@@ -177,7 +177,7 @@ def beside(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
 
 
 def other_ram(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
-    """Find the best feasible row of the same purchase with pools instead of separate RAM, or vice versa."""
+    """Find the best feasible row of the same purchase with the other kind of RAM: shared or separate."""
     rivals = [
         measured
         for measured in rows
@@ -197,7 +197,7 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
     Args:
         rows: measured rows, including the row without a purchase.
-        difference: paired interval of a row's savings minus the baseline's.
+        difference: returns the paired interval of a row's savings minus the savings of a baseline.
     """
     ladder = frontier(rows)
     most, outcome = ladder[-1], Outcome.BUY
@@ -219,5 +219,5 @@ def choose(rows: Sequence[Measured], needed: float | None, difference: Differenc
 
 
 def _alike(lead: Interval | None) -> bool:
-    """Return True if the interval of a lead is not above 0; False without an interval."""
+    """Return True if a lead is not significantly above 0. False without an interval."""
     return lead is not None and lead.low <= 0

@@ -32,7 +32,7 @@ def choose_by_wait(rows: Sequence[Measured], most_s: float, clock: Clock) -> Cho
     """
     limit = _Limit(most_s, clock)
     best_savings, purchases = frontier(rows), best_of_each(rows)
-    limit.wait_s(purchases[0], later=1)  # the row without a purchase
+    limit.wait_s(purchases[0], later=1)  # times the row without a purchase
     chosen: Measured | None = None
     smaller: Measured | None = None
     for drives in sorted({measured.row.ssd_drives for measured in purchases}):

@@ -28,7 +28,7 @@ from kvoffload.text import duration, interval, outside_blocks, percent, size
 
 _A_DAY_S = 86_400
 PLACEHOLDERS = "replace paths and addresses by yours"
-"""Heading of vLLM's flag. The flag has placeholders."""
+"""Heading of vLLM's flag, in which paths and addresses are placeholders."""
 _STORES = {
     ON_COMPUTE: "RAM takes each block when it is computed",
     ON_DEVICE_EVICTION: "RAM takes the blocks that the GPUs drop",
@@ -69,7 +69,7 @@ def answer(findings: Findings) -> list[Section]:
 
 
 def _explained(groups: Iterable[list[str]]) -> Iterator[list[str]]:
-    """Yield the groups of sentences, with an explanation at the first occurrence of each certainty."""
+    """Yield the groups of sentences. Each certainty is explained where it occurs first."""
     unexplained = dict(_CERTAINTIES)
     for sentences in groups:
         shown = list[str]()
@@ -114,7 +114,7 @@ def _limits(findings: Findings) -> list[str]:
 
 
 def _by_ram(row: PlanRow) -> monotone.Measured:
-    """Return the saving of a row as a point of its configuration's curve over RAM."""
+    """Return the savings of a row with its amount of RAM, for comparison with other amounts of RAM."""
     name = str(row.setup)
     name += f", {_several(row.ssd_drives, 'drive')} in a host" if row.ssd_drives else ""
     name += f", {_several(row.servers, 'server')}" if row.servers else ""
@@ -183,7 +183,7 @@ def _saving(row: PlanRow, timed: InTime | None) -> str:
 
 
 def _payback(findings: Findings) -> list[str]:
-    """Weigh the price of the purchase against the price of the GPU-hours that it saves."""
+    """Compare the price of the purchase with the price of the GPU-hours that it saves."""
     payback, currency = payback_of(findings), findings.currency
     if payback is None:
         return []
@@ -343,10 +343,10 @@ def _first_tokens(timed: InTime, row: PlanRow) -> list[str]:
     run, without = timed.with_offload, timed.without
     where = f", on the busiest of {timed.engines:,} engines" if timed.is_one_of_several else ""
     if run.is_overloaded:
-        # A wait in a queue without end is the length of the recording, not a property of the machine.
+        # In an endless queue, waits depend on the length of the recording, not on the machine.
         return [f"Times to first token grow without end{where}."]
     waiting, loading = shares(run)
-    # A request stays in the queue while SSDs or servers are read for it.
+    # The queue includes reads, because a request stays in the queue while SSDs or servers are read for it.
     queue = "in the queue"
     queue += " or for SSDs" if row.ssd_drives else " or for servers" if row.servers else ""
     split = f"Of the mean, {waiting} is waiting {queue} and {loading} loading"
@@ -375,13 +375,16 @@ def _hits(timed: InTime, row: PlanRow) -> list[str]:
 
 
 def ttft(run: TimedOutcome) -> list[tuple[str, float]]:
-    """List names and seconds of the time to first token, the most important first."""
+    """List the mean and percentiles of the time to first token, each as (name, seconds).
+
+    The most important is first.
+    """
     ttft_s = run.ttft_s
     return [("p90", ttft_s.p90), ("mean", ttft_s.mean), ("p50", ttft_s.p50), ("p99", ttft_s.p99)]
 
 
 def shares(run: TimedOutcome) -> tuple[str, str]:
-    """Return two shares of the mean time to first token, as text: waiting in the queue, and loading."""
+    """Return the shares of waiting and of loading in the mean time to first token, as text."""
     mean = run.ttft_s.mean or 1.0
     return percent(run.waiting_s.mean / mean, 0), percent(run.loading_s.mean / mean, 0)
 
@@ -569,7 +572,7 @@ def _open_sizes(findings: Findings) -> list[str]:
 
 
 def _open_waits(findings: Findings) -> list[str]:
-    """List open questions about waits."""
+    """List the questions about waits that the plan leaves open."""
     fleet, in_time, target = findings.fleet, findings.in_time, findings.target
     sentences = list[str]()
     if fleet.machine is None:

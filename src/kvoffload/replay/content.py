@@ -38,9 +38,10 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
     """Write the content of ``keys[i]`` to ``out[rows[i]]``.
 
     Args:
-        out: ``(num_blocks, block_bytes)`` uint8, C-contiguous, writeable. Its address and `block_bytes` are
-            multiples of 8.
-        rows: ``(len(keys),)``.
+        keys: keys of the blocks to write.
+        out: uint8 array of shape ``(num_blocks, block_bytes)``, C-contiguous and writeable. Its address and
+            `block_bytes` are multiples of 8.
+        rows: for each key, the row of its block in `out`; shape ``(len(keys),)``.
 
     Cost: memory speed. Thread: any; releases the GIL. Raises: `IndexError` that names the first row out
     of range, `ValueError` for an unsuitable array. After an error nothing has been written.
@@ -52,7 +53,7 @@ def fill(keys: Keys, out: Blocks, rows: Rows) -> None:
 
 
 def matches(keys: Keys, data: Blocks, rows: Rows) -> Mask:
-    """Compare ``data[rows[i]]`` with the content of ``keys[i]``; returns ``(len(keys),)`` bool.
+    """Compare ``data[rows[i]]`` with the content of ``keys[i]``. Returns a bool for each key: True if equal.
 
     Arguments, cost, thread and errors as for `fill`; makes no copy.
     """

@@ -47,15 +47,15 @@ class DataPlane:
         return self._injection.injected if self._injection else 0
 
     def load(self, plan: LoadPlan) -> npt.NDArray[np.bool_]:
-        """Copy a plan's blocks to the device and check their bytes; return a mask of the sound blocks.
+        """Copy a plan's blocks to the device and compare their bytes with the expected contents.
 
-        A block is sound if its checksum in the tier was correct.
+        Returns a mask: True for each block whose checksum in the tier was correct.
         """
         start = time.thread_time()
         sound = np.empty(len(plan.slots), np.bool_)
         for piece, rows in self._pieces(len(plan.slots)):
             keys = plan.keys[piece]
-            # Bytes of an earlier request on the device must not be taken for the result of this read.
+            # Zeroed, so that a block which is not copied cannot pass the check with bytes of an earlier read.
             self._device[rows] = 0
             sound[piece] = self.ram.read(keys, plan.slots[piece], self._device, rows)
             equal = content.matches(keys, self._device, rows)
@@ -66,7 +66,7 @@ class DataPlane:
         return sound
 
     def store(self, plan: StorePlan) -> None:
-        """Fill the device with a plan's blocks and copy them to the tier."""
+        """Write the contents of a plan's blocks to the device, and copy the blocks to the tier."""
         start = time.thread_time()
         for piece, rows in self._pieces(len(plan.slots)):
             keys: Keys = plan.keys[piece]

@@ -1,6 +1,6 @@
 """Decision log of a replay: a text with the manager's decisions, for comparison by `diff` or `sha256sum`.
 
-A line has the request's position in the trace, a kind of decision, and numbers of blocks or ids of blocks.
+A line has the request's position in the trace and a kind of decision, then counts of blocks or block ids.
 The lines of a request are in the order of its decisions::
 
     17 hit 3 12          the device served 3 blocks, RAM and lower tiers the next 12
@@ -36,7 +36,7 @@ _FULL = -1
 
 
 class _Lines(Struct):
-    """Buffer of lines that are not yet hashed; its first `used` bytes are filled."""
+    """Buffer of text that is not hashed yet; its first `used` bytes are filled."""
 
     buffer: U8Array
     used: int
@@ -89,11 +89,11 @@ class DecisionLog:
 
 @inline
 def _put(out: npt.NDArray[np.uint8], at: int, number: int) -> int:
-    """Write a number; returns the position behind it."""
+    """Write the digits of `number` to `out`, from position `at`. Returns the position after the digits."""
     if number < 0:
         out[at] = 45
         at += 1
-    # Also right for the smallest integer, which has no positive twin.
+    # Converted to unsigned, because the smallest int64 has no positive counterpart in int64.
     rest = np.uint64(-number) if number < 0 else np.uint64(number)
     digits = 1
     power = np.uint64(10)
@@ -108,7 +108,7 @@ def _put(out: npt.NDArray[np.uint8], at: int, number: int) -> int:
 
 @inline
 def _begin(out: npt.NDArray[np.uint8], at: int, request: int, kind: bytes) -> int:
-    """Write ``"{request} {kind}"``."""
+    """Write ``"{request} {kind}"`` to `out`, from position `at`. Returns the position after it."""
     at = _put(out, at, request)
     out[at] = 32
     at += 1

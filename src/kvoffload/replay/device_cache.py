@@ -21,15 +21,14 @@ _Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class DeviceRun:
-    """Hits and drops of the device caches of one or more engines. References are positions in `Trace.refs`.
+    """Hits of the device caches of one or more engines, and blocks that the devices dropped.
 
     Attributes:
-        served: shape ``(requests,)``; number of leading blocks of each request that its engine's device
-            served.
-        dropped: last reference of each dropped block, in the order of the drops. A block that never entered
-            for lack of room counts as dropped.
-        offsets: shape ``(requests + 1,)``; request `i` caused the drops
-            ``dropped[offsets[i]:offsets[i + 1]]``.
+        served: for each request, the number of its leading blocks that its engine's device served.
+        dropped: for each drop of a block, in order, the index in `Trace.refs` of the block's last use before
+            the drop. A block that never entered for lack of room counts as dropped.
+        offsets: start in `dropped` of the drops that each request caused, shape ``(requests + 1,)``. Request
+            `i` caused the drops ``dropped[offsets[i]:offsets[i + 1]]``.
     """
 
     served: _Int64s
@@ -54,7 +53,7 @@ def run_devices(trace: Trace, device_blocks: int, engine_of: npt.NDArray[np.int3
     """Run the device caches of several engines, each with `device_blocks` blocks and its own requests.
 
     Args:
-        engine_of: shape ``(requests,)``; engine of each request, 0 or more. None: one engine.
+        engine_of: number of each request's engine, from 0; None: one engine serves all requests.
 
     Cost: as for `run_device`, and O(unique blocks) for each engine.
     """
@@ -94,7 +93,7 @@ class Device:
     """Device cache of a replay, advanced one request at a time.
 
     Args:
-        run: the run of the device. With a run of several engines' devices, only `served` may be called.
+        run: result of `run_device`. If it covers several engines' devices, only `served` may be called.
     """
 
     def __init__(self, trace: Trace, run: DeviceRun) -> None:
@@ -113,7 +112,7 @@ class Device:
         return self._served[request]
 
     def serve(self, request: int) -> npt.NDArray[np.int32]:
-        """Advance by the next request. Returns the evicted blocks, warmest first.
+        """Advance by the next request. Returns the codes of the evicted blocks, warmest first.
 
         Blocks that never entered for lack of room are not returned.
         """

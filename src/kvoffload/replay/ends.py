@@ -20,7 +20,7 @@ End = tuple[int, RequestContext]
 
 
 DecodeSpeed: TypeAlias = NotNegative
-"""Tokens per second. 0: a request ends as soon as it is served."""
+"""Generated tokens per second of each request. 0: a request ends as soon as it is served."""
 
 
 class EndsAtOnce:
@@ -33,7 +33,7 @@ class EndsAtOnce:
     are_late: ClassVar[bool] = False
 
     def due(self, request: int) -> Iterable[End]:
-        """Return the requests that end before this request arrives, in the order of their ends."""
+        """Return the requests that end before request `request` arrives, in the order of their ends."""
         return ()
 
     def served(self, request: int, ctx: RequestContext) -> Iterable[End]:
@@ -41,7 +41,7 @@ class EndsAtOnce:
         return ((request, ctx),)
 
     def rest(self) -> Iterable[End]:
-        """Return the requests that have not ended yet."""
+        """Return the requests that have not ended yet, in the order of their ends."""
         return ()
 
 

@@ -22,8 +22,8 @@ from kvoffload.traces.trace import Trace
 class EngineParts:
     """The admission rules and queues of the engines that use one manager, as in a `NodeManager`.
 
-    A rule counts only its engine's requests. A queue holds its engine's waiting requests. The number of
-    blocks that the manager expects for one queue is limited to the engine's share.
+    An admission rule counts only its engine's requests. A queue holds its engine's waiting requests. The
+    manager expects at most an engine's share of the blocks for each queue.
     """
 
     def __init__(self, manager: AnyManager, admission: str, num_engines: int) -> None:
@@ -44,8 +44,8 @@ class Engines:
     """The engines of one RAM, each with its own queue of `num_waiting` requests.
 
     Args:
-        managers: the manager of each engine. All have the same manager of RAM.
-        engine_of: shape ``(requests,)``; engine of each request. None: one engine serves all requests.
+        managers: the manager of each engine. All managers use one manager of RAM.
+        engine_of: number of each request's engine; None: one engine serves all requests.
         admission: admission rule. Each engine has its own instance, which counts only the engine's requests,
             as in `NodeManager`.
 
@@ -82,7 +82,7 @@ class Engines:
     def serve(self, request: int) -> RequestContext:
         """Take the next request out of its engine's queue; returns the request's context.
 
-        Call `switch_to` before.
+        Call `switch_to` with the request's engine first.
         """
         return self._queues[self._engine_of[request]].serve(request)
 
@@ -102,7 +102,10 @@ class Engines:
             self._writers[codes] = self._engine_of[request]
 
     def loaded(self, request: int, codes: npt.NDArray[np.int32]) -> None:
-        """Count the loaded blocks that other engines stored. Call `loaded` before `stored` of a request."""
+        """Count the blocks among these loaded blocks that another engine stored.
+
+        For each request, call `loaded` before `stored`.
+        """
         if self._writers is not None:
             own = self._engine_of[request]
             self.hit_blocks_of_others += int(np.count_nonzero(self._writers[codes] != own))

@@ -24,9 +24,9 @@ class Injection:
     `random.Random.random`.
 
     Attributes:
-        kind: a key of `KINDS`.
+        kind: kind of damage, a key of `KINDS`.
         probability: probability that a written block is damaged.
-        injected: slots damaged so far.
+        injected: number of slots damaged so far.
     """
 
     def __init__(self, kind: str, probability: float, seed: int = 0) -> None:
@@ -38,8 +38,9 @@ class Injection:
     def apply(self, tier: MemoryTier, slots: Rows) -> npt.NDArray[np.int64]:
         """Damage some of `slots`, which have just been written; returns the damaged slots, ascending.
 
-        The bytes of exactly these slots have changed. A swap or a torn write needs a second slot. This is a
-        slot of the same batch, or any slot of the tier if the batch has one slot. A swap damages both slots.
+        Every returned slot has other bytes than before, and no other slot has changed. A swap or a torn write
+        needs a second slot: another slot of the batch or, if the batch has one slot, any slot of the tier. A
+        swap damages both slots.
         """
         batch = [int(slot) for slot in slots]
         before: dict[int, npt.NDArray[np.uint8]] = {}

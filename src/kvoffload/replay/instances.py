@@ -42,8 +42,8 @@ class SharedTier(SimulatedTier):
     """Simulated tier that several managers share. The managers call the tier one at a time.
 
     Attributes:
-        user: number of the calling manager.
-        read_of_others: for each manager, the number of blocks that it has read and another manager has
+        user: number of the manager that calls the tier now.
+        read_of_others: for each manager, the number of blocks that it read and that another manager had
             written.
     """
 
@@ -75,8 +75,8 @@ class SharedReplay:
 
     Args:
         data: a data plane for each manager; empty to replay without bytes. Only without tiers behind RAM.
-        observe: creates the observer of a manager. Arguments: the trace of the manager's requests, and the
-            numbers of these requests in the whole trace. None: no observers.
+        observe: called for each manager to create its observer. Arguments: the trace of the manager's
+            requests, and the numbers of these requests in the whole trace. None: no observers.
 
     Attributes:
         hits_per_request: as in `Replay`.
@@ -138,7 +138,7 @@ class SharedReplay:
 
     @property
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
-        """Prefix hits per request, for each instance that gets block references."""
+        """Number of prefix hits of each request, as one array per instance that has block references."""
         pairs = zip(self._replays, self._refs, strict=True)
         return [
             hits for own, refs in pairs if refs for hits in own.hits_of_instances or [own.hits_per_request]
@@ -189,9 +189,9 @@ class SharedReplay:
         )
 
     def _combined_tier(self, level: int, reports: Sequence[TierReport]) -> TierReport:
-        """Add up the counters of one tier over all instances.
+        """Sum the counters of a tier over all instances. `level`: position of the tier, RAM is 0.
 
-        For the shared tier only the hits are added up. Its other counters are already totals.
+        For a shared tier only the hits are summed. Its other counters are already totals.
         """
         hits = sum(report.hit_blocks for report in reports)
         if level and level == len(self._config.tiers) and self._shared is not None:
@@ -208,7 +208,7 @@ class SharedReplay:
 
 
 def _combined_tenant(reports: Sequence[TenantReport]) -> TenantReport:
-    """Add up the counters of a tenant over all instances."""
+    """Sum the counters of a tenant over all instances. `reports`: the tenant's report of each instance."""
     names = ("block_refs", "prefix_hit_blocks", "blocks_held", "blocks_evicted")
     sums = {name: sum(getattr(report, name) for report in reports) for name in names}
     return msgspec.structs.replace(reports[0], **sums)

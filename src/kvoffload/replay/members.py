@@ -1,6 +1,6 @@
-"""Managers with tiers behind RAM, one for each engine of a replay. Engines that share RAM have own tiers.
+"""Managers with tiers behind RAM, one for each engine of a replay.
 
-Knows no requests.
+Engines that share RAM each have their own tiers behind RAM. Knows no requests.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from kvoffload.tiers.contract import Memory, SecondaryTier
 from kvoffload.tiers.spec import TierOptions, TierOwner, names_of, open_tiers
 
 SETTLE_S = 600.0
-"""Time limit, in seconds, for the jobs of the tiers. When the limit is exceeded, the replay fails with
-`TierError`."""
+"""Time limit in seconds for the tiers' jobs. If the jobs take longer, the replay fails with `TierError`."""
 
 
 def may_be_shared(tier: TierOptions) -> bool:
@@ -30,15 +29,14 @@ def may_be_shared(tier: TierOptions) -> bool:
 
 
 def replica_name(engine: int, num_engines: int) -> str:
-    """Name of an engine's directory of a disk; empty if the replay has a single engine."""
+    """Return the name of an engine's own directory on a disk; empty if the replay has a single engine."""
     return f"replica-{engine}" if num_engines > 1 else ""
 
 
 def make_ram_manager(members: Sequence[TieredManager]) -> Callable[..., OffloadingManager]:
-    """Return the argument `make_ram_manager` of the next member.
+    """Return the argument `make_ram_manager` for the next `TieredManager` of a RAM.
 
-    The first member creates the manager of RAM, and the other members get the same manager, as the members of
-    a shared pool have the same state.
+    The first member creates the manager of RAM. All later members use this manager too.
     """
 
     def make(*arguments: Any, **keywords: Any) -> OffloadingManager:

@@ -1,4 +1,4 @@
-"""Interface of an observer of a replay. An observer receives each decision, and can query where blocks are.
+"""Interface of an observer of a replay. It receives each decision, and can query in which tiers blocks are.
 
 Blocks are identified by their codes in the trace.
 """
@@ -62,7 +62,7 @@ class Places:
 
     @property
     def tier_mismatches(self) -> int:
-        """Damaged blocks that the tiers have found so far."""
+        """Number of damaged blocks that the tiers have found so far."""
         return 0 if self._tiered is None else sum(stats.mismatches for stats in self._tiered.tier_stats())
 
     def of(self, codes: Codes) -> npt.NDArray[np.int8]:
@@ -99,10 +99,10 @@ class Observer(Protocol):
         """Called when the leading `num_hits` blocks of a request are loaded, before blocks are stored."""
 
     def decided(self, request: int, decision: Decision, codes: Codes) -> None:
-        """Called for each decision about blocks that is made while this request is served."""
+        """Called for each decision about these blocks while the request is served."""
 
     def ended(self, codes: Codes, places: Places) -> None:
-        """Called after all jobs of the tiers, with blocks that may have been offered to the tiers."""
+        """Called when the tiers' jobs have ended, with the blocks that the tiers may have been offered."""
 
 
 class Watch:
@@ -132,7 +132,7 @@ class Watch:
     def stored(self, request: int, missing: Codes, plan: StorePlan) -> None:
         """Report the decisions of a store. `missing`: the absent blocks, in the order of the plan."""
         stored, num_admitted = len(plan), len(missing) - plan.num_refused
-        # Blocks that the policy refused come before the blocks that the rule refused.
+        # In `missing`, blocks that the policy refused come before blocks that the admission rule refused.
         num_passed = len(missing) - self._manager.store_mode.num_not_admitted
         self.decided(request, Decision.NO_ROOM, missing[stored:num_admitted])
         self.decided(request, Decision.REFUSED, missing[num_admitted:num_passed])

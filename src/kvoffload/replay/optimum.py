@@ -116,7 +116,7 @@ def infinite(trace: Trace) -> OptimumResult:
 
 
 def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
-    """Find, for each position in `refs`, the next position of the same block; `_NEVER` if there is none."""
+    """Find, for each index in `refs`, the next index with the same block; `_NEVER` if there is none."""
     by_block = np.argsort(refs, kind="stable")
     same = refs[by_block[1:]] == refs[by_block[:-1]]
     next_use = np.full(len(refs), _NEVER, np.int64)
@@ -125,7 +125,10 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 
 
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
-    """Move the places of idle blocks (see below) to the end: blocks whose next use the device serves."""
+    """Move the places of idle blocks behind all others. For *place* and *idle* see the comment below.
+
+    `next_place`: for each position in the trace, the place of its block afterwards; changed here.
+    """
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))
@@ -134,7 +137,10 @@ def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None
 
 
 def _tree_starts(positions: int) -> _Int64s:
-    """Compute the first word of each level of a tree over `positions` bits, leaves first; then the end."""
+    """Compute the layout of a tree over `positions` bits: the index of each level's first word, leaves first.
+
+    The last entry is the total number of words.
+    """
     starts, words = [0], max(positions, 1)
     while len(starts) == 1 or words > 1:
         words = (words + 63) // 64

@@ -42,7 +42,7 @@ class EngineQueue:
         self._waiting: deque[RequestContext] = deque()
 
     def serve(self, request: int) -> RequestContext:
-        """Take the next request out of the queue and refill the queue; returns the request's context."""
+        """Take the request out of the queue and refill the queue; returns the request's context."""
         ctx = self._waiting.popleft() if self._waiting else self._begin(request)
         self._manager.withdraw(ctx)
         self._num_served += 1

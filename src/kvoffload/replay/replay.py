@@ -5,7 +5,7 @@ Requests are replayed one at a time, in file order. Hits are counted as in the g
 1. A request hits the leading run of its blocks on the device, then the run that follows in the tier.
 2. The missing blocks are stored, in prefix order.
 3. The request ends when it is served or, with a decode speed, when its answer is generated (`replay.ends`).
-   Then all its blocks become the most recently used. The first block of the prefix is the most recent.
+   All its blocks then become the most recently used blocks, the first block of the prefix last.
 
 The manager receives the trace's hints (`Hints`) when a request begins and when it ends.
 """
@@ -76,9 +76,10 @@ class ReplayConfig:
         shared_ram: True if the instances share one RAM pool of ``instances * capacity_blocks`` slots.
             Devices, admission rules and tiers are separate, as without `shared_ram`. With ``on-compute``
             only, because a victim tier belongs to one device.
-        tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`); each instance has its own.
-            Not for a victim tier, nor with `shared_ram`.
-        tier_tenants: quotas of tiers, by name of the tier; for tenants with a quota of RAM. One instance.
+        tenants: quotas of RAM in blocks, by name of the tenant (`Hints.tenant`). They hold for the RAM of
+            each instance. Not for a victim tier, and not with `shared_ram`.
+        tier_tenants: quotas of tiers behind RAM, by name of the tier, for tenants with a quota of RAM. With
+            one instance only.
         machines: with `shared_ram`, the number of machines. Each machine has its own pool. Instances are
             divided equally among machines, in the order of their numbers.
 
@@ -148,17 +149,20 @@ class ReplayConfig:
 
     @property
     def pool_blocks(self) -> int:
-        """Capacity of one manager's RAM. With `shared_ram`, it is the sum over a machine's instances."""
+        """Capacity of one RAM in blocks. With `shared_ram`, all engines of a machine use one RAM."""
         return self.capacity_blocks * self.engines_of_pool
 
     @property
     def tier_blocks(self) -> int:
-        """Capacity of all tiers behind the RAM of one engine."""
+        """Capacity in blocks of all tiers of one engine behind RAM."""
         return sum(tier.num_blocks for tier in self.tiers)
 
     @property
     def offload_blocks(self) -> int:
-        """Capacity of one RAM and of all tiers behind it, of all engines that use this RAM."""
+        """Capacity in blocks of one RAM plus the tiers of every engine that uses it.
+
+        A shared last tier counts once.
+        """
         shared = self.tiers[-1].num_blocks if self.shares_last_tier else 0
         return self.pool_blocks + self.engines_of_pool * (self.tier_blocks - shared) + shared
 
@@ -186,9 +190,10 @@ class ReplayConfig:
 
 
 def quotas_for(num_slots: int, capacity_blocks: int, quotas: Mapping[str, Quota]) -> Mapping[str, Quota]:
-    """Return the quotas of a cache that was given `num_slots` slots.
+    """Return the quotas for a cache with `num_slots` slots.
 
-    A cache with fewer slots than its capacity holds all blocks of the trace: no minimum is needed.
+    If `num_slots` is below `capacity_blocks`, the cache holds all blocks of the trace, so the quotas get no
+    minimum.
     """
     if num_slots >= capacity_blocks:
         return quotas
@@ -240,13 +245,13 @@ class Replay:
         shared: a tier that several instances share. It replaces the last tier of `config`.
         engine_of: with `ReplayConfig.shared_ram`, the engine of each request; None: by the routing.
         observer: receives every decision; None: no observer.
-        what_if: settings to try on a sample. The sample has one block in `what_if_sample`. With one engine
-            and ``on-compute`` only.
+        what_if: settings to try on a sample of the blocks. With one engine and ``on-compute`` only.
+        what_if_sample: the sample has one block in this many.
 
     Attributes:
-        hits_per_request: prefix hits on device and tiers together, shape ``(requests,)``, int32.
-        manager: the manager of the engine whose calls are made.
-        shadows: the managers of the settings in `what_if`; None without settings.
+        hits_per_request: number of prefix hits of each request, on device and tiers together; int32.
+        manager: the manager of the engine that serves the current request.
+        shadows: the shadows for the settings in `what_if`; None without settings.
     """
 
     def __init__(
@@ -306,7 +311,7 @@ class Replay:
         self._device: Device | None = None
         if config.device_blocks:
             self._device = Device(trace, run_devices(trace, config.device_blocks, self._engine_of))
-        # Several engines have several devices, whose contents are not followed.
+        # With several engines, the contents of the devices are not tracked.
         followed = self._device if self._engine_of is None else None
         self._watch: Watch | None = None
         if observer is not None:
@@ -333,7 +338,10 @@ class Replay:
 
     @property
     def hits_of_instances(self) -> list[npt.NDArray[np.int32]]:
-        """Prefix hits per request, for each engine that gets block references; empty for one engine."""
+        """Number of prefix hits of each request, as one array per engine that has block references.
+
+        Empty for one engine.
+        """
         if self._engine_of is None:
             return []
         own = (self._engine_of == engine for engine in range(self._config.instances))
@@ -375,7 +383,7 @@ class Replay:
         else:
             self._store(request, codes, keys, ctx)
             if watch is not None and device is not None and self._engine_of is None:
-                device.serve(request)  # so that the observer knows what the device holds
+                device.serve(request)  # so that the observer sees which blocks are on the device
         if self._ends.are_late:
             # As in engines, blocks of a running request are recent before the request ends.
             self.manager.touch(keys, ctx)
@@ -395,7 +403,7 @@ class Replay:
                 self._watch.places.switch_to(self._tiered)
 
     def _end(self, ends: Iterable[End]) -> None:
-        """Finish requests, in this order."""
+        """Finish these requests, in this order."""
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         for request, ctx in ends:
             self._switch_to(request)
@@ -470,7 +478,10 @@ class Replay:
         keys: Keys,
         ctx: RequestContext,
     ) -> None:
-        """Record the blocks that the engine has promoted from its own tiers: no other engine's blocks."""
+        """Record the blocks that the engine promoted from tiers of its own.
+
+        They do not count as blocks of other engines.
+        """
         if len(self._members) == 1 or not manager.has_promoted(ctx):
             return
         num_own = len(manager.lanes) - self._config.shares_last_tier
@@ -518,7 +529,7 @@ class Replay:
             self._data.store(plan)
         self.manager.complete_store(plan)
         if self._watch is not None and self._tiered is not None:
-            self._tiered.take_events()  # the observer knows them from the plan
+            self._tiered.take_events()  # dropped, because the observer has the same evictions from the plan
 
     def _log_store(
         self,
@@ -549,7 +560,7 @@ class Replay:
         return self._trace.block_ids.take(codes)
 
     def _bytes_cpu_s(self) -> float:
-        """Return this thread's CPU time for bytes and tiers. It is subtracted from the time of decisions."""
+        """Return this thread's CPU time for bytes and tiers, which is no part of the time of decisions."""
         return self._tiers_cpu_s + (self._data.cpu_s if self._data is not None else 0.0)
 
     def _report(self) -> ReplayReport:
@@ -638,7 +649,10 @@ class Replay:
         return [*map(WhatIfReport.of, self.shadows.estimates())]
 
     def _tier_reports(self) -> list[TierReport]:
-        """Create the reports of RAM, then of the tiers behind RAM: sums over the engines of this RAM."""
+        """Create a report for RAM and one for each tier behind it.
+
+        A tier's counters are summed over all engines that use this RAM.
+        """
         stats, data, members = self.manager.stats(), self._data, self._members
         hits = [self._tier_hits]
         if members:
@@ -662,7 +676,7 @@ class Replay:
 
 
 def _tier_report(name: str, hit_blocks: int, tiers: Sequence[SecondaryTier | GuardedTier]) -> TierReport:
-    """Add up the counters of one tier of several engines."""
+    """Sum the counters of a tier over all engines. `tiers`: the same tier in each engine."""
     stats, held = [tier.stats() for tier in tiers], tiers[0].tenants()
 
     def total(counter: str) -> Any:

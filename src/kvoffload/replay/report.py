@@ -28,13 +28,15 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: ``ram``, ``disk``, ``simulated``.
-        hit_blocks: references served from this tier. Blocks that a faster tier also held do not count.
+        hit_blocks: block references served from this tier. If a faster tier also has the block, the reference
+            counts there.
         blocks_written, blocks_evicted: blocks written to the tier, and blocks evicted from it. For RAM,
             promotions and the evictions that they cause are included.
         bytes_written, bytes_read: 0 without data.
         mismatches_caught: blocks that failed their checksum and became misses.
         unanswered_blocks: blocks of probes, reads and writes that exceeded their deadline.
-        outages, outage_s: number and seconds of outages, during which all blocks of the tier were misses.
+        outages, outage_s: number of outages, and their total duration in seconds. During an outage all blocks
+            of the tier are misses.
         requests: requests to a bucket.
         cost: price of these requests and of the bytes received, at the tier's prices.
         tenants: blocks of each tenant, for a tier behind RAM with quotas.
@@ -60,7 +62,8 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         min_blocks, max_blocks: the quota of each instance; `max_blocks` null for no limit.
-        block_refs, prefix_hit_blocks: references of the tenant's requests, and those that were hits.
+        block_refs: block references of the tenant's requests.
+        prefix_hit_blocks: block references among them that were prefix hits.
         blocks_held: blocks in RAM at the end that the tenant owns.
         blocks_evicted: blocks of the tenant that RAM evicted.
     """
@@ -75,7 +78,7 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WhatIfReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Estimate for one setting, as shares of the blocks that were looked up in RAM.
+    """Estimated hit ratio of one setting. All ratios are shares of the blocks that were looked up in RAM.
 
     Attributes:
         setting: the changed options; ``current`` for none.
@@ -113,7 +116,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     leading run of blocks on the device, then in the tiers. Ratios are shares of all block references.
 
     Attributes:
-        assumed: assumptions of the conversion that made the trace, also in `trace`.
+        assumed: assumptions of the conversion that made the trace.
         capacity_blocks, device_blocks: sizes of the RAM tier and of the device cache.
         store: moment at which blocks are offered to RAM.
         skipped_lines: malformed lines of the trace, left out.

@@ -19,8 +19,8 @@ Routing: TypeAlias = Annotated[str, OneOf(ROUTINGS)]
 Instances: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 
 _ALIKE = 0.5
-"""`PREFIX` chooses a session's engine by the first prompt only if at least this share of its blocks is
-known."""
+"""`PREFIX` chooses an engine by a session's first prompt only if an engine has served at least this share of
+the prompt's blocks."""
 _MOST_LOAD = 1.5
 """An engine is overloaded if its load exceeds this multiple of the mean load. `PREFIX` does not choose an
 overloaded engine by the prompt."""

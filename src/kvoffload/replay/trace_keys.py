@@ -12,8 +12,8 @@ KEY_BYTES = 32
 """Length of a key in bytes. Equal to an engine's block hashes (SHA-256)."""
 
 FINGERPRINT = "kvoffload replay, contents from keys, 1"
-"""Producer of the blocks of every replay. It is equal in all replays, so that a replay can read blocks of an
-earlier replay from a disk."""
+"""Fingerprint of all replays. It is the same in every replay, so that a replay can read blocks that an
+earlier replay wrote to a disk."""
 
 _STEP = np.uint64(0xD1342543DE82EF95)
 # splitmix64's finisher: shift, factor, and the inverse of the factor modulo 2^64.

@@ -91,9 +91,10 @@ class _Uses:
     """Uses that the device does not serve, without the first use of each block.
 
     Attributes:
-        blocks: code of each used block.
-        gaps: time for which RAM must hold the block to serve each use. Unit: pauses between two requests.
-        unique_blocks: blocks of the trace.
+        blocks: for each use, the code of the block.
+        gaps: for each use, the time for which RAM must hold the block to serve the use, as a number of
+            pauses between two requests.
+        unique_blocks: number of unique blocks in the trace.
     """
 
     blocks: npt.NDArray[np.int32]
@@ -101,7 +102,7 @@ class _Uses:
     unique_blocks: int
 
     def per_block(self, weights: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return for each block the sum of the weights of its uses."""
+        """Return, for each block, the sum of `weights` over the block's uses."""
         sums: npt.NDArray[np.float64] = np.bincount(self.blocks, weights, self.unique_blocks)  # type: ignore[assignment]
         return sums
 
@@ -127,7 +128,10 @@ def _uses(trace: Trace, device_blocks: int, store: str) -> _Uses:
 
 
 def _relaxed(uses: _Uses, slots: int, max_writes: int, requests: int) -> float:
-    """Minimise the relaxation, which is convex in the price of a slot, by golden-section search."""
+    """Compute the lowest bound of the relaxation, by golden-section search over the price of a slot.
+
+    The bound is a convex function of this price.
+    """
     if len(uses.blocks) == 0:
         return 0.0
     total = uses.per_block(np.ones(len(uses.blocks)))
@@ -149,7 +153,7 @@ def _relaxed(uses: _Uses, slots: int, max_writes: int, requests: int) -> float:
 
 
 def _largest(gains: npt.NDArray[np.float64], count: int) -> float:
-    """Add the `count` largest gains."""
+    """Return the sum of the `count` largest gains."""
     if count >= len(gains):
         return float(gains.sum())
     return float(np.partition(gains, len(gains) - count)[len(gains) - count :].sum()) if count else 0.0

@@ -17,7 +17,7 @@ from kvoffload.traces.trace import Trace
 
 
 def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
-    """Compute arrival times in seconds, shape ``(requests,)``. The first session begins at time 0.
+    """Compute the arrival time of each request, in seconds. The first session begins at time 0.
 
     Sessions begin at `load` times the recorded rate; gaps within a session stay as recorded.
     """
@@ -34,7 +34,7 @@ def session_times_s(trace: Trace, load: float) -> npt.NDArray[np.float64]:
 
 
 class Recorded:
-    """Arrivals at recorded times; a later turn waits for the end of the previous turn."""
+    """Arrivals at recorded times. A turn arrives only after the previous turn of its session has ended."""
 
     def __init__(self, trace: Trace, load: float) -> None:
         self._times_s: list[float] = session_times_s(trace, load).tolist()
@@ -53,7 +53,7 @@ class Recorded:
                 self._schedule(request)
 
     def ended(self, request: int) -> None:
-        """Schedule the turns that continue an ended request."""
+        """Schedule the turns that follow `request`, which has ended."""
         for turn in self._next.get(request, ()):
             self._schedule(turn)
 
@@ -62,7 +62,10 @@ class Recorded:
 
 
 class AtOnce:
-    """Arrivals in the order of the trace: first `num_requests` requests, then one whenever a request ends."""
+    """Arrivals from clients that keep `num_requests` requests in progress, in the order of the trace.
+
+    `num_requests` requests arrive at the start. Whenever a request ends, the next request arrives.
+    """
 
     def __init__(self, trace: Trace, num_requests: int) -> None:
         self._remaining = iter(range(trace.requests))
@@ -81,14 +84,15 @@ class AtOnce:
 
 
 class Shares:
-    """Arrivals of several engines. Each engine receives its own requests, numbered as in its trace.
+    """Divides arrivals among several engines.
 
     Args:
         whole: arrivals of all requests.
-        requests_of: numbers of each engine's requests, in order.
+        requests_of: for each engine, the numbers in the whole trace of its requests, in order.
 
     Attributes:
-        of_engines: the arrivals of each engine. Call `begin` of each element before `begin` of this object.
+        of_engines: for each engine, an object with its arrivals. Requests are numbered as in the engine's
+            own trace. Call `begin` of each of these objects before `begin` of `Shares`.
     """
 
     def __init__(self, whole: Recorded | AtOnce, requests_of: Sequence[Sequence[int]]) -> None:

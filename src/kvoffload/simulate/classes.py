@@ -20,7 +20,7 @@ class MachineClass:
 
     Attributes:
         gpu: full name.
-        flops_per_s: dense bf16 operations.
+        flops_per_s: dense bf16 operations per second.
         memory_bytes_per_s: bandwidth of the GPU's memory.
         link: name of the link to RAM.
         link_bytes_per_s: bandwidth of the link, in one direction.
@@ -63,18 +63,20 @@ _STEP_S, _COPY_LATENCY_S = 0.005, 50e-6
 _DISK_READ, _DISK_WRITE, _DISK_LATENCY_S = 6.5e9, 3.5e9, 100e-6
 _DISK_SOURCE = "one NVMe SSD, PCIe 4.0 x4: Samsung PM9A3 U.2, announced rates, 2020"
 _LAYERS_TIMES_WIDTH, _OF_PARAMETERS, _GROWS_AS = 32 * 4096, 8e9, 0.74
-"""The cost of attention is proportional to the product of layers and hidden size. This product is assumed to
-be a power of the number of parameters, up to 70B. The values are: the product for Llama 3.1 8B, the
-parameters of that model, and the exponent."""
+"""Model of the cost of attention, for up to 70B parameters. The cost is proportional to the number of layers
+times the hidden size. This product is assumed to be a power of the number of parameters. The values: the
+product and the number of parameters of Llama 3.1 8B, and the exponent."""
 
 
 def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: int = 1) -> Machine:
     """Create a machine with `gpus` GPUs of a class and a dense model in 16 bits.
 
-    Prefill takes two operations per parameter and token, at half of the peak rate. Attention takes four
-    operations per layer, hidden dimension and earlier token, at the same rate. Decode reads all weights once
-    per token at 40% of the memory bandwidth, for any number of requests. GPUs scale without loss. Raises
-    `ConfigError`.
+    - Prefill takes two operations per token and parameter, at half of the peak rate.
+    - Attention takes four operations per token, earlier token, layer and hidden dimension, at the same rate.
+    - Decode reads all weights once per token at 40% of the memory bandwidth, for any number of requests.
+    - `gpus` GPUs are `gpus` times as fast as one.
+
+    Raises: `ConfigError`.
     """
     if name not in CLASSES:
         raise ConfigError(
@@ -98,7 +100,7 @@ def machine_of_class(name: str, parameters: float = DEFAULT_PARAMETERS, gpus: in
         name=name if gpus == 1 else f"{gpus} x {name}",
         model=f"{parameters / 1e9:g}B dense parameters, 16 bits",
         prefill_s_per_token=Quantity.assumed(2 * parameters / flops_per_s, prefill + times),
-        # The number of earlier tokens, summed over all tokens, is half the square.
+        # Over a prompt of n tokens, the numbers of earlier tokens add up to n^2 / 2.
         prefill_s_per_token_squared=Quantity.assumed(4 * width / 2 / flops_per_s, prefill + times),
         step_s=Quantity.assumed(_STEP_S, "scheduling and launching a step of vLLM"),
         decode_tokens_per_s=Quantity.assumed(

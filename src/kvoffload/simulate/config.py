@@ -14,13 +14,13 @@ class Timing:
     """Assumptions that no trace records: machine, engine and load.
 
     Attributes:
-        machine: speeds.
-        block_bytes: KV bytes of a trace block.
-        max_running: most requests in progress (vLLM: ``--max-num-seqs``).
-        step_tokens: most prompt tokens of a step (vLLM: ``--max-num-batched-tokens``).
+        machine: speeds of the machine.
+        block_bytes: bytes of KV cache in one block of the trace.
+        max_running: largest number of requests in progress (vLLM: ``--max-num-seqs``).
+        step_tokens: largest number of prompt tokens in a step (vLLM: ``--max-num-batched-tokens``).
         load: arrival rate of sessions, as a multiple of the recorded rate.
         at_once: number of requests that clients keep in progress; 0: requests arrive at recorded times.
-        deadline_s: longest time that a request waits for tiers behind RAM, as in an engine.
+        deadline_s: longest time that a request waits for tiers behind RAM.
 
     Raises: `ConfigError`, all problems at once.
     """

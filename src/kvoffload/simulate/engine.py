@@ -32,11 +32,10 @@ from kvoffload.simulate.report import LinkReport, TimedTierReport
 from kvoffload.traces.trace import Trace
 
 _ASKS_PER_DEADLINE = 40
-"""Number of times per deadline that a request looks up its blocks, if it waits for a tier while the engine is
-idle."""
+"""Number of lookups per deadline of a request that waits for a tier, while the engine has no step to run."""
 _ASKS_WHEN_QUIET = 2
-"""Lookups per deadline when nothing has happened for a whole deadline. Must be at least 1: a pause longer
-than the deadline would begin a new wait."""
+"""The same number after a whole deadline without any event. Must be at least 1, because a pause between
+lookups that is longer than the deadline would begin a new wait."""
 _NO_TOKENS = 1e-6
 """An answer ends when fewer tokens than this are missing. Needed because times are floating-point numbers."""
 
@@ -49,7 +48,15 @@ class Arrivals(Protocol):
 
 
 class _Request:
-    """A request in the engine. `tokens` of the prompt; `computed` counts tokens, `offered` counts blocks."""
+    """A request in the engine.
+
+    Attributes:
+        codes: codes in the trace of the prompt's blocks.
+        tokens: number of prompt tokens.
+        computed: number of prompt tokens that were loaded or computed.
+        blocks: number of GPU blocks that the request uses.
+        offered: number of leading blocks that were offered to RAM.
+    """
 
     __slots__ = ("blocks", "codes", "computed", "ctx", "lease", "number", "offered", "tokens")
 
@@ -60,7 +67,13 @@ class _Request:
 
 
 class _Step:
-    """A step of the engine: requests whose prompts are computed, remaining budget in tokens, and time."""
+    """A step of the engine.
+
+    Attributes:
+        requests: requests of whose prompts the step computes a part.
+        budget: number of prompt tokens that may still be added to the step.
+        work_s: time to compute these parts, in seconds.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget, self.work_s = budget, 0.0
@@ -86,11 +99,14 @@ class _Generating:
         heapq.heappush(self._ends, (self.tokens + num_tokens, request.number, request))
 
     def count_step(self, now: float) -> None:
-        """Count one generated token for each request, for a step that ends now."""
+        """Count the token that each request has generated in a step. The step ends at the time `now`."""
         self.tokens, self._at_s = self.tokens + 1.0, now
 
     def advance(self, now: float) -> float:
-        """Advance the generation between steps to `now`; returns its duration in seconds."""
+        """Count the tokens generated since the last step, until the time `now`.
+
+        Returns the seconds for which requests have generated tokens.
+        """
         seconds, self._at_s = now - self._at_s, now
         if not self._ends:
             return 0.0
@@ -99,7 +115,7 @@ class _Generating:
 
     def take_ended(self) -> Iterator[_Request]:
         """Remove and yield the requests whose answers are complete."""
-        # In a recording of months, rounded times miss the end of an answer by more.
+        # After months of simulated time, rounding errors of times are larger than `_NO_TOKENS`.
         missing = max(_NO_TOKENS, self.tokens_per_s * math.ulp(self._at_s))
         while self._ends and self._ends[0][0] <= self.tokens + missing:
             yield heapq.heappop(self._ends)[2]
@@ -113,11 +129,13 @@ class Engine:
     """A single run of one engine's requests. Use once: construct, `begin`, run the events, `check_ended`.
 
     Attributes:
-        came_s, began_s, loaded_s, first_token_s: times of each request's arrival, start, end of loading and
-            first token, in seconds since the run began.
-        device_hits, prefill_s, prefill_tokens, busy_s, most_waiting: as in `TimedOutcome`.
-        ended_s: end of the last request.
-        links, tiers: reports at the end of the last request.
+        came_s, began_s, loaded_s, first_token_s: for each request, the time of its arrival, start, end of
+            loading, and first token. Times are in seconds since the run began.
+        device_hits: number of blocks found on the device.
+        prefill_s, prefill_tokens, most_waiting: as in `TimedOutcome`.
+        busy_s: seconds in which the device was busy.
+        ended_s: time at which the last request ended.
+        links, tiers: reports at this time.
 
     Cost: O(log n) per request and O(1) per step, plus the work of `offload` and `pool`.
     """
@@ -133,7 +151,7 @@ class Engine:
         self._offsets: list[int] = trace.offsets.tolist()
         self._prompts: list[int] = _prompt_tokens(trace).tolist()
         self._answers: list[int] = trace.output_tokens.tolist()
-        # In the order of scheduling: loaded, waiting for a tier, new.
+        # Requests with loaded blocks, requests that wait for a tier, new requests. Scheduled in this order.
         self._queues = (deque[_Request](), deque[_Request](), deque[_Request]())
         self._prefilling = deque[_Request]()
         self._num_running = 0
@@ -147,7 +165,7 @@ class Engine:
         self.links, self.tiers = list[LinkReport](), list[TimedTierReport]()
 
     def begin(self, offload: NoOffload, progress: Callable[[int], None]) -> None:
-        """Schedule the requests. `progress` receives the number of ended requests, about 200 times."""
+        """Schedule the first arrivals. `progress` receives the number of ended requests, about 200 times."""
         self._offload, self._progress = offload, progress
         self._progress_step = max(1, self._trace.requests // 200)
         self._arrivals.begin(self._events, self._arrive)
@@ -177,7 +195,10 @@ class Engine:
         self.wake()
 
     def _admit(self, request: _Request, again: deque[_Request]) -> bool:
-        """Start, load or defer a request; returns False if the device has no room for the request."""
+        """Start a request, load its blocks, or append it to `again` if it must wait for a tier.
+
+        Returns False if the device has no room for the request.
+        """
         if request.lease is not None:
             self._start(request)
             return True
@@ -234,7 +255,7 @@ class Engine:
             self.links, self.tiers = self._offload.links(), self._offload.tiers()
 
     def _store(self, request: _Request) -> None:
-        """Offer the computed blocks that were not offered before."""
+        """Offer to RAM the computed blocks that were not offered before."""
         end = min(len(request.codes), request.computed // self._trace.block_tokens)
         if self._offload.store(request.number, request.ctx, request.offered, end):
             request.offered = end
@@ -278,7 +299,7 @@ class Engine:
         self._queues[1].extendleft(reversed(again))
 
     def _compute(self, request: _Request) -> None:
-        """Add a prompt to the step, or only the part that fits the budget."""
+        """Add the rest of a request's prompt to the step, or the part of it that fits the step's budget."""
         step = self._step
         num_tokens = min(step.budget, request.tokens - request.computed)
         if not num_tokens:
@@ -311,14 +332,18 @@ class Engine:
         self.wake()
 
     def _end_answers(self) -> bool:
-        """End the requests whose answers are complete; returns True if at least one request ended."""
+        """Finish the requests whose answers are complete. Returns True if a request finished."""
         num_ended = self.num_ended
         for request in self._generating.take_ended():
             self._end(request)
         return self.num_ended > num_ended
 
     def _sleep(self) -> None:
-        """Pause an idle engine until the next answer ends, or until the next lookup of a waiting request."""
+        """Schedule the wake-up of an engine without a step to run.
+
+        The engine wakes up when the next running answer is complete, or when a waiting request repeats its
+        lookup.
+        """
         now = self._events.now
         until = []
         if self._generating:
@@ -338,7 +363,7 @@ class Engine:
     # ---- room
 
     def _grow(self, request: _Request, num_blocks: int) -> None:
-        """Convert reserved blocks of a request, so that it has `num_blocks` blocks."""
+        """Increase the number of GPU blocks of a request to `num_blocks`, with blocks of its reservation."""
         assert request.lease is not None
         if num_blocks > request.blocks:
             self._offload.dropped(self._pool.take(request.lease, num_blocks - request.blocks))
@@ -349,7 +374,10 @@ class Engine:
 
 
 def _prompt_tokens(trace: Trace) -> npt.NDArray[np.int64]:
-    """Return the tokens of each prompt, at least 1. Without lengths in the trace, tokens of blocks."""
+    """Return the number of tokens of each prompt, at least 1.
+
+    If the trace has no lengths of prompts, this is the number of tokens in the prompt's blocks.
+    """
     tokens = trace.prompt_tokens
     if tokens is None:
         tokens = np.diff(trace.offsets) * trace.block_tokens
@@ -358,7 +386,7 @@ def _prompt_tokens(trace: Trace) -> npt.NDArray[np.int64]:
 
 def check_room(trace: Trace, device_blocks: int) -> None:
     """Raise a `ConfigError` if the longest request does not fit on the device."""
-    # As floating-point numbers: sums of absurd lengths overflow int64.
+    # Floating-point numbers, because the sum of two absurd lengths overflows int64.
     tokens = _prompt_tokens(trace) + trace.output_tokens.astype(np.float64)
     needed = int(np.ceil(tokens / trace.block_tokens).max(initial=1))
     if device_blocks < needed:

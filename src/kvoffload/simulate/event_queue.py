@@ -47,7 +47,7 @@ class Link:
         self._jobs = self._bytes_moved = self._bytes_waiting = self._most_bytes_waiting = 0
 
     def submit(self, num_bytes: int, done: Callable[[], None]) -> None:
-        """Queue a job; `done` is called at its end."""
+        """Queue a job that moves `num_bytes` bytes. `done` is called when the job ends."""
         begins = max(self._events.now, self._free_at)
         takes = self._latency_s + num_bytes / self._bytes_per_s
         self._free_at = begins + takes
@@ -70,7 +70,7 @@ class Link:
         return max(0.0, self._free_at - self._events.now)
 
     def report(self) -> LinkReport:
-        """Return the counters, as at the end of a run."""
+        """Return the counters of the time until now."""
         seconds = self._events.now
         busy_s = self._busy_s - self.seconds_waiting
         return LinkReport(

@@ -36,7 +36,7 @@ class Quantity(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Speeds of one machine with one model; None: unknown.
+    """Speeds of one machine with one model. Unknown speeds are None.
 
     Computing the tokens of a prompt from position `a` to `b` takes ``prefill_s_per_token * (b - a) +
     prefill_s_per_token_squared * (b * b - a * a)``; the second term is attention. Each step of the engine
@@ -47,11 +47,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: model of the prefill and decode speeds.
         prefill_s_per_token, prefill_s_per_token_squared, step_s: see above.
         decode_tokens_per_s: generation speed of each request, while other requests also generate.
-        load_bytes_per_s, store_bytes_per_s: copies from RAM to the device, and from the device to RAM.
-        copy_latency_s: fixed time of each copy.
-        disk_read_bytes_per_s, disk_write_bytes_per_s, disk_read_latency_s, disk_write_latency_s: rates and
-            fixed times of the disk behind RAM.
-        memory_copy_bytes_per_s: copies within RAM, an upper bound for copies to a device; not simulated.
+        load_bytes_per_s: speed of copies from RAM to the device.
+        store_bytes_per_s: speed of copies from the device to RAM.
+        copy_latency_s: fixed time of each copy, in addition to the time for its bytes.
+        disk_read_bytes_per_s, disk_write_bytes_per_s: speeds of the disk behind RAM.
+        disk_read_latency_s, disk_write_latency_s: fixed times of a read and a write of this disk.
+        memory_copy_bytes_per_s: speed of copies within RAM, for readers only. Copies to a device are not
+            faster.
         made, facts: date of the measurement (ISO 8601) and facts about the machine, for readers.
         format: identifies the file format.
     """
@@ -96,7 +98,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if from_disk:
             fixed += self.value("disk_read_latency_s")
             per_token += bytes_per_token / self.value("disk_read_bytes_per_s")
-        # The positive solution n of squared * n^2 + gain * n = fixed.
+        # The result is the positive solution n of squared * n^2 + gain * n = fixed.
         gain = self.value("prefill_s_per_token") - per_token
         squared = self.value("prefill_s_per_token_squared")
         if squared <= 0.0:
@@ -134,7 +136,7 @@ _HOW_TO_KNOW = {
     **dict.fromkeys(_DISK, "calibrate with --disk, or take it from a class: calibrate --rest-from CLASS"),
     "memory_copy_bytes_per_s": "calibrate",
 }
-"""Instructions to measure each quantity, for error messages."""
+"""For each quantity: instructions to measure it, for error messages."""
 
 QUANTITIES = tuple(_HOW_TO_KNOW)
 """Names of all quantities of a machine."""

@@ -31,32 +31,35 @@ class NoOffload:
     """An engine without offloading.
 
     Attributes:
-        counts: the counters not_worth, no_room, gave_up and lost of `TimedOutcome`.
+        counts: the counters ``not_worth``, ``no_room``, ``gave_up`` and ``lost`` of `TimedOutcome`.
     """
 
     def begin(self, request: int) -> RequestContext | None:
-        """Register a request that has arrived and waits."""
+        """Register a request that has arrived. Returns its context; None without offloading."""
         return None
 
     def lookup(self, request: int, ctx: RequestContext | None, first: int, end: int) -> int | None:
-        """Return the number of loadable blocks from `first` on, up to `end`; None: look up again later."""
+        """Return the number of consecutive blocks that can be loaded, from `first` on and before `end`.
+
+        None: not known yet; look up again later.
+        """
         return 0
 
     def load(
         self, request: int, ctx: RequestContext | None, first: int, end: int, done: Callable[[], None]
     ) -> None:
-        """Start a request and load these blocks; `done` is called when the load has ended."""
+        """Load blocks `first` to `end` of a request that starts. `done` is called when they are loaded."""
         done()
 
     def store(self, request: int, ctx: RequestContext | None, first: int, end: int) -> bool:
-        """Offer the computed blocks `first` to `end` of a request. False: offer them again later."""
+        """Offer the computed blocks `first` to `end` of a request. Returns False to be called again later."""
         return True
 
     def finish(self, request: int, ctx: RequestContext | None) -> None:
         """Finish a request."""
 
     def dropped(self, codes: Sequence[int]) -> None:
-        """Record that the device drops these blocks, coldest first."""
+        """Record that the device has evicted these blocks, coldest first."""
 
     def scheduled(self) -> None:
         """Called when the engine has scheduled a step."""
@@ -69,7 +72,7 @@ class NoOffload:
         return {}
 
     def hits(self) -> int:
-        """Return the number of block references that were loaded."""
+        """Number of block references that were loaded so far."""
         return 0
 
     def links(self) -> list[LinkReport]:
@@ -134,7 +137,7 @@ class Offload(NoOffload):
     ) -> None:
         assert ctx is not None
         self.manager.withdraw(ctx)
-        # Even without blocks, because a victim tier notifies its policy of the request.
+        # Also for 0 blocks, because a victim tier must report the request to its policy.
         plan = self.manager.prepare_load(self._path(request, first, end), ctx)
         self._num_loaded += end - first
 
@@ -182,7 +185,7 @@ class Offload(NoOffload):
         return self._keys.of_blocks(self._trace.refs[begin + first : last if end is None else begin + end])
 
     def _copy(self, plan: StorePlan) -> None:
-        """Copy the blocks of a plan. They become ready when the copy has ended."""
+        """Copy the blocks of a plan to RAM. The blocks become ready when the copy has ended."""
 
         def copied() -> None:
             self.manager.complete_store(plan)

@@ -19,8 +19,8 @@ from kvoffload.simulate.report import (
 from kvoffload.traces.trace import Trace
 
 _OF_ENGINES = 2
-"""Number of links that an engine has for itself if engines share RAM: load and store. Further links belong to
-the tiers."""
+"""Number of links that each engine has for itself if engines share RAM: load and store. The other links in
+its report belong to the tiers."""
 
 
 def outcome_of(
@@ -63,7 +63,7 @@ def outcome_of(
 
 
 def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[LinkReport]:
-    """Combine the links with the same name: totals, and the longest queue of any single link."""
+    """Combine the reports of links with the same name (`combined_links`)."""
     if len(engines) == 1:
         return last.links
     links, num_own = [], min(_OF_ENGINES, len(last.links)) if shared_ram else len(last.links)
@@ -76,7 +76,7 @@ def _links(engines: Sequence[Engine], last: Engine, shared_ram: bool) -> list[Li
 
 
 def _tiers(engines: Sequence[Engine], last: Engine, loaded: int, shared_ram: bool) -> list[TimedTierReport]:
-    """Combine the reports of tiers: first RAM of all engines, then the tiers that engines share."""
+    """Combine the tier reports of all engines, RAM first. Reports of shared tiers come from engine `last`."""
     if len(engines) == 1 or not last.tiers:
         return last.tiers
     of_ram = [engine.tiers[0] for engine in engines if engine.tiers]

@@ -15,11 +15,12 @@ class Lease:
     """Blocks that one request holds.
 
     Attributes:
-        known: codes of the blocks with contents, in prefix order.
-        copies: codes of blocks that cannot be found, because another block has the same contents.
-        num_blank: blocks that cannot be found: not yet computed blocks, blocks of the answer, and second
-            copies.
-        num_reserved: blocks reserved for later.
+        known: codes of the computed blocks, in prefix order.
+        copies: codes in `known` of second copies: `DevicePool.find` finds another block with the same
+            contents.
+        num_blank: number of held blocks that cannot be found: blocks not computed yet, blocks of the answer,
+            and second copies.
+        num_reserved: number of blocks reserved for later.
     """
 
     __slots__ = ("copies", "known", "num_blank", "num_reserved")
@@ -42,7 +43,8 @@ class DevicePool:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blank, self._num_reserved = num_blocks, 0
-        # Number of holders of each known block; blocks without holders are also in `_free`, coldest first.
+        # Code of each known block -> number of leases that hold the block. Blocks that no lease holds are
+        # also in `_free`, coldest first.
         self._holders: dict[int, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict()
         self.version = 0
@@ -53,7 +55,7 @@ class DevicePool:
         return next((length for length, code in enumerate(codes) if code not in holders), len(codes))
 
     def lease(self, codes: Sequence[int], num_more: int) -> Lease | None:
-        """Hold these known blocks and reserve `num_more` more. Returns None if there is no room."""
+        """Hold these known blocks and reserve `num_more` further blocks. Returns None if there is no room."""
         free = self._free
         num_free = sum(code in free for code in codes)
         if self._num_blank + len(free) - num_free - self._num_reserved < num_more:
@@ -65,7 +67,10 @@ class DevicePool:
         return lease
 
     def take(self, lease: Lease, num_blocks: int) -> list[int]:
-        """Convert `num_blocks` reserved blocks to blank blocks; returns the evicted blocks, coldest first."""
+        """Convert `num_blocks` reserved blocks to blank blocks.
+
+        Returns the codes of the blocks that were evicted for this, coldest first.
+        """
         assert num_blocks <= lease.num_reserved
         lease.num_reserved -= num_blocks
         self._num_reserved -= num_blocks
@@ -93,7 +98,10 @@ class DevicePool:
                 self._holders[code] = 1
 
     def release(self, lease: Lease) -> None:
-        """Free the blocks of an ended request. One of two copies stays known, as the most recent block."""
+        """Free the blocks of an ended request.
+
+        If the first copy of a block was evicted meanwhile, the second copy can be found from now on.
+        """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):
             if code not in lease.copies:
@@ -109,7 +117,7 @@ class DevicePool:
         self.version += 1
 
     def next_to_leave(self, num_blocks: int) -> list[int]:
-        """List the known blocks among the next `num_blocks` blocks that would be taken, coldest first."""
+        """Return the codes of the blocks that `take` would evict for `num_blocks` blocks, coldest first."""
         return list(islice(self._free, max(0, num_blocks - self._num_blank)))
 
     @property

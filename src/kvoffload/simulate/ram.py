@@ -37,7 +37,7 @@ class Ram:
     Args:
         trace: the requests of all engines that use this RAM.
         whole: the requests of all engines that use the tiers behind this RAM; None for `trace`.
-        beside: RAM of another engine. This RAM shares the tiers of `beside`; None: it has its own tiers.
+        beside: RAM of another engine, whose tiers this RAM shares; None: this RAM has its own tiers.
 
     Attributes:
         manager: the manager of the first engine.
@@ -55,7 +55,7 @@ class Ram:
         self._whole = trace if whole is None else whole
         self._trace, self._config, self._timing, self._events = trace, config, timing, events
         self._wakes, self._members = list[Callable[[], None]](), list[TieredManager]()
-        # For each engine: its tiers. Engines that share a tier have tiers with the same blocks and links.
+        # One list of tiers per engine. If engines share a tier, each has a `TimedTier` with the same blocks.
         self._tiers = list[list[TimedTier]]()
         self._parts: EngineParts | None = None
         num_slots = slots_needed(trace, config.pool_blocks)
@@ -179,12 +179,12 @@ class Ram:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counters not_worth, no_room and gave_up of `TimedOutcome`; empty without tiers."""
+        """The counters ``not_worth``, ``no_room`` and ``gave_up`` of `TimedOutcome`; empty without tiers."""
         names = ("not_worth", "no_room", "gave_up") if self._members else ()
         return {name: sum(getattr(member.counts, name) for member in self._members) for name in names}
 
     def links(self) -> list[LinkReport]:
-        """Return the reports of the disks' links: for each tier reads and writes, of all engines together."""
+        """Return the reports of the disks' links: each tier's reads and writes, combined over all engines."""
         return [
             combined_links([link.report() for link in direction])
             for tiers in self._levels()
@@ -192,11 +192,11 @@ class Ram:
         ]
 
     def tiers(self, num_loaded: int, stores: Link) -> list[TimedTierReport]:
-        """Return the reports of all tiers until now, RAM first. Sums over the engines that use this RAM.
+        """Return the reports of all tiers until now, RAM first. Counters are sums over all engines.
 
         Args:
-            num_loaded: number of loaded blocks. Reported as the hits of RAM if there are no tiers behind RAM.
-            stores: link of the copies to RAM.
+            num_loaded: number of loaded blocks: the hits of RAM if there are no tiers behind RAM.
+            stores: link of the copies from the device to RAM.
         """
         stats, hits = self.manager.stats(), [num_loaded]
         rows = [("ram", stats.stored, stats.evicted, stats.dropped, [stores])]
@@ -222,7 +222,7 @@ class Ram:
         ]
 
     def _levels(self) -> list[list[TimedTier]]:
-        """Return the tiers of each level, one for each engine; a tier that engines share only once."""
+        """Return, for each level behind RAM, the tiers of all engines. A shared tier is listed once."""
         levels = [list(of_level) for of_level in zip(*self._tiers, strict=True)]
         if levels and self._config.shares_last_tier:
             del levels[-1][1:]

@@ -52,12 +52,12 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: ``load`` (RAM to device), ``store`` (device to RAM), ``TIER read``, ``TIER write``.
-        jobs, bytes_moved: totals.
-        busy_s: time in use.
+        jobs, bytes_moved: number of jobs, and of bytes that they moved.
+        busy_s: time in which the link was in use.
         busy_share: share of the run in which the link was in use.
         waited_s: sum of the waiting times of all jobs.
-        most_bytes_waiting: longest queue in bytes, including the current job.
-        bytes_left: bytes still queued when the last request ended.
+        most_bytes_waiting: largest number of bytes in the queue, including the running job.
+        bytes_left: bytes in the queue when the last request ended.
     """
 
     name: str
@@ -71,9 +71,9 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def combined_links(links: Sequence[LinkReport]) -> LinkReport:
-    """Add up the counters of links with the same name.
+    """Combine the reports of several links with the same name.
 
-    `busy_share` is the mean, and `most_bytes_waiting` the maximum of all links.
+    `busy_share` is the mean of all links, `most_bytes_waiting` the maximum. Other counters are sums.
     """
     return LinkReport(
         name=links[0].name,
@@ -94,8 +94,8 @@ class TimedTierReport(msgspec.Struct, frozen=True, kw_only=True):
         name: ``ram``, or the tier's name; a number is added if several tiers have the same name.
         hit_blocks: blocks that requests loaded from this tier.
         written, evicted: blocks written and evicted; for RAM including promotions from tiers.
-        not_offered: for a tier, blocks that RAM evicted before the slow tier accepted them, summed over all
-            tiers. For RAM, blocks that were offered while all slots were in use.
+        not_offered: for a tier behind RAM, blocks that RAM evicted before the tier accepted them, summed over
+            all tiers. For RAM, blocks that were offered while all slots were in use.
         keeps_up: True if two conditions hold: at most 30 s of writes were queued when the last request ended,
             and `not_offered` is 0. The second condition does not apply to RAM.
     """
@@ -116,19 +116,20 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         seconds: time from the first arrival to the end of the last request.
         device_hit_blocks: number of block references found on the device.
         offload_hit_blocks: number of loaded block references.
-        hit_ratio: sum of these two numbers, divided by all block references.
-        prefill_s: duration of all steps that computed prompts.
+        hit_ratio: ``device_hit_blocks + offload_hit_blocks``, divided by the number of block references.
+        prefill_s: total duration of the steps that computed prompts.
         prefill_tokens: number of computed prompt tokens.
         device_busy_share: share of the run in which the device was busy.
         ttft_s: time from the arrival of a request to its first token.
         waiting_s: part of `ttft_s`: time until the request is scheduled.
         loading_s: part of `ttft_s`: time to load blocks.
-        most_waiting: most requests in the queue of one engine.
+        most_waiting: largest number of requests in the queue of one engine.
         not_worth: blocks that were in tiers but not read, because computing them was expected to be faster.
         no_room: blocks that were in tiers but not read, because RAM had no room.
         gave_up: requests that stopped waiting for a tier.
         lost: blocks that the device dropped before a victim tier could store them.
-        links, tiers: counters, RAM first. Empty without offloading.
+        links: reports of the links; empty without offloading.
+        tiers: reports of the tiers, RAM first; empty without offloading.
     """
 
     requests: int
@@ -151,7 +152,7 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     tiers: list[TimedTierReport] = []
 
     def misses(self) -> list[str]:
-        """Describe the reasons for lost hits, with their counts."""
+        """Describe each reason for which hits were lost, with its count."""
         counts = (
             (self.not_worth, "blocks in tiers were not read, because computing them was faster"),
             (self.no_room, "blocks in tiers found no room in RAM"),
@@ -162,7 +163,10 @@ class TimedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_overloaded(self) -> bool:
-        """True if requests arrived faster than they were served. Waits then depend on the trace's length."""
+        """True if requests arrived faster than they were served.
+
+        Waiting times then depend on the length of the trace.
+        """
         return self.waiting_s.mean > _OVERLOADED * (self.ttft_s.mean - self.waiting_s.mean)
 
 

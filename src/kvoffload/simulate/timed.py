@@ -61,7 +61,7 @@ def run_in_time(
     requests_of = [np.flatnonzero(engine_of == number) for number in range(instances)]
     shares = Shares(whole, [requests.tolist() for requests in requests_of])
     ram = Ram(trace, config, timing, events) if config is not None and config.shared_ram else None
-    first: Ram | None = None  # its tiers are those of all engines
+    first: Ram | None = None  # RAM of the first engine; the other engines share its tiers
     engines, offloads = list[Engine](), list[NoOffload]()
 
     def report(ended: int) -> None:

@@ -1,4 +1,4 @@
-"""Simulated disk tier in simulated time. It decides as in an engine, and jobs have the speed of the disk."""
+"""Disk tier in simulated time. It decides as in an engine; its jobs take as long as on the disk."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class TimedTier(SimulatedTier):
 
     Args:
         name: name in the report.
-        moved_bytes: bytes of a block.
+        moved_bytes: bytes that a read or write of one block moves.
         wake: called when a job has ended.
         options: options of `SimulatedTier`.
 
     Attributes:
-        reads, writes: links of the disk.
+        reads, writes: links of the disk, one for each direction.
     """
 
     def __init__(
@@ -48,8 +48,10 @@ class TimedTier(SimulatedTier):
         self.reads, self.writes, self._moved_bytes = reads, writes, moved_bytes
 
     def share(self, first: TimedTier) -> None:
-        """Use the blocks and the write budget of another engine's tier, but separate jobs. Call it before
-        other methods."""
+        """Share the blocks and the write budget of another engine's tier, but not its jobs.
+
+        Call this before other methods.
+        """
         self._manager, self._purse = first._manager, first._purse
 
     def contains(self, keys: Keys, request: object | None = None) -> Mask:

@@ -1,11 +1,15 @@
 """Doubly linked lists over positions, the building blocks of policies.
 
-One int32 array has a row for each position and each list. A position is in at most one list. The row of a
-list is the sentinel of a ring: NEXT is the head (most recent), PREV the tail (coldest), LIST the number of
-members. Does not know keys.
+A position is in at most one list. One int32 array of three columns stores all links: it has a row for each
+position, then a row for each list.
 
-Every list has a cursor for a resumable search from tail to head. `rewind` starts a search. During a search,
-use `take` instead of `unlink`, and `carry` instead of `move_to_head`.
+- Row of a position: PREV is the neighbour towards the head, NEXT the neighbour towards the tail. LIST is the
+  row of the list, or `UNLISTED`.
+- Row of a list, its sentinel: NEXT is the head (most recent position), PREV the tail (coldest position).
+  LIST is the number of positions in the list. If the list is empty, NEXT and PREV are the sentinel itself.
+
+Every list has a cursor for a search from tail to head that can be interrupted. `rewind` starts a search.
+During a search, use `take` instead of `unlink`, and `carry` instead of `move_to_head`. Does not know keys.
 """
 
 from __future__ import annotations
@@ -23,8 +27,10 @@ class Lists(Struct):
     """`num_lists` empty lists over `num_positions` positions. Memory: 12 bytes a position.
 
     Attributes:
-        links: shape ``(num_positions + num_lists, 3)``, int32. List `i` is the row `sentinel(i)`.
-        cursors: shape ``(num_lists,)``, int32: the next member of each list in a search, or the sentinel.
+        links: int32, shape ``(num_positions + num_lists, 3)``. Columns: PREV, NEXT, LIST. The row of list `i`
+            is `sentinel(i)`.
+        cursors: int32, shape ``(num_lists,)``. For each list the position that the search visits next; the
+            list's sentinel if the search has passed the head.
     """
 
     links: I32Matrix

@@ -34,10 +34,10 @@ class FrequencySketch(Struct):
     Memory: 64 bits for each key of `capacity`.
 
     Attributes:
-        table: uint64. A word has sixteen 4-bit counters, a line has eight words.
+        table: uint64 words. A word holds sixteen 4-bit counters. Eight words are one cache line.
         additions: number of counted references; halved together with the counts.
         sample: value of `additions` at which all counts are halved.
-        sweep: the next line to halve.
+        sweep: number of the cache line whose counts are halved next.
     """
 
     table: U64Array
@@ -61,26 +61,29 @@ class FrequencySketch(Struct):
 
 @inline
 def line_of(table: U64Array, h: np.uint64) -> int:
-    """Return the first word of the line with a key's counters. `h`: hash of the key."""
+    """Return the index in `table` of the first word of a key's cache line. `h`: hash of the key."""
     lines = np.uint64(table.shape[0] // LINE_WORDS)
     return np.int64(((h >> np.uint64(32)) * lines) >> np.uint64(32)) * LINE_WORDS
 
 
 @inline
 def prefetch_count(sketch: FrequencySketch, h: np.uint64) -> None:
-    """Prefetch a key's line (`line_of`). `h`: hash of the key."""
+    """Prefetch the cache line with a key's counters. `h`: hash of the key."""
     prefetch(sketch.table, line_of(sketch.table, h))
 
 
 @inline
 def _word(line: int, h: np.uint64, row: int) -> int:
-    """Return the index of the word with the key's counter in this row of the sketch."""
+    """Return the index in `table` of the word that holds a key's counter in row `row` of the sketch.
+
+    `line`: result of `line_of`. `h`: hash of the key.
+    """
     return line + 2 * row + np.int64((h >> np.uint64(5 * row + 4)) & np.uint64(1))
 
 
 @inline
 def _shift(h: np.uint64, row: int) -> np.uint64:
-    """Return the first bit of the key's counter in its word (`_word`)."""
+    """Return the position in its word of the lowest bit of a key's counter, from 0 to 60."""
     return ((h >> np.uint64(5 * row)) & np.uint64(15)) << np.uint64(2)
 
 

@@ -1,14 +1,14 @@
 """Confidence intervals of hit ratios, by a bootstrap over windows of a trace.
 
 Requests are not independent: sessions return, the load varies, caches have memory. The bootstrap resamples
-*windows*, runs of neighbouring requests that are long enough to be nearly independent. Knows sums and ratios;
-no traces, policies or caches.
+*windows*: consecutive requests, so many that the windows are nearly independent. Knows sums and ratios; no
+traces, policies or caches.
 
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each
 request is in exactly one window, so the mean over all draws equals the ratio; overlapping windows would
-underweight both ends of a trace. A run is stored as one sum per window. It can be paired with any other run
-on the same trace. Disadvantage: intervals are slightly less certain than with overlapping windows.
+underweight both ends of a trace. A replay is stored as one sum per window, and can be compared with any other
+replay of the trace. Disadvantage: intervals are slightly less certain than with overlapping windows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 CONFIDENCE = 0.95
 
 CORRELATED = 0.35
-"""Limit of the correlation of neighbouring windows. Above the limit, windows count as dependent, and an
-interval counts as too narrow. The value is two standard errors of the correlation for 32 windows."""
+"""If the correlation of neighbouring windows exceeds this value, the windows are not independent, and the
+interval is too narrow. The value is two standard errors of the correlation for 32 windows."""
 
 
 class Interval(NamedTuple):
@@ -43,8 +43,8 @@ class Interval(NamedTuple):
 
     Attributes:
         low, high: ends of the interval.
-        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED` the interval is too
-            narrow: the traffic changes slowly, so the trace has few independent stretches.
+        correlation: correlation of neighbouring windows, -1 to 1. Above `CORRELATED` the traffic changes
+            slowly, so the trace has few independent windows, and the interval is too narrow.
     """
 
     low: float
@@ -53,7 +53,10 @@ class Interval(NamedTuple):
 
 
 def window_sums(values: npt.NDArray[np.integer], windows: int = WINDOWS) -> Sums:
-    """Sum `values` over windows of nearly equal length; shape ``(min(windows, len(values)),)``, int64."""
+    """Return the sum of `values` in each of `windows` windows of nearly equal length.
+
+    If there are fewer values than windows, each value is a window.
+    """
     count = min(windows, len(values))
     if count == 0:
         return np.zeros(0, np.int64)
@@ -62,15 +65,15 @@ def window_sums(values: npt.NDArray[np.integer], windows: int = WINDOWS) -> Sums
 
 
 class Resamples:
-    """Random draws of a trace's windows. All runs on the trace use the same draws.
+    """Random draws of a trace's windows. All replays of the trace use the same draws.
 
-    With shared draws, the difference of two runs is a paired difference: variation that the traffic causes in
-    both runs cancels. The draws come from splitmix64, not from numpy, whose streams may change between
+    With shared draws, the difference of two replays is a paired difference: variation that the traffic causes
+    in both replays cancels. The draws come from splitmix64, not from numpy, whose streams may change between
     versions. Equal arguments therefore give equal intervals everywhere.
 
     Args:
-        refs: references in each window, shape ``(windows,)``.
-        resamples: number of draws, up to `MOST_RESAMPLES`; a million needs 1 GB.
+        refs: number of block references in each window.
+        resamples: number of draws, up to `MOST_RESAMPLES`. A million draws need 1 GB.
         seed: seed of the draws.
         fewest_windows: number of windows below which no interval is computed.
         confidence: coverage of the intervals.
@@ -93,8 +96,8 @@ class Resamples:
         self._fewest_windows, self._tail = fewest_windows, (1 - confidence) / 2
         windows = len(refs)
         drawn = whole_numbers(resamples * windows, windows, seed).reshape(resamples, windows)
-        # Count each window in each draw: sums over all draws are then one matrix product. Sums of integers
-        # below 2^53 are exact in floating point, in any order.
+        # Count how often each draw has each window. The sums of all draws are then one matrix product. Sums
+        # of integers below 2^53 are exact in floating point, in any order.
         flat = (drawn + np.arange(resamples)[:, None] * windows).ravel()
         self._times = np.bincount(flat, minlength=resamples * windows).reshape(resamples, windows)
         self._times = self._times.astype(np.float64)
@@ -102,10 +105,10 @@ class Resamples:
         self._refs = self._times @ self._window_refs
 
     def ratio(self, hits: Sums) -> Interval | None:
-        """Compute the interval of ``hits.sum() / refs.sum()``; None for too few windows.
+        """Compute the interval of the hit ratio ``hits.sum() / refs.sum()``; None for too few windows.
 
         Args:
-            hits: hits in each window, shape ``(windows,)``.
+            hits: number of hits in each window.
         """
         if len(hits) != self._times.shape[1]:
             raise ConfigError(
@@ -113,7 +116,7 @@ class Resamples:
             )
         if len(hits) < self._fewest_windows:
             return None
-        # A draw that has only empty windows has no ratio.
+        # A draw has no ratio if all its windows have no references.
         drawn = self._refs > 0
         if not drawn.any():
             return None
@@ -122,14 +125,17 @@ class Resamples:
         return Interval(float(low), float(high), self._correlation(hits))
 
     def difference(self, hits: Sums, baseline: Sums) -> Interval | None:
-        """Compute the paired interval of the difference: the ratio of a run minus the ratio of `baseline`.
+        """Compute the paired interval of the hit ratio of one replay minus the hit ratio of another.
 
-        If the interval contains 0, the difference is not significant. Equal runs give ``(0.0, 0.0, 0.0)``.
+        If the interval contains 0, the difference is not significant. Equal replays give ``(0.0, 0.0, 0.0)``.
+
+        Args:
+            hits, baseline: number of hits in each window, in the first and in the second replay.
         """
         return self.ratio(hits - baseline)
 
     def _correlation(self, sums: Sums) -> float:
-        """Compute the correlation between the deviations of neighbouring windows from the mean ratio."""
+        """Compute the correlation of neighbouring windows: of their deviations from the mean ratio."""
         surplus = sums - self._window_refs * (sums.sum() / self._window_refs.sum())
         spread = float((surplus * surplus).sum())
         return float((surplus[1:] * surplus[:-1]).sum()) / spread if spread > 0 else 0.0

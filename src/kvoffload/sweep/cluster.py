@@ -44,7 +44,8 @@ class ClusterWorkers:
             asyncio.run(_check_connection(address, timeout_s))
             self._client: Any = self._distributed.Client(address, timeout=timeout_s, set_as_default=False)
         except Exception as error:
-            # The first bytes of a web server's reply, read as a length, exceed any memory.
+            # Dask reads the first bytes of a reply as a length. The reply of a web server gives an absurd
+            # length, hence a `MemoryError`.
             is_other = isinstance(error, MemoryError)
             reason = "another service answers there" if is_other else " ".join(str(error).split())
             raise ConfigError(
@@ -62,7 +63,7 @@ class ClusterWorkers:
             for task in tasks:
                 if task.source not in self._traces:
                     self._traces[task.source] = self._client.scatter(load(task.source), broadcast=True)
-                # Not pure: Dask must not reuse an earlier result.
+                # `pure=False`, because Dask must not reuse an earlier result.
                 future = self._client.submit(attempt_with, self._traces[task.source], task, pure=False)
                 futures[future] = task
             for future in self._distributed.as_completed(list(futures), loop=self._client.loop):

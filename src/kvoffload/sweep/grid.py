@@ -36,7 +36,7 @@ _DEFAULTS = ReplayConfig(1)
 
 @dataclass(frozen=True)
 class Point:
-    """A replay of a sweep, and its sizes as the user typed them.
+    """A replay of a sweep: its configuration, and its sizes as the user typed them.
 
     Attributes:
         trace: index of the trace in the sweep.
@@ -119,7 +119,11 @@ class Grid:
             self._check_tiers(tiers)
 
     def points(self, trace: int, unique_blocks: int) -> tuple[list[Point], list[str]]:
-        """Return the points of one trace, and a list with the reason for each combination that is left out.
+        """Return the points of one trace, and for each combination that is left out the reason.
+
+        Args:
+            trace: index of the trace in the sweep.
+            unique_blocks: number of unique blocks in the trace.
 
         Order of the axes, the last varies fastest: device, capacity, tiers, shared RAM, store, policy, rule.
         Raises `ConfigError` for a size below one block of this trace.
@@ -162,7 +166,10 @@ class Grid:
                 raise ConfigError("tiers", tiers, reason.args[0])
 
     def _sizes(self, unique_blocks: int) -> list[tuple[str, str, int, int]]:
-        """List all pairs of device and capacity: both as typed, then capacity and device in blocks."""
+        """List all pairs of a device size and a RAM size.
+
+        A pair is (device as typed, RAM as typed, RAM in blocks, device in blocks).
+        """
         sizes = []
         for device in self.devices:
             for capacity in self.capacities:
@@ -193,9 +200,9 @@ def incompatible(policy: str, admission: str) -> ConfigError | None:
 
 
 def _require_one(reasons: list[ConfigError | None]) -> None:
-    """Raise the first error unless one of `reasons` is None.
+    """Raise the first error, unless a value is compatible with at least one value of the other axis.
 
-    `reasons` has the errors of one value with each value of the other axis; None: compatible.
+    `reasons`: for each value of the other axis, the error; None if the two values are compatible.
     """
     if reasons[0] is not None and all(reasons):
         raise reasons[0]
@@ -245,7 +252,7 @@ def _tier_options(text: str, block_bytes: int | None, unique_blocks: int) -> tup
 
 
 def device_blocks(text: str, capacity_blocks: int, block_bytes: int | None, unique_blocks: int) -> int:
-    """Parse the size of the device cache, in blocks. Raises `ConfigError`."""
+    """Parse the size of the device cache and return it in blocks. Raises `ConfigError`."""
     if text == "0":
         return 0
     if times := _TIMES.fullmatch(text):

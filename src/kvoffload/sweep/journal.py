@@ -34,10 +34,9 @@ class SweepJournal:
     line of another version. Appended lines survive a ``kill -9`` at any time, but not a crash of the machine.
 
     Attributes:
-        measurements, timed: contents of the file when it was opened.
+        measurements, timed: contents of the file when it was opened, by key.
 
-    Raises: `ConfigError` when the file is opened or appended to, if it cannot be written or another process
-    has it open.
+    Raises: `ConfigError` if the file cannot be written, or if another process has it open.
     """
 
     def __init__(self, output: Path) -> None:
@@ -91,7 +90,7 @@ class SweepJournal:
                     self.measurements[line.key] = line.measurement
                 if line.timed is not None:
                     self.timed[line.key] = line.timed
-        # The next line must not continue a half line.
+        # An incomplete last line is removed, because the next line would be appended to it.
         self._file.truncate(end)
 
     def _refused(self, error: OSError) -> ConfigError:

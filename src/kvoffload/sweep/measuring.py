@@ -38,9 +38,9 @@ class Progress:
     Attributes:
         rows_done: number of combinations that have a result.
         rows: number of all combinations.
-        refs_done: block references that this run has replayed so far.
-        refs: block references that this run will replay in total.
-        of: noun for the rows: ``rows``, or ``timed replays``.
+        refs_done: number of block references that this run has replayed so far.
+        refs: number of block references that this run will replay in total.
+        of: noun for the combinations in messages: ``rows``, or ``timed replays``.
     """
 
     rows_done: int = 0
@@ -70,7 +70,7 @@ def swept(source: TraceSource) -> SweptTrace:
 
 @dataclass(frozen=True)
 class Work:
-    """Options of the work: workers, output and confidence intervals.
+    """Options of a sweep or plan: workers, output and confidence intervals.
 
     Attributes:
         output: a ``.csv``, ``.json`` or ``.parquet`` file; None: no output and no journal.
@@ -141,7 +141,7 @@ class Measuring:
 
     Attributes:
         progress: progress of the last call of `measure`, also after an interruption.
-        from_journal: number of points whose measurement the journal already had.
+        from_journal: number of points whose measurement was read from the journal.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Measuring:
             kept = self._journal.measurements
             self.from_journal += sum(key in kept and key not in known for key in keys)
             known |= {key: kept[key] for key in keys if key in kept}
-        # Sizes that are typed differently but equal in blocks share one replay.
+        # Two sizes that are typed differently but are equal in blocks share one replay.
         todo = {key: number for number, key in reversed(list(enumerate(keys))) if key not in known}
         order = sorted(todo.values(), key=lambda number: (-self._estimated_work(points[number]), number))
         tasks = [self._task(number, points[number]) for number in order]
@@ -193,7 +193,7 @@ class Measuring:
         return Task(number, trace.source, point.config, trace.block_refs)
 
     def _estimated_work(self, point: Point) -> int:
-        """Estimate the work of a replay, in references.
+        """Estimate the time of a replay. Unit: time to replay one block reference through RAM alone.
 
         The longest replays start first, so that all workers end at about the same time.
         """

@@ -1,6 +1,6 @@
-"""Losses with more RAM: sizes at which a configuration has fewer hits than at the next smaller size.
+"""Finds configurations that have fewer hits with more RAM than with the next smaller size.
 
-Owns the sentence for sweeps and plans. Knows shares of sizes; replays nothing.
+Writes the sentence about such losses for sweeps and plans. Replays nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Measured(NamedTuple):
     """Hits of one configuration with one size of RAM.
 
     Attributes:
-        configuration: everything but RAM; measurements of equal configurations are compared.
+        configuration: everything except the size of RAM. Measurements of equal configurations are compared.
         name: the configuration in words.
         ram: size of RAM, in any unit.
-        size: the size in words.
-        share: share of the references or of the prefill.
+        size: the size of RAM in words.
+        share: hits as a share of all block references or of the prefill.
     """
 
     configuration: Hashable

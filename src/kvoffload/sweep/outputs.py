@@ -94,7 +94,10 @@ def as_json(rows: Sequence[msgspec.Struct]) -> bytes:
 
 
 def _parquet(rows: Sequence[msgspec.Struct]) -> bytes:
-    """Encode as one row group. Column types come from the row's class, so columns of nulls have a type."""
+    """Encode as Parquet, in one row group.
+
+    Column types come from the class of the rows, so that a column with only nulls also has a type.
+    """
     import pyarrow
     import pyarrow.parquet
 

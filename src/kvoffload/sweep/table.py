@@ -19,8 +19,8 @@ YARDSTICK = "lru"
 """Policy with which all policies are compared."""
 
 _SMALLEST_GAP = 0.001
-"""`gap_closed` is computed only if the gap to the optimum is at least this ratio. Shares of a smaller gap are
-noise."""
+"""`gap_closed` is computed only if the optimum's hit ratio exceeds the baseline's by at least this number.
+Shares of a smaller gap are noise."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,31 +34,32 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         capacity_blocks, device_blocks, tier_blocks: these sizes in blocks.
         decode_tokens_per_s, queue_requests, instances, routing, shared_ram: assumptions, as in
             `ReplayConfig`. Sizes are per instance, also with `shared_ram`.
-        prefix_hit_ratio: references served by device, RAM and tiers, counted along each request's prefix.
+        prefix_hit_ratio: block references served by device, RAM and tiers. A request's hits end at its first
+            missing block.
         ci_low, ci_high, ci_correlation: confidence interval of the prefix-hit ratio (`bootstrap.Interval`);
             null for fewer requests than `FEWEST_WINDOWS`.
         offload_hit_ratio: references served by RAM and the tiers behind it.
         tier_hit_ratio: references served by the tiers behind RAM.
         others_hit_ratio: references served from shared RAM or the shared tier, if another instance wrote the
             block.
-        block_hit_ratio: references to resident blocks, at any depth.
-        blocks_written, writes_per_ref, bytes_written: writes to RAM; bytes are null if the block size is
-            unknown.
+        block_hit_ratio: references to resident blocks, also after a request's first missing block.
+        blocks_written, bytes_written: writes to RAM; `bytes_written` is null if the block size is unknown.
+        writes_per_ref: blocks written to RAM per block reference.
         tier_writes_per_ref: blocks written to the tiers behind RAM, per reference.
         optimum_hit_ratio: upper bound for any policy with these sizes; null if unknown.
         infinite_hit_ratio: prefix-hit ratio of an unlimited cache.
-        baseline: policy and rule of the row with which this row is compared: LRU with admission ``all``, or
-            with the sweep's first rule if ``all`` is not swept. Both rows have equal sizes, store mode, tiers
-            and `shared_ram`. Null without LRU.
-        diff_vs_lru, diff_low, diff_high, diff_correlation: prefix-hit ratio minus the prefix-hit ratio of the
-            baseline, and the paired confidence interval of this difference. The difference is significant if
-            the interval does not contain 0.
+        baseline: policy and admission rule of the row with which this row is compared: LRU with ``all`` or,
+            if ``all`` is not swept, with the sweep's first rule. Both rows have equal sizes, store mode,
+            tiers and `shared_ram`. Null without LRU.
+        diff_vs_lru: prefix-hit ratio minus the prefix-hit ratio of the baseline.
+        diff_low, diff_high, diff_correlation: paired confidence interval of this difference. The difference
+            is significant if the interval does not contain 0.
         gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null for a gap below 0.001.
-        writes_vs_lru: blocks written, divided by the baseline's.
+        writes_vs_lru: blocks written, divided by the blocks that the baseline wrote.
         among_best: True if no other row with these sizes on this trace is significantly better.
         verdict: verdict of a place (`verdict.Verdict.line`), in the best row of the place; null in other
             rows.
-        decisions_sha256: digest of the decision log: equal digests mean equal decisions.
+        decisions_sha256: digest of the decision log. Equal digests mean equal decisions.
         seed, resamples: parameters of the confidence intervals.
         version: version of kvoffload.
     """
@@ -127,7 +128,7 @@ class SweptTrace:
     """Summary of a trace.
 
     Attributes:
-        refs: references in each window (`bootstrap.window_sums`).
+        refs: number of block references in each window (`bootstrap.window_sums`).
         share_outside_blocks, warnings: as in `Trace`.
     """
 
@@ -187,7 +188,7 @@ def rows_of(runs: Runs, *, block_bytes: int | None = None, timings: bool = False
         rival = best[_sizes(point)]
         lead = runs.difference(number, rival)
         row = _row(runs, number, block_bytes)
-        # Without an interval, only rows with the same hits as the best are among the best.
+        # Without an interval, only rows with as many hits as the best row are among the best.
         among_best = lead.high >= 0 if lead else _hits(measured[number]) == _hits(measured[rival])
         row = msgspec.structs.replace(row, among_best=among_best)
         baseline = baselines.get(place(point))
@@ -218,7 +219,7 @@ def violations(rows: Sequence[Row]) -> list[str]:
 
 
 def _sizes(point: Point) -> tuple[object, ...]:
-    """Return trace and sizes. The best rows are marked among all rows with equal trace and sizes."""
+    """Return a key of trace and sizes. The best rows are marked among all rows with equal keys."""
     return point.trace, point.device, point.capacity, point.config.tier_blocks
 
 

@@ -37,9 +37,9 @@ class Measurement(msgspec.Struct, frozen=True):
     """Result of a replay.
 
     Attributes:
-        window_hits: prefix hits in each window (`bootstrap.window_sums`).
-        instance_window_hits: with several instances, each instance's prefix hits, in windows of its own
-            requests. Instances without block references are left out.
+        window_hits: number of prefix hits in each window (`bootstrap.window_sums`).
+        instance_window_hits: with several instances, the same for each instance. The windows are windows of
+            the instance's own requests. Instances without block references are left out.
     """
 
     report: ReplayReport
@@ -100,7 +100,7 @@ class Task:
 
     Attributes:
         number: index of the point to which the result belongs.
-        block_refs: block references of the trace: a measure of the work.
+        block_refs: number of block references of the trace, a measure of the work.
     """
 
     number: int
@@ -146,10 +146,10 @@ def whole_trace(source: TraceSource) -> tuple[tuple[Trace, str]]:
 
 @functools.lru_cache(maxsize=2)
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
-    """Divide a trace among its replicas.
+    """Divide a trace among replicas.
 
-    The cache holds two divisions: a plan with shared servers alternates between the traces of the replicas
-    and the undivided trace.
+    The last two results are cached, because a plan with shared servers alternates between the traces of the
+    replicas and the undivided trace.
     """
     share = source.share
     ((trace, _),) = whole_trace(replace(source, share=ALL))
@@ -173,7 +173,7 @@ def attempt_with(trace: Trace | None, task: Task) -> Measurement | Failure:
         report = run.run()
     except Exception as error:
         return Failure(f"{type(error).__name__}: {error}")
-    # No row has a column for the policy's statistics.
+    # Left out, because no row has a column for the policy's statistics.
     report = msgspec.structs.replace(report, policy_state={})
     return Measurement(
         report,
@@ -206,7 +206,7 @@ def code_digest(policy: str = "", admission: str = "") -> str:
 
 
 def code_digests(config: ReplayConfig | None) -> list[str]:
-    """Compute `code_digest` for each cache of a configuration. `config` None: only for the device caches."""
+    """Compute `code_digest` for each cache of a configuration; if `config` is None, for the device caches."""
     if config is None:
         return [code_digest()]
     caches: list[tuple[object, str]] = [(config.policy, config.admission)]

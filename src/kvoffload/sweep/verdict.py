@@ -34,12 +34,12 @@ class Verdict:
 
     Attributes:
         number: index of the best row among all rows of the sweep.
-        best: the row with most prefix hits; LRU wins ties, then the first row.
+        best: the row with most prefix hits. If several rows have as many, the LRU row or else the first.
         baseline: the LRU row of this place; None without LRU. May be the same row as `best`.
         where: the place in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
-        alike: rows whose difference from `best` is not significant. If there are no intervals: rows with as
-            many hits as `best`. Without the baseline; most hits first.
+        alike: rows whose difference from `best` is not significant, most hits first. If there are no
+            intervals: rows with as many hits as `best`. The baseline is never in `alike`.
         rivals: number of other rows at this place.
     """
 
@@ -83,7 +83,7 @@ class Verdict:
 
     def _lead(self, baseline: Row) -> str:
         lead = self.best.prefix_hit_ratio - baseline.prefix_hit_ratio
-        # Enough digits to show the lead, which is at least one block of the trace.
+        # As many digits as needed to show the lead, which is at least one block of the trace.
         digits = next(digits for digits in range(1, 20) if 100 * lead >= 10**-digits)
         text = f"{_points(lead, digits)} points over {_name(baseline)}"
         if self.certainty is Certainty.SURE:
@@ -97,7 +97,12 @@ class Verdict:
 
 
 def certainty_of(low: float | None, correlation: float | None) -> Certainty:
-    """Classify a difference by the low end and the correlation of its interval; UNKNOWN if there is none."""
+    """Classify a difference by its interval; UNKNOWN without an interval.
+
+    Args:
+        low: low end of the interval.
+        correlation: correlation of neighbouring windows.
+    """
     if low is None or correlation is None:
         return Certainty.UNKNOWN
     if low <= 0:

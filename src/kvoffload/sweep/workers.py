@@ -85,7 +85,7 @@ class LocalWorkers:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._executor = None
-        # Replays in progress may take minutes.
+        # Processes are terminated, because replays in progress may take minutes.
         for process in set(multiprocessing.active_children()) - self._earlier_children:
             process.terminate()
             process.join()
@@ -111,7 +111,8 @@ def _begin_worker() -> None:
 
 
 def _end_with_parent() -> None:
-    # An idle worker holds both ends of the task queue, so its read does not fail when the parent ends.
+    # Needed because an idle worker holds both ends of the task queue: its read does not fail when the parent
+    # ends.
     with contextlib.suppress(Exception):
         parent = multiprocessing.parent_process()
         if parent is not None:

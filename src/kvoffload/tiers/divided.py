@@ -59,7 +59,7 @@ class _DividedJob:
 
 @dataclass(eq=False)
 class _Refusals:
-    """Failures of members in one call: the first exception, and the number of blocks of these members."""
+    """Exceptions of members in one call: the first, and the number of blocks of all members that raised."""
 
     first: Exception | None = None
     num_blocks: int = 0
@@ -206,7 +206,7 @@ class DividedTier(SecondaryTier, Generic[Member]):
         return request.record_of(number, tier)
 
     def _report_refusals(self, refusals: _Refusals, *, has_begun: bool) -> None:
-        """Log the members' failures. If no member has begun, raises the first exception instead."""
+        """Log the members' exceptions. If no member has started its part of the job, raise the first one."""
         if refusals.first is None:
             return
         if not has_begun:
@@ -216,7 +216,11 @@ class DividedTier(SecondaryTier, Generic[Member]):
         self._log.warn("refused", text, self.name, refusals.num_blocks, name, refusals.first)
 
     def _begin(self, count: int, parts: list[tuple[int, int, npt.NDArray[np.int64]]]) -> int:
-        """Begin a job of `count` rows and return its number. `parts`: (member, member's job, rows)."""
+        """Register a job of `count` blocks; return its number.
+
+        Args:
+            parts: for each member: the member's number, its job, and the indices of its blocks in the batch.
+        """
         job = _DividedJob(self._next_job, np.zeros(count, np.bool_), len(parts))
         self._next_job += 1
         self._parts.update({(number, member_job): (job, rows) for number, member_job, rows in parts})

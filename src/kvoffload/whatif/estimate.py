@@ -118,23 +118,27 @@ def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
 
 
 def _slope(ratio: float) -> float:
-    """Return the derivative of a hit ratio by the logarithm of the capacity."""
+    """Estimate by how much a hit ratio grows with the logarithm of the capacity (a derivative)."""
     return -(1 - ratio) * math.log(1 - ratio) if 0 < ratio < 1 else 0.0
 
 
 def _off(shadow: Counted, one_in: int) -> float:
-    """Return the standard error of the logarithm of a shadow's effective capacity."""
+    """Return the standard error of the logarithm of the capacity that a shadow stands for.
+
+    The shadow has whole slots for a random sample of the blocks, so it stands for a capacity that is not
+    exactly `one_in` times its own.
+    """
     return math.sqrt((1 - 1 / one_in) / shadow.num_slots)
 
 
 def _difference_of_capacity(
     shadow: Counted, current: Counted, ratio: float, current_ratio: float, one_in: int
 ) -> float:
-    """Return the part of a gain's variance that is due to the capacities.
+    """Return the part of a gain's variance that is due to errors of the two capacities (`_off`).
 
-    The errors of both caches are correlated, because many of their sampled blocks are the same. Assumptions:
-    a larger cache holds all blocks of a smaller cache, and caches of equal size have half of their blocks in
-    common.
+    The errors of the two shadows are correlated, because the shadows hold many of the same blocks.
+    Assumptions: the larger shadow holds all blocks of the smaller shadow; shadows of equal size have half of
+    their blocks in common.
     """
     one, other = _slope(ratio) * _off(shadow, one_in), _slope(current_ratio) * _off(current, one_in)
     smaller, larger = sorted((shadow.num_slots, current.num_slots))

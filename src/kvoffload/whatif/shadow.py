@@ -27,9 +27,10 @@ from kvoffload.whatif.setting import WhatIf
 
 
 def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admission] | None:
-    """Return the class of an admission rule for a sample; None for no rule.
+    """Return the class of an admission rule for a shadow; None if there is no rule.
 
-    The class remembers `one_in` times fewer keys, if the rule has a limit (`max_tracker_size`).
+    If the rule limits the number of keys that it remembers (`max_tracker_size`), the class divides this limit
+    by `one_in`.
     """
     if admission is None:
         return None
@@ -41,17 +42,20 @@ def _scaled(admission: str | type[Admission] | None, one_in: int) -> type[Admiss
 
 
 class Shadow:
-    """A manager without bytes. Its settings are the serving manager's, with the changes of `setting`.
+    """A manager without blocks' data, which shows the effect of other settings on a sample of the requests.
 
     Args:
-        setting: the changes.
-        capacity_blocks: slots of the serving manager. The shadow has `one_in` times fewer.
-        most_slots: limit of the shadow's slots.
-        policy, admission, refuses_unasked: of the serving manager, as for `OffloadingManager`.
+        setting: settings that differ from the serving manager's.
+        capacity_blocks: number of slots of the serving manager. The shadow has `setting.capacity / one_in`
+            times as many.
+        one_in: the sample has one of this many blocks.
+        most_slots: limit of the number of slots of the shadow.
+        policy, admission, refuses_unasked: settings of the serving manager, as for `OffloadingManager`.
 
     Attributes:
         manager: the shadow's manager.
-        missed: number of sampled blocks that were looked up but not ready, by group of keys.
+        missed: array with the number of misses in each group of keys. A miss is a sampled block that was
+            looked up but was not ready.
 
     Thread: one at a time.
     """
@@ -90,12 +94,12 @@ class Shadow:
         return self.manager.store_mode.is_compiled
 
     def live(self, sample: Sample, keys: Keys, path: RequestContext) -> None:
-        """Run the lives of all requests of a sample.
+        """Replay all requests of a sample, each from its first lookup to its end.
 
         Args:
             sample: the requests.
-            keys: the keys of all requests.
-            path: memory with room for the longest request.
+            keys: keys of the sampled blocks of all requests, one request after the other.
+            path: memory with room for the keys of the longest request.
         """
         recorded = sample.state
         if not self.is_compiled:
@@ -118,7 +122,7 @@ class Shadow:
             raise PolicyError(f"policy {self.manager.policy.name!r} named an invalid victim")
 
     def _live_by_calls(self, sample: Sample, keys: Keys) -> None:
-        """Run the lives with a policy in Python or an admission rule; yield the GIL after each request."""
+        """Replay the sample with a policy in Python or an admission rule. Yields the GIL between requests."""
         recorded, start = sample.state, 0
         for row, hints in zip(recorded.requests[: recorded.num_requests].tolist(), sample.hints, strict=True):
             end = row[kernels.END_ROW]

@@ -504,9 +504,9 @@ def _assign(own: State, slot: int, block_class: int, last: int) -> None:
 
 @inline
 def _insert(own: State, slot: int) -> None:
-    """Add a new block at the heads of its class's list and of the order.
+    """Add the new block in `slot` at the head of its class's LRU list and to the newest run of `own.runs`.
 
-    Consecutive new blocks with the same time of last use form a run.
+    Consecutive new blocks with the same time of last use form one run.
     """
     last = own.last[slot]
     if own.run == _NO_RUN or last != own.run_time or own.runs.runs[own.run, LENGTH] == 0:

@@ -78,10 +78,13 @@ def rearrange(slab: Slab, recovered: Recovered, first: int, end: int, num_blocks
 
 
 def _copy(slab: Slab, contents: Contents, slots: Positions, targets: Positions) -> None:
-    """Copy blocks to other slots, with keys, generations and uses. Forgets blocks that cannot be copied.
+    """Copy the blocks in `slots` to `targets`. A copy keeps the key, the generation and the time of last use.
+
+    Removes damaged blocks, and blocks whose copy could not be written, from `contents`.
 
     Raises:
-        OSError: the system refuses a read. The block is kept, because the error may be transient.
+        OSError: the system refused a read. The blocks of this chunk stay in `contents`, because the error
+            may be transient.
     """
     layout, scratch, step = slab.layout, Scratch(slab), slab.chunk_blocks
     pool = aligned(step * layout.slot_bytes).reshape(step, -1)[:, : layout.block_bytes]

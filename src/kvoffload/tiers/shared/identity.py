@@ -84,12 +84,12 @@ def _class_above(num_bytes: int) -> int:
 
 
 class EpochKeys(NamedTuple):
-    """The epoch keys that cover a batch of blocks.
+    """The epoch keys that cover a batch of blocks. An epoch key is a name in the server with an epoch number.
 
     Attributes:
-        names: the epoch keys.
-        numbers: expected epoch number under each epoch key; None if unknown.
-        row_of: for each block, the row of its epoch key in `names`.
+        names: names of the epoch keys.
+        numbers: for each entry of `names`, the epoch number that the client expects; None if unknown.
+        row_of: for each block of the batch, the index in `names` of its epoch key.
     """
 
     names: list[bytes]
@@ -112,7 +112,7 @@ class Epoch(ABC):
 
     @abstractmethod
     def numbers_and_seeds(self, digests: Checksums) -> tuple[Any, Any]:
-        """Return two arrays: the epoch number of each block, and the epoch's part of its checksum seed."""
+        """Return the epoch number of each block, and the seed that the epoch adds to the block's checksum."""
 
     def headers(self, keys: Keys, addresses: npt.NDArray[np.int64], block_bytes: int) -> Headers:
         """Compute the headers of the blocks at these addresses. Cost: reads each byte once. Thread: any."""

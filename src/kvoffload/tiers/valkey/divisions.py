@@ -61,7 +61,7 @@ def division_of(keys: Keys) -> npt.NDArray[np.intp]:
 
 
 def epoch_names(namespace: str, producer: bytes, divisions: Sequence[int]) -> list[bytes]:
-    """Return the epoch keys of these divisions."""
+    """Return the names of the epoch keys of these divisions."""
     place, names = producer_prefix(namespace, producer), tags()
     return [f"{place}:epoch:{{{names[division]}}}".encode() for division in divisions]
 
@@ -71,8 +71,9 @@ class DividedEpoch(Epoch):
     """The epochs of some divisions. Blocks of other divisions have no epoch.
 
     Attributes:
-        divisions: numbers of the divisions.
-        numbers: epoch number of each of these divisions; None if unknown.
+        namespace, producer: parts of all names.
+        divisions: the divisions, each from 0 to 255.
+        numbers: epoch number of each division in `divisions`; None if the epoch number is unknown.
     """
 
     namespace: str
@@ -82,7 +83,10 @@ class DividedEpoch(Epoch):
 
     @cached_property
     def _table(self) -> tuple[list[bytes], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
-        """Name prefixes, epoch numbers and checksum seeds of all divisions."""
+        """Prefix of block names, epoch number and checksum seed of each of the 256 divisions.
+
+        A division without a known epoch number has number 0.
+        """
         names, place, known = tags(), producer_prefix(self.namespace, self.producer), self._known
         numbers = [known.get(division) or 0 for division in range(NUM_DIVISIONS)]
         seeds = [seed_of(self.namespace, self.producer, number) for number in numbers]

@@ -60,11 +60,12 @@ def valkey_tier(
 
 @dataclass(eq=False)
 class Resp:
-    """Performs exchanges with a server that speaks RESP2. As `Dialect`.
+    """Client side of RESP2, the protocol of Redis and Valkey servers. Implements `Dialect`.
 
     Attributes:
-        window_bytes: bytes of blocks requested or sent at a time.
-        most_at_once: limit of blocks received in one call.
+        window_bytes: largest number of block bytes in one pipeline. The client reads all replies of a
+            pipeline before it sends the next.
+        most_at_once: largest number of blocks that the client receives together.
     """
 
     window_bytes: int = WINDOW_BYTES
@@ -338,7 +339,10 @@ def _read_epoch(connection: Connection, deadline: float) -> int | ServerError:
 
 
 def _wait_for_replicas(connection: Connection, exchange: Handshake) -> None:
-    """Wait until `num_replicas` replicas have the reset. Raises `TimeoutError`, or the error of the reply."""
+    """Wait (`WAIT`) until `exchange.num_replicas` replicas have acknowledged the reset.
+
+    Raises: `TimeoutError` if fewer replicas have acknowledged in time; `ServerError` if the server refuses.
+    """
     patience_ms = max(1, int(1e3 * (exchange.deadline - time.monotonic()) / 2))
     connection.send([command(b"WAIT", b"%d" % exchange.num_replicas, b"%d" % patience_ms)], exchange.deadline)
     count = connection.reply(exchange.deadline)

@@ -47,8 +47,9 @@ class Converted:
 
     Attributes:
         source, assumed, block_tokens: fields of the trace's header.
-        unordered_requests: number of requests that are earlier than a request before them in the trace.
-            Readers sort all requests by time.
+        block_refs: number of blocks of all requests; a block counts once for each request that has it.
+        unordered_requests: number of requests whose arrival time is lower than that of a preceding line; 0 if
+            the source does not promise an order. Readers sort all requests by arrival time.
         remarks: notes of the source for the user.
     """
 
