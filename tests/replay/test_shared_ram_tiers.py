@@ -163,6 +163,7 @@ def test_decides_as_the_engines_of_a_pool(
     assert 0 < report.hit_blocks_of_others < report.offload_hit_blocks
 
 
+@pytest.mark.slow
 def test_decides_as_the_engines_of_a_pool_with_disks(tmp_path: Path, trace: Trace) -> None:
     def on_disk(name: str) -> tuple[TierOptions, ...]:
         return (DiskOptions(path=(str(tmp_path / name),), capacity="60", admission="reuse:2"),)
