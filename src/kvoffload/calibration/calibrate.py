@@ -28,11 +28,11 @@ class Calibration:
         name: name of the machine, for reports.
         disk: directory on the disk to measure; None skips the disk.
         url: URL of the server to measure; None skips the server.
-        served_model: model name on that server; None takes the first.
+        served_model: name of the model on that server; None takes the server's first model.
         block_bytes: bytes of one block.
-        total_bytes: bytes that one measurement moves.
-        repeats: measurements of each quantity.
-        step_tokens: most tokens that the server computes in one step.
+        total_bytes: number of bytes that one measurement moves.
+        repeats: number of measurements of each quantity.
+        step_tokens: largest number of tokens that the server computes in one step.
         lengths: prompt lengths to measure, in tokens.
     """
 

@@ -11,7 +11,7 @@ from kvoffload.transfer.device import gpu_blocks
 
 
 def memory_copies(block_bytes: int, num_blocks: int, repeats: int) -> dict[str, Quantity]:
-    """Measure `memory_copy_bytes_per_s` of one thread. Needs memory for twice the copied bytes."""
+    """Measure `memory_copy_bytes_per_s` of one thread. Needs ``2 * num_blocks * block_bytes`` of memory."""
     source, target = (np.ones((num_blocks, block_bytes), np.uint8) for _ in range(2))
     rows = np.arange(num_blocks)
     samples = seconds_of(lambda: copy_blocks(source, rows, target, rows), repeats)

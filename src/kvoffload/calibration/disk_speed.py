@@ -55,7 +55,7 @@ def disk_speed(
 
 def _measure(jobs: _Jobs, block_bytes: int, num_blocks: int, repeats: int) -> dict[str, Quantity]:
     samples: dict[tuple[str, int], list[float]] = {}
-    # Random bytes, which the disk cannot compress.
+    # Random bytes, because the disk cannot compress them.
     pool = aligned(num_blocks * block_bytes).reshape(num_blocks, block_bytes)
     pool[:] = np.random.default_rng(0).integers(0, 256, pool.shape, np.uint8)
     for repeat in range(repeats + 1):
@@ -63,7 +63,7 @@ def _measure(jobs: _Jobs, block_bytes: int, num_blocks: int, repeats: int) -> di
             keys = _new_keys(repeat, count)
             for verb, submit in (("write", jobs.write), ("read", jobs.read)):
                 seconds = submit(keys, pool)
-                if repeat:  # the first pass warms up
+                if repeat:  # the first repetition warms up
                     samples.setdefault((verb, count), []).append(seconds)
     quantities: dict[str, Quantity] = {}
     for verb in ("read", "write"):
@@ -81,13 +81,13 @@ class _Jobs:
         self._tier, self._directory = tier, directory
 
     def write(self, keys: Keys, pool: npt.NDArray[np.uint8]) -> float:
-        """Write everything and sync; returns seconds."""
+        """Write blocks with these keys and sync. Returns the seconds that this took."""
         start = time.perf_counter()
         _, accepted = self._tier.submit_write(keys, pool, np.arange(len(keys)))
         return self._wait(start, "written", bool(accepted.all()))
 
     def read(self, keys: Keys, pool: npt.NDArray[np.uint8]) -> float:
-        """Read and verify everything; returns seconds."""
+        """Read and verify the blocks with these keys. Returns the seconds that this took."""
         start = time.perf_counter()
         self._tier.submit_read(keys, pool, np.arange(len(keys)))
         return self._wait(start, "read", True)
@@ -108,7 +108,7 @@ def _new_keys(repeat: int, count: int) -> Keys:
 
 @contextlib.contextmanager
 def _temporary_directory(directory: Path) -> Iterator[Path]:
-    """Yield a new path below `directory`; delete it at the end."""
+    """Yield the path of a directory to create below `directory`. It is deleted at the end."""
     try:
         temporary = Path(tempfile.mkdtemp(prefix="kvoffload-calibrate-", dir=directory))
     except OSError as error:

@@ -13,9 +13,14 @@ def fit_prefill(
 ) -> tuple[float, float, float]:
     """Fit ``seconds = step_s * steps + linear * n + squared * n * n`` for prompts of `n` tokens.
 
-    Returns `step_s`, `prefill_s_per_token` and `prefill_s_per_token_squared` of `Machine`. A step computes at
-    most `step_tokens` tokens. The fit minimizes relative errors, so that short prompts have equal weight. No
-    coefficient is negative.
+    Args:
+        tokens: length of each measured prompt.
+        seconds: measured time of each prompt.
+        step_tokens: largest number of tokens that a step computes. It determines the number of steps.
+
+    Returns `step_s`, `linear` and `squared`: `step_s`, `prefill_s_per_token` and
+    `prefill_s_per_token_squared` of `Machine`. None of them is negative. The fit minimizes relative errors,
+    so that short prompts have the same weight as long prompts.
     """
     lengths, times = np.array(tokens, float), np.array(seconds, float)
     columns = np.stack([np.ceil(lengths / step_tokens), lengths, lengths * lengths])

@@ -33,7 +33,12 @@ def rate_and_latency(
 ) -> tuple[Quantity, Quantity]:
     """Return the transfer rate of batches, in bytes/s, and the latency of one block, in seconds.
 
-    The latency is the block's time minus its transfer time at that rate.
+    The latency is the time of a single block minus its transfer time at that rate.
+
+    Args:
+        batch_s, block_s: measured times of batches, and of single blocks.
+        batch_bytes, block_bytes: bytes of a batch, and of a block.
+        label: description of the measurement, for the source of the quantities.
     """
     rate = quantity_of([batch_bytes / seconds for seconds in batch_s], label)
     latencies = [max(0.0, seconds - block_bytes / rate.value) for seconds in block_s]

@@ -25,7 +25,7 @@ from kvoffload.simulate.machine import Quantity
 from kvoffload.tiers.spec import redacted
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
-"""Prompt lengths in tokens; lengths above the model's maximum are skipped."""
+"""Prompt lengths to measure, in tokens. Lengths above the model's maximum are skipped."""
 
 _ANSWER_TOKENS = 32
 _TIMEOUT_S = 300.0
@@ -51,7 +51,7 @@ class Server:
 
     Args:
         url: ``http://HOST:PORT``, with or without ``/v1``.
-        model: name of a served model; None takes the first.
+        model: name of a served model; None takes the server's first model.
 
     Raises:
         ConfigError: ``url`` does not answer, or answers in another format; ``model`` is not served.
@@ -96,7 +96,7 @@ class Server:
         return Answer(times[0] - start, further_s)
 
     def _token_events(self, body: dict[str, Any]) -> Iterator[None]:
-        """Yield once for each event with ``choices`` in the streamed answer."""
+        """Yield None for each event of the streamed answer that has ``choices``, when the event arrives."""
         with closing(self._connect()) as connection:
             response = self._request(connection, "POST", "/v1/completions", msgspec.json.encode(body))
             try:
@@ -149,9 +149,8 @@ class ServerTimes:
 
     Attributes:
         model: name of the served model.
-        rounds: for each round, the prompt lengths in tokens, and the seconds to the first token of each
-            prompt.
-        decode_rates: tokens/s of each answer with two or more tokens.
+        rounds: for each round: (lengths of the prompts in tokens, seconds to the first token of each prompt).
+        decode_rates: for each answer with two or more tokens, its generation speed in tokens/s.
     """
 
     model: str
@@ -161,8 +160,8 @@ class ServerTimes:
     def speeds(self, step_tokens: int) -> dict[str, Quantity]:
         """Return `step_s`, `prefill_s_per_token`, `prefill_s_per_token_squared` and `decode_tokens_per_s`.
 
-        Values are fitted to all rounds; p10 and p90 come from single rounds. A step computes at most
-        `step_tokens` tokens.
+        Values are fitted to all rounds together; p10 and p90 are percentiles of fits to single rounds. A step
+        computes at most `step_tokens` tokens.
 
         Raises:
             ConfigError: the time to the first token does not grow with the prompt, so prefill would cost

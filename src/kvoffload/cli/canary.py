@@ -90,7 +90,7 @@ class Options(FormatOptions, QuietOptions):
         if self.prompts is not None and self.token_ids is not None:
             raise ConfigError("token-ids", str(self.token_ids), "allowed: --prompts or --token-ids, not both")
         if self.prometheus is not None and self.prometheus.exists() and not self.prometheus.is_file():
-            # A file is renamed to this path, which would replace a device such as /dev/stdout.
+            # Refused, because a rename to this path would replace a device such as /dev/stdout.
             raise ConfigError("prometheus", str(self.prometheus), "allowed: a regular file, or a new one")
 
 
@@ -170,7 +170,7 @@ def _prompts(server: Server, options: Options, seed: int, longest: int) -> list[
 
 def _write_metrics(options: Options, report: CanaryReport | None, counts: Counter[str]) -> None:
     if options.prometheus is not None:
-        # A collector must not read half a file.
+        # Written to another file and renamed, because a collector must not read an incomplete file.
         unfinished = options.prometheus.with_name(f".{options.prometheus.name}.{os.getpid()}")
         write_output("prometheus", unfinished, text_metrics(report, counts, time.time()).encode())
         os.replace(unfinished, options.prometheus)

@@ -107,7 +107,8 @@ def compact(options: PathOptions) -> None:
             click.echo(f"{path}: skipped: {error.allowed}")
             has_skipped = True
             continue
-        # Compacting does not count as use: the slab keeps its age, by which slabs are deleted.
+        # Compacting does not count as use. The slab keeps its time of last use, because users delete slabs by
+        # this time.
         os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         click.echo(f"{path}: checkpoint of {len(recovered.contents):,} blocks written, the log is empty")
     if has_skipped:
@@ -132,7 +133,7 @@ def rm(options: DeleteOptions) -> None:
 
 @dataclass(frozen=True)
 class _Verified:
-    """Result of verifying one slab. `why` has the reason if the slab cannot be used."""
+    """Result of verifying one slab. `why` is the reason why the slab cannot be used, if it cannot."""
 
     slab: Path
     num_blocks: int = 0

@@ -34,7 +34,7 @@ _COMMANDS = {
     "warm": ("kvoffload.cli.warm:warm", "Compile every kernel now, for container images."),
     "vllm-config": ("kvoffload.cli.vllm_config:vllm_config", "Print the flag that makes vLLM offload."),
 }
-"""Location and help line of each command: listing commands must not import numba."""
+"""Location and help line of each command, so that the list of commands does not import numba."""
 
 
 class _Commands(click.Group):
@@ -78,7 +78,7 @@ def main() -> None:
         click.echo("kvoffload: interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output is gone (``| head``); Python would report it again at exit.
+        # The reader of our output has closed the pipe (``| head``). Python would report this again at exit.
         sys.stdout = None
         sys.exit(141)
     except OSError as error:

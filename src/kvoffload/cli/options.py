@@ -56,7 +56,7 @@ CONFIG = "kvoffload.settings.read"
 """Key of the ``--config`` file in a command's click context."""
 
 _FEWEST_TOKEN_BYTES = 1024
-"""Fewest plausible bytes of a token: 16-bit keys and values of a 0.5B model have 12 KiB."""
+"""Smallest plausible number of bytes of a token. A token of a 0.5B model in 16 bits has 12 KiB."""
 _WARNED = "kvoffload.cli.options.small_tokens"
 _WARNED_OF_COPIES = "kvoffload.cli.options.copies"
 _WARNED_OF_WINDOWS = "kvoffload.cli.options.sliding_windows"
@@ -78,7 +78,7 @@ def option(default: Any = dataclasses.MISSING, help: str | None = None, *flags: 
     """Declare a dataclass field as an option; without a default it is required.
 
     Args:
-        flags: spellings, if not ``--field-name``.
+        flags: spellings of the option, if not ``--field-name``.
         details: `setting` (name in the environment and in ``--config``), `metavar`, and other arguments of
             `click.option`.
     """
@@ -120,7 +120,7 @@ def options_of(kind: type[T]) -> Callable[[Callable[[T], None]], Command]:
 
 
 def _owner(kind: type[Any], name: str) -> int:
-    """Return the class that declares a field, as an index into the MRO of `kind`."""
+    """Return the index in the MRO of `kind` of the class that declares the field `name`."""
     declares = (name in inspect.get_annotations(base) for base in kind.__mro__)
     return next(position for position, declared in enumerate(declares) if declared)
 
@@ -147,7 +147,7 @@ def _read(kind: type[T], values: dict[str, Any], hints: dict[str, Any]) -> T:
 
 
 def _number(value: Any) -> Any:
-    """Convert text to a number if possible, so that messages show the number without quotes."""
+    """Convert text to a number if possible, because messages show numbers without quotes."""
     for number in (int, float):
         with contextlib.suppress(ValueError):
             return number(value)
@@ -283,8 +283,8 @@ def warn_of_copies(model: str, gpus: int, *, has_gpu_tokens: bool) -> None:
     """Warn once per command if GPUs with tensor parallelism store copies, so that they hold fewer tokens.
 
     Args:
-        gpus: GPUs of an engine.
-        has_gpu_tokens: True if the user gave the tokens that the GPUs hold.
+        gpus: number of GPUs of an engine.
+        has_gpu_tokens: True if the user gave the number of tokens that the GPUs hold.
     """
     context, heads = click.get_current_context(silent=True), kv_bytes.kv_heads(model)
     if gpus <= max(heads, 1) or (not heads and has_gpu_tokens):
@@ -409,7 +409,7 @@ class TiersOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Options for assumptions that no trace records: ends and waiting of requests."""
+    """Options for assumptions that no trace records: when requests end, and how many wait."""
 
     decode_tokens_per_s: Positive | None = option(
         None, "Generation speed in tokens/s: a request ends with its answer. If not given, at once."

@@ -66,7 +66,7 @@ def check_output(field: str, path: Path, *, force: bool) -> None:
         with writable(field, path, "ab"):
             pass
     if is_new:
-        path.resolve().unlink()  # not a link to the file
+        path.resolve().unlink()  # deletes the file, not a symbolic link to it
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def bar_columns() -> tuple[ProgressColumn, ...]:
 
 @contextlib.contextmanager
 def tiers_silenced() -> Iterator[None]:
-    """Hide the warnings of simulated tiers. The report has the same facts."""
+    """Hide the warnings of simulated tiers, because the report states the same facts."""
     log = logging.getLogger("kvoffload.tiering")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -129,7 +129,7 @@ class Lines:
         )  # fmt: skip
         for line in self._lines:
             for wrapped in wrapper.wrap(unbroken(line)) or [""]:
-                # For pipes and pasting: only the wrapper needs the no-break spaces.
+                # Only the wrapper needs no-break spaces; in pipes and pasted text they would disturb.
                 yield Text(wrapped.replace(NO_BREAK, " "), self._style)
 
 
@@ -142,7 +142,7 @@ class _TerminalTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = self._table
         if table.title:
-            # Not rich's own title, which is folded at the table's width.
+            # Printed here, because rich would wrap its own title at the table's width.
             yield Text(table.title, "italic")
         if options.max_width < _LIST_BELOW and _natural_width(table) > options.max_width:
             yield from _as_list(table)
@@ -170,9 +170,9 @@ def _as_list(table: Table) -> Iterator[RenderableType]:
     for row, mark in zip(table.rows, table.marks or [""] * len(table.rows), strict=True):
         style = _STYLES.get(mark, "")
         named = [(label, cell) for label, cell in zip(labels, row, strict=True) if cell]
-        # A number needs its heading, also in front.
+        # A number needs its heading, also as the first cell.
         needs_label = table.headings[0].endswith("#") or not row[0]
-        # A mark in front, such as the star of a plan, stays beside the next cell.
+        # If the first cell is a mark, such as the star of a plan, the next cell stays beside it.
         count = 2 if not labels[0] and len(row[0]) == 1 else 1
         first = [f"{label} {cell}" if label and (needs_label or count == 2) else cell
                  for label, cell in named[:count]]  # fmt: skip

@@ -213,7 +213,7 @@ def plan(options: PlanOptions) -> None:
         for part in tables(answer, console.width):
             console.print(part)
         if answer.vllm:
-            # Not through the console, which folds lines: users paste the flag.
+            # Not printed by rich, because it would wrap the flag, which users paste.
             click.echo(f"Each engine ({PLACEHOLDERS}):\n{answer.vllm}")
     if options.report is not None:
         write_report(options.report, plan_page(answer, typed_command()))

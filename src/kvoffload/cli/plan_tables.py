@@ -16,7 +16,7 @@ from kvoffload.plan.rows import PlanRow
 
 _WIDEST = 120
 _ROOMY, _NARROW = 110, 6
-"""Terminal width in which all columns of the table fit; number of columns in a narrower terminal."""
+"""Terminal width from which all columns of the table are shown; number of columns in a narrower terminal."""
 
 
 def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]:
@@ -47,7 +47,7 @@ def tables(answer: PlanAnswer, width: int = _WIDEST) -> Iterator[RenderableType]
 
 
 def _first_columns(table: Table, count: int) -> Table:
-    """Return the first `count` columns and the last one."""
+    """Return a table with the first `count` columns and the last column."""
     rows = [(*row[:count], row[-1]) for row in table.rows]
     return Table(table.title, (*table.headings[:count], table.headings[-1]), rows, table.marks)
 

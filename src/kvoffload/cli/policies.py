@@ -60,7 +60,7 @@ def _described(kind: str, registry: Registry[Any], name: str) -> dict[str, Any]:
             for parameter in registry.parameters(cls)
         ]
     except Exception as error:
-        # A third party's module may raise anything when it is imported.
+        # The import of another package's module may raise any exception.
         cause = error.__cause__ or error
         reason = " ".join(str(cause).split())
         return {"name": name, "summary": "", "good_for": "", "paper": "", "parameters": [], **marks,

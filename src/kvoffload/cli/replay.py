@@ -80,7 +80,7 @@ class CacheOptions(
     )
 
     def check_sizes(self, problems: Problems, block_bytes: int | None) -> None:
-        """Check the capacities as far as possible before the trace is read."""
+        """Check the capacities, as far as this is possible before the trace is read."""
         with problems:
             parse_capacity("capacity", self.capacity, block_bytes, ANY_TRACE)
         with problems:

@@ -26,7 +26,7 @@ _SHOWN_BLOCKS, _SHOWN_NUMBERS = 20, 32
 
 
 def check_alone() -> None:
-    """Check that no option contradicts the configuration in the recording. Raises `ConfigError`."""
+    """Check that no option was given that the recording determines. Raises `ConfigError`."""
     context = click.get_current_context()
     given = [
         name

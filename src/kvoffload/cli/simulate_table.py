@@ -24,7 +24,7 @@ _PROMPTS = (
     "as recorded; the last token is always computed",
     "end with their last full block, which is always computed",
 )
-"""Lengths of the prompts: the recording has them, or has only whole blocks."""
+"""Note on the lengths of prompts: recorded, or only whole blocks."""
 
 
 def table(report: TimedReport) -> RenderableType:
@@ -94,7 +94,10 @@ def _summary(report: TimedReport) -> RenderableType:
 
 
 def _has_endless_queue(report: TimedReport, run: TimedOutcome) -> bool:
-    """Return True if waits are only the length of the recording. With `at_once` arrivals follow the GPUs."""
+    """Return True if requests arrive faster than they are served: waits then depend on the trace's length.
+
+    Never with `at_once`, because requests then arrive when others end.
+    """
     return run.is_overloaded and not report.at_once
 
 

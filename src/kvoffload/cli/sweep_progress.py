@@ -47,7 +47,7 @@ def stopping_cleanly(run: Resumable) -> Iterator[None]:
         except (KeyboardInterrupt, SweepError) as stop:
             reason, code = str(stop), 1
             if was_terminated():
-                # A signal to the whole group ends the workers, too: a `SweepError` may come first.
+                # A signal to the whole process group also ends the workers, so a `SweepError` may come first.
                 reason, code = "terminated", 128 + signal.SIGTERM
             elif isinstance(stop, KeyboardInterrupt):
                 reason, code = "interrupted", 128 + signal.SIGINT
@@ -63,7 +63,7 @@ def _sigterm_raises() -> Iterator[Callable[[], bool]]:
     def stop(number: int, frame: object) -> None:
         nonlocal terminated
         terminated = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # one is enough, and must not disturb the closing
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not interrupt the closing
         raise _Terminated
 
     if threading.current_thread() is not threading.main_thread():
@@ -114,7 +114,7 @@ class Lines:
     def update(self, now: Progress) -> None:
         """Print a line if one is due, but not at the end, because the results follow."""
         if now.refs_done == 0 or now.of != self._of:
-            # The replays begin, or another kind of replays: restart the estimate.
+            # Replays begin, or replays of another kind: restart the estimate of the remaining time.
             self._began_s = self._last_s = self._clock_s()
             self._of, self._refs_at_begin, self._last_tenth = now.of, now.refs_done, 0
         if now.rows_done == now.rows:

@@ -19,14 +19,14 @@ from kvoffload.sweep.verdict import Verdict, ram_of
 from kvoffload.text import outside_blocks, percent, size
 
 _WIDEST = 100
-"""Maximum number of characters per line. A wider table continues below."""
+"""Largest number of characters per line. Columns of a wider table continue in a table below."""
 
 _OF_A_COLUMN, _OF_A_TABLE = 3, 1
 """Characters that rich adds to the width of each column, and to the width of the table."""
 
 
 class _Cell(NamedTuple):
-    """Texts of one configuration and capacity: hits, writes, share of the gap."""
+    """Texts for one configuration at one capacity: hits, writes, share of the gap to the optimum."""
 
     hits: str = ""
     writes: str = ""
@@ -35,11 +35,11 @@ class _Cell(NamedTuple):
 
 
 _Line = dict[str, _Cell]
-"""Cells of one label, by capacity as typed."""
+"""Cells of one line of a table, by capacity as typed."""
 
 
 class _Several(NamedTuple):
-    """True for each axis that has several values. Labels must name the value of this axis."""
+    """For each axis, True if it has several values. Labels then name the value of this axis."""
 
     stores: bool
     tiers: bool
@@ -82,7 +82,7 @@ def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
     headings = {row.capacity: _heading(row) for row in rows}
     widths = [max(len(cell[part]) for line in [*body.values(), *bounds.values()] for cell in line.values())
               for part in range(3)]  # fmt: skip
-    # Rich would fold the cells; instead, capacities that do not fit continue in a table below.
+    # Rich would wrap the cells. Instead, capacities that do not fit continue in a table below.
     label_width = max(map(len, [*body, *bounds]))
     column = max(sum(widths) + sum(width > 0 for width in widths) - 1, *map(_longest_line, headings.values()))
     room = width - label_width - _OF_A_COLUMN - _OF_A_TABLE
@@ -104,7 +104,7 @@ def _table(rows: list[Row], several: _Several, width: int) -> RenderableType:
 
 
 def _title(rows: list[Row], several: _Several) -> Text:
-    # Not rich's own title, which is folded at the table's width.
+    # Printed here, because rich would wrap its own title at the table's width.
     first = rows[0]
     tiers = f", {first.tiers} behind RAM" if first.tier_blocks and not several.tiers else ""
     writes = "writes per reference" if first.bytes_written is None else "bytes written"
@@ -188,7 +188,7 @@ def _longest_line(text: str) -> int:
 def _cell(row: Row) -> _Cell:
     mark, style = ("*", "bold") if row.among_best else (" ", "")
     writes = f"{row.writes_per_ref:.3f}" if row.bytes_written is None else size(row.bytes_written)
-    # Rounded first: a share just below 0 must not become -0%.
+    # Rounded before formatting, so that a share just below 0 does not become -0%.
     gap = "" if row.gap_closed is None else f"{round(100 * row.gap_closed)}%"
     return _Cell(f"{row.prefix_hit_ratio:.4f}{mark}", writes, gap, style)
 

@@ -172,7 +172,10 @@ def _server(url: str) -> tuple[ValkeyOptions, ServerURL]:
 def _connected(
     options: ValkeyOptions, server_url: ServerURL, stack: ExitStack
 ) -> list[tuple[Address, int | None, Connection]]:
-    """Connect to each server. Returns address, division of the server (None without cluster), connection."""
+    """Connect to each server; return (address, division, connection) of each.
+
+    Division: one of the server's divisions; None without a cluster.
+    """
     connect, until = options.connector(), time.monotonic() + _TIMEOUT_S
     nodes: dict[Address, int | None] = dict.fromkeys(server_url.nodes)
     if server_url.is_cluster:
@@ -217,7 +220,7 @@ def _speeds(options: TierOptions, block_bytes: int, rounds: int) -> Speeds:
 
 
 def _verdict(speeds: Speeds, token_bytes: int, tokens_per_s: float) -> dict[str, Any]:
-    """Compare the speed of reading with the speed of computing."""
+    """Compare the time to read a prompt's blocks with the time to compute the prompt."""
     read = speeds.get_bytes_per_s / token_bytes
     break_even_bytes = speeds.worth_from_bytes(token_bytes * tokens_per_s)
     from_tokens = None if break_even_bytes is None else max(1, round(break_even_bytes / token_bytes))

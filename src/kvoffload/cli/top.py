@@ -41,7 +41,7 @@ _BAR_CELLS = 6
 _MOST_NAME = 14
 _MOST_TENANTS = 8
 _UNITS = ((1e7, 1e6, "M"), (1e4, 1e3, "k"))
-"""For each unit: smallest rate that is shown in the unit, size of the unit, name of the unit."""
+"""For each unit: (smallest rate that is shown in this unit, size of the unit, name of the unit)."""
 _FAULTS = {
     "verification_failures": "damaged in RAM",
     "failed_load_blocks": "failed loads",
@@ -144,7 +144,10 @@ def watch(url: str, before: Reading, interval_s: float) -> None:
 
 @contextlib.contextmanager
 def _remembered_interrupts() -> Iterator[list[int]]:
-    """Yield a list that gets each SIGINT. Python drops a `KeyboardInterrupt` raised in a finalizer."""
+    """Yield a list to which each SIGINT is appended.
+
+    A `KeyboardInterrupt` could be lost: Python drops it if it is raised in a finalizer.
+    """
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -225,7 +228,7 @@ def _engines(shown: list[EngineRates]) -> Table:
 
 
 def _short(engine: str) -> str:
-    """Return an engine's name without the model's owner, cut to 14 characters including the number."""
+    """Return an engine's name without its model's owner, cut to 14 characters including the number."""
     model, space, number = printable(engine).rpartition("/")[2].rpartition(" ")
     most = _MOST_NAME - len(space + number)
     return f"{model if len(model) <= most else model[: most - 1] + '~'}{space}{number}"
@@ -238,7 +241,7 @@ def _hits_of_tiers(engine: EngineRates) -> float | None:
 
 
 def _short_tier(name: str) -> str:
-    """Return a tier's name. The middle of a long name is cut out, but not its place and number."""
+    """Return a tier's name. The middle of a long name is cut out; place and number remain."""
     shown, half = printable(name), _MOST_NAME // 2
     return shown if len(shown) <= _MOST_NAME else f"{shown[: half - 1]}~{shown[-half:]}"
 

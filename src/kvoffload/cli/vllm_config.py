@@ -27,9 +27,9 @@ _OPTIONS = {"cpu_bytes_to_use": "ram", "eviction_policy": "policy", "offload_pro
 """vLLM's name of an option -> our name."""
 _FLAGS = {"tiers": "tier"}
 _LEAST_RAM_BYTES = 2**20
-"""Smallest RAM accepted: a smaller number probably lacks its unit."""
+"""Smallest RAM that is accepted. A smaller number probably lacks its unit."""
 _MOST_RAM_BYTES = 64 * 2**40
-"""Most RAM without a warning."""
+"""Largest RAM that is accepted without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ def _warn_of_sizes(given: Mapping[str, Any]) -> None:
 
 
 def _as_typed(problem: ConfigError) -> ConfigError:
-    """Name the option of a problem as the user gave it: flag, variable or file."""
+    """Replace the option's name in a problem by the name that the user gave: flag, variable or file."""
     name, subfield = re.fullmatch(r"(\w*)(.*)", problem.field, re.DOTALL).groups()  # type: ignore[union-attr]
     name = _OPTIONS.get(name, name)
     as_text = " " + subfield[1:] if subfield.startswith(".") else subfield  # --audit share=2
@@ -177,7 +177,7 @@ def transfer_config(options: Mapping[str, Any], *, connector: bool) -> dict[str,
     flag: dict[str, Any] = {"kv_connector": "OffloadingConnector"}
     if connector or options.get("store") == ON_DEVICE_EVICTION or options.get("record") is not None:
         flag = {"kv_connector": "KVOffloadConnector", "kv_connector_module_path": f"{_HOME}.connector"}
-    # By default vLLM fails a request whose blocks could not be loaded.
+    # Set, because by default vLLM fails a request whose blocks could not be loaded.
     flag |= {"kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}
     return flag
 

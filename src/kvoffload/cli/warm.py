@@ -36,7 +36,7 @@ def compile_package() -> int:
         try:
             importlib.import_module(module.name)
         except ModuleNotFoundError as missing:
-            # torch, Dask and pyarrow are optional; without them there are no kernels to compile.
+            # torch, Dask and pyarrow are optional. Without them, the module's kernels are not needed.
             if str(missing.name).startswith("kvoffload"):
                 raise
     return compile_all()

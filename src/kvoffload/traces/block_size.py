@@ -26,9 +26,9 @@ class Header(msgspec.Struct, omit_defaults=True):
         block_tokens: tokens in one block.
         source: origin of the file.
         assumed: assumption that replaces data which the source lacks; empty if nothing is assumed.
-        in_order: False if lines may be out of order, as in recordings, which list requests by their ends. A
-            reader then sorts the requests by arrival, without a warning.
-        assumed_ms: True if the times came from a file that does not state their unit, and were read as ms.
+        in_order: False if the lines may not be in order of arrival, for example because a server wrote each
+            line at the end of the request. A reader then sorts the requests without a warning.
+        assumed_ms: True if the source did not state the unit of its times, and they were read as ms.
     """
 
     kvoffload_trace: Literal[1]
@@ -46,12 +46,12 @@ _decode = msgspec.json.Decoder(Header).decode
 
 
 def header_in(text: bytes) -> Header | None:
-    """Decode a header; None if the line is a request. Raises `BadLineError` for a wrong header."""
+    """Decode a header. Returns None if the line is a request. Raises `BadLineError` for an invalid header."""
     return decoded(_decode, text) if _MARK in text[:64] else None
 
 
 def stated_header(path: Path) -> Header | None:
-    """Read the header of a file; None if it has no header, or for a stream. Raises `TraceError`."""
+    """Read the header of a file; None for a file without a header and for a stream. Raises `TraceError`."""
     if is_stream(path):
         return None
     for number, text in numbered_lines(path):
@@ -64,7 +64,7 @@ def stated_header(path: Path) -> Header | None:
 
 
 class BlockSize:
-    """Checks the number of ids of each request against the request's length.
+    """The block size of a file. Checks that each request has as many block ids as its length requires.
 
     Attributes:
         tokens: tokens in one block.
@@ -72,14 +72,14 @@ class BlockSize:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        # Bounds of the block sizes that fit all lines so far.
+        # Smallest and largest block size that fits all lines so far.
         self._fewest, self._most = 0.0, math.inf
 
     def full_blocks(self, input_tokens: int, num_ids: int) -> int:
-        """Return the number of full blocks: the number of ids, or one less if the last id is partial.
+        """Return the number of full blocks: `num_ids`, or one less if the last id is of a partial block.
 
-        Raises `BadLineError` if the number of ids does not match the length. The message suggests a block
-        size, a power of two, that fits all lines so far.
+        Raises `BadLineError` if `num_ids` does not match the length. The message suggests a block size that
+        fits all lines so far, a power of two.
         """
         blocks = input_tokens // self.tokens
         if num_ids:

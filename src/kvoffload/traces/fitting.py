@@ -21,8 +21,8 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload, builtin
 
 _TRIAL_REFS = 200_000
-"""Approximate limit of a trial's block references. If the recording is larger, trials have fewer sessions at
-the same load, so that as many sessions overlap."""
+"""Approximate limit of a trial's block references. If the recording is larger, trials have fewer sessions.
+Their load is the same, so that as many sessions overlap as in the recording."""
 _FEWEST_SESSIONS = 60
 _DIRECT_ROUNDS, _SEARCH_STEPS = 6, (1.4, 1.12)
 _P90_OF_NORMAL = 1.2816
@@ -36,8 +36,8 @@ _SCALED = (
     "shared_prompts", "documents", "document_tokens", "fork_share", "sub_agent_share", "summary_tokens",
     "context_limit_tokens", "sessions_per_minute",
 )  # fmt: skip
-"""Parameters that the search scales. For a `LogNormal`, the median is scaled; `_SIGMAS` lists the sigmas that
-are also scaled."""
+"""Parameters that the search multiplies by factors. For a `LogNormal` it multiplies the median. `_SIGMAS`
+lists the parameters whose sigma it also multiplies."""
 _SIGMAS = ("first_tokens", "turn_tokens", "think_time_s", "document_tokens")
 
 
@@ -49,7 +49,7 @@ class Fit:
         workload: the fitted workload, at the size and load of the recording, with blocks of about 512 tokens.
         distance: mean factor between the features of recording and workload (`likeness.distance`); 1: equal.
         recorded: features of the recording.
-        fitted: features of the fitted workload at the size of the recording.
+        fitted: features of the fitted workload.
         trials: number of generated workloads.
     """
 
@@ -86,7 +86,7 @@ def fit(trace: Trace, like: str) -> Fit:
 
 @dataclass(frozen=True)
 class _Means:
-    """Means of a trace that correspond to parameters of a workload."""
+    """Means of a trace that determine parameters of a workload."""
 
     requests_per_session: float
     requests: float
@@ -114,7 +114,8 @@ class _Search:
     """State of a search.
 
     Attributes:
-        best, least: the best workload so far, and its distance.
+        best: the workload with the smallest distance so far.
+        least: its distance.
         recorded: features of the recording.
         trials: number of trials so far.
     """
@@ -131,10 +132,12 @@ class _Search:
         self._answers = _log_normal(statistics.output_tokens)
 
     def starts(self, preset: Workload) -> Iterator[Workload]:
-        """Yield starting points: the preset, the preset with scaled texts, and workloads from the statistics.
+        """Yield the workloads from which the search starts.
 
-        There are two workloads from the statistics. Their context limits are the length of the longest
-        request, and the 90th percentile of lengths.
+        - The preset.
+        - The preset with texts as long as in the recording.
+        - Two workloads computed from the statistics of the recording. Their context limits are the length of
+          the longest request, and the 90th percentile of the requests' lengths.
         """
         recorded, tokens = self._statistics, self._block_tokens
         named = replace(
@@ -163,15 +166,15 @@ class _Search:
         )
 
     def corrected(self, workload: Workload) -> Workload:
-        """Try a workload; return it with parameters scaled towards the means of the recording."""
+        """Try a workload. Returns it with parameters changed towards the means of the recording."""
         got, want = self._try(workload), self._target
         changes: dict[str, Any] = {
             "turn_tokens": _times(workload.turn_tokens, _step(want.next_tokens, got.next_tokens)),
         }
-        # With forks and sub-agents the inferred sessions are shorter than the workload's.
+        # Not with forks or sub-agents, because inferred sessions are then shorter than those of the workload.
         if not workload.fork_share and not workload.sub_agent_share:
             longer = _step(want.requests_per_session - 1, got.requests_per_session - 1)
-            # Bounded, because no number of turns explains some recordings.
+            # Bounded, because some recordings cannot be matched by any number of turns.
             changes["turns"] = min(1 + (workload.turns - 1) * longer, 4 * want.requests_per_session)
         if workload.documents_per_session:
             first = _step(want.first_tokens, got.first_tokens)
@@ -193,7 +196,7 @@ class _Search:
         return replace(workload, sessions=max(1, round(sessions)), **changes)
 
     def improve(self) -> None:
-        """Try each parameter slightly larger and smaller, in decreasing steps."""
+        """Try each parameter slightly larger and smaller, and keep improvements. Repeat in smaller steps."""
         for factor in _SEARCH_STEPS:
             for name in (*_SCALED, *(f"{name}.sigma" for name in _SIGMAS), "turns_shape"):
                 best = self.best
@@ -219,7 +222,7 @@ class _Search:
                 yield {field: round(value * by) if isinstance(value, int) else value * by}
 
     def _try(self, workload: Workload) -> _Means:
-        """Generate a trial of a workload, and keep the workload if it is the best; returns its means."""
+        """Generate a trace of a workload; return its means. Keeps the workload if it is the best so far."""
         workload = _rounded(workload)
         sessions = max(_FEWEST_SESSIONS, round(workload.sessions * self._share))
         share = sessions / workload.sessions
@@ -246,7 +249,7 @@ def _lengthened(workload: Workload, factor: float) -> Workload:
 
 
 def _sized_features(statistics: TraceStatistics) -> dict[str, float]:
-    """Compute the features of a trace, but with reuse distances in tokens instead of shares."""
+    """Compute the features of a trace, with reuse distances in tokens instead of shares of all blocks."""
     values, tokens = features(statistics), statistics.block_tokens
     for name, value in statistics.reuse_distance_blocks._asdict().items():
         if values.pop(f"blocks used until reuse, {name}, of all", None) is not None:
@@ -255,7 +258,7 @@ def _sized_features(statistics: TraceStatistics) -> dict[str, float]:
 
 
 def _rounded(workload: Workload) -> Workload:
-    """Round each parameter to four digits, so that printed parameters are exact."""
+    """Round each parameter to four digits, so that the printed parameters give the same workload."""
     changes: dict[str, Any] = {}
     for field in fields(workload):
         value = getattr(workload, field.name)
@@ -267,7 +270,7 @@ def _rounded(workload: Workload) -> Workload:
 
 
 def _step(wanted: float, got: float) -> float:
-    """Return a damped correction factor, because the parameters are coupled."""
+    """Return a factor by which to correct a parameter. It is damped, because the parameters are coupled."""
     if wanted <= 0 or got <= 0:
         return 1 / 3 if wanted <= 0 < got else 3.0 if got <= 0 < wanted else 1.0
     return min(3.0, max(1 / 3, math.exp(0.8 * math.log(wanted / got))))
@@ -278,6 +281,6 @@ def _times(quantity: LogNormal, factor: float) -> LogNormal:
 
 
 def _log_normal(percentiles: Percentiles, unit: int = 1, least: float = 1.0) -> LogNormal:
-    """Fit a `LogNormal` to median and 90th percentile. Block sizes distort low percentiles."""
+    """Fit a `LogNormal` to the median and the 90th percentile. Block sizes distort lower percentiles."""
     median, high = (max(least, value * unit) for value in (percentiles.p50, percentiles.p90))
     return LogNormal(median, round(min(3.0, math.log(high / median) / _P90_OF_NORMAL), 3))

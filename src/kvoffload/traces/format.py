@@ -33,7 +33,7 @@ class TraceFormat(ABC):
         skip_bad_lines: bool,
         progress: Callable[[float], None] | None,
     ) -> Trace:
-        """Read a file of this format; same contract as `read_trace`. `block_tokens` is None or at least 1."""
+        """Read a file of this format, as `read_trace`. `block_tokens` is None or at least 1."""
 
 
 FORMATS: Registry[TraceFormat] = Registry("trace format", TraceFormat, "kvoffload.traces.formats")

@@ -15,13 +15,13 @@ from kvoffload.traces.trace import Trace, codes_by_appearance
 from kvoffload.traces.workloads import BUILTIN, builtin
 
 _LEAST_SHARE = 0.005
-"""Lower limit of shares: smaller shares are raised to the limit, because distances are ratios."""
+"""Smaller shares are raised to this value, because the distance compares ratios."""
 
 
 def features(statistics: TraceStatistics) -> dict[str, float]:
-    """Compute the features of a trace: numbers of tokens, seconds and shares.
+    """Compute the features of a trace: lengths in tokens, times in seconds, and shares.
 
-    All features are above 0 and independent of the size of the trace.
+    All features are above 0 and independent of the number of requests.
     """
     tokens, unique = statistics.block_tokens, max(statistics.unique_blocks, 1)
     sizes = {
@@ -50,7 +50,10 @@ def features(statistics: TraceStatistics) -> dict[str, float]:
 
 
 def distance(first: Mapping[str, float], second: Mapping[str, float]) -> float:
-    """Return the distance: the geometric mean of larger value / smaller value over all features; 1: equal."""
+    """Compute the distance of two traces from their features; 1 if the features are equal.
+
+    The distance is the geometric mean, over all features, of the larger value divided by the smaller.
+    """
     logs = [abs(math.log(value / second[name])) for name, value in first.items()]
     return math.exp(sum(logs) / len(logs))
 

@@ -55,7 +55,7 @@ def numbered_lines(
 
 
 def decoded(decode: Callable[[bytes], T], text: bytes) -> T:
-    """Decode a line with a msgspec decoder; raises `BadLineError` that names the field."""
+    """Decode a line with a msgspec decoder. Raises `BadLineError` with the name of the field."""
     try:
         text.decode()
         return decode(text)

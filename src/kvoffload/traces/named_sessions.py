@@ -40,8 +40,8 @@ class NamedSessions:
     In recordings with `parent_chat_id`, such as Qwen-Bailian's, `chat_id` names a single request. The chain
     of parents then leads to the first chat, which names the session.
 
-    Memory: the last 131,072 chats. If the parent of a request was forgotten, or has not occurred yet, the
-    session gets the parent's name.
+    Memory: the last 131,072 chats. If the parent of a chat is not among them, or has not occurred yet, the
+    parent's name becomes the name of the session.
     """
 
     def __init__(self) -> None:

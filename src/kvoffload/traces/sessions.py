@@ -20,14 +20,14 @@ from kvoffload.traces.trace import Trace
 from kvoffload.traces.workloads import LogNormal, Workload
 
 _Segment: TypeAlias = "int | tuple[str, int]"
-"""Identity of a text. A text that occurs once has a unique number; a shared text has a kind and a number."""
+"""Identity of a text: a unique number for a text that occurs once, (kind, number) for a shared text."""
 
 _EMPTY = 0
 
 
 @dataclass(frozen=True)
 class _Context:
-    """A context: ids of full blocks, length, and identity. Equal contexts have equal identities."""
+    """A context: ids of its full blocks, length in tokens, identity. Equal contexts have equal identities."""
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -73,7 +73,7 @@ def generate(workload: Workload) -> Trace:
 
 
 class _Server:
-    """State of the server, for all sessions: random numbers, shared texts, and an id for each prefix."""
+    """State of all sessions together: random numbers, shared texts, and an id for each prefix."""
 
     def __init__(self, workload: Workload) -> None:
         self.shared_blocks: set[int] = set()
@@ -110,7 +110,7 @@ class _Server:
         *,
         is_sub_agent: bool = False,
     ) -> int:
-        """Append the requests of a conversation and its sub-agents; returns the end time in ms."""
+        """Append the requests of a conversation and its sub-agents to `requests`. Returns its end in ms."""
         workload = self._workload
         mean_turns = workload.sub_agent_turns if is_sub_agent else workload.turns
         prompts: list[_Context] = []
@@ -142,11 +142,14 @@ class _Server:
         return self._append(_Context(), ("prompt", prompt), self._workload.shared_prompt_tokens)
 
     def _write(self, context: _Context, prompt: int, tokens: int) -> _Context:
-        """Append a unique text to a context. If the context would become too long, compact it first."""
+        """Append a unique text of `tokens` tokens to a context.
+
+        If the context would become too long, it is first replaced by shared prompt `prompt` and a summary.
+        """
         workload = self._workload
         if context.tokens + tokens > workload.context_limit_tokens:
             context = self._append_once(self._opening(prompt), self._draw(workload.summary_tokens))
-        # A single text longer than the limit is truncated.
+        # A text that does not fit even then is truncated.
         free_tokens = max(0, workload.context_limit_tokens - context.tokens)
         return self._append_once(context, min(tokens, free_tokens))
 
@@ -155,7 +158,7 @@ class _Server:
         return self._append(context, self._unique_segments, tokens)
 
     def _append(self, context: _Context, segment: _Segment, tokens: int) -> _Context:
-        """Append `tokens` tokens of `segment` to a context; equal arguments give equal contexts."""
+        """Append the text `segment` of `tokens` tokens to a context. Equal arguments give equal contexts."""
         before, total = context.identity, context.tokens + tokens
         completed = range(len(context.blocks), total // self._workload.block_tokens)
         blocks = [self._blocks.setdefault((before, segment, i), len(self._blocks)) for i in completed]
@@ -172,7 +175,7 @@ class _Server:
 
 
 def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int:
-    """Draw a quantity as a whole number, at least 1, in units of 1/`unit`. Equal on every machine."""
+    """Draw a value of `quantity`, multiplied by `unit` and rounded, at least 1. Equal on every machine."""
     # The sum of twelve uniform numbers is nearly normal up to three sigma and needs no logarithm. A loop,
     # because `sum` rounds differently since Python 3.12.
     normal = -6.0
@@ -182,7 +185,10 @@ def draw(random: Callable[[], float], quantity: LogNormal, unit: int = 1) -> int
 
 
 def _exp(x: float) -> float:
-    """Compute ``e**x`` for ``abs(x) < 24`` as ``(1 + x/4096)**4096``: reproducible, but 0.1 % low at 3."""
+    """Compute ``e**x`` as ``(1 + x/4096)**4096``, for ``abs(x) < 24``.
+
+    The result is equal on every machine. It is 0.1 % too low for ``x = 3``.
+    """
     power = 1 + x / 4096
     for _ in range(12):
         power *= power

@@ -18,7 +18,7 @@ _SHARED_PROMPT_FAN_OUT = 8
 
 
 class Percentiles(NamedTuple):
-    """Percentiles of a distribution; all 0 without values."""
+    """Percentiles of a distribution. All are 0 if there are no values."""
 
     p10: float
     p25: float
@@ -32,28 +32,31 @@ class Percentiles(NamedTuple):
 class TraceStatistics:
     """Statistics of a trace, as `describe` computes them.
 
-    *Sessions* are named by the recording (`Trace.sessions`), or inferred. Inference: a request that begins
-    with all blocks of an earlier request is the next turn of that request's session. Exception: the blocks
-    are a *shared prompt*, which has more than eight different continuations. As a consequence, equal
-    questions about a document count as one session. An inference is *unambiguous* in two cases. First, the
-    request has blocks, and shares none with earlier requests, or only a shared prompt. Second, the request is
-    the only continuation of exactly one earlier request.
+    *Sessions* are named by the recording (`Trace.sessions`), or inferred: a request that begins with all
+    blocks of an earlier request is the next turn of the earlier request's session. The exception are blocks
+    of a *shared prompt*, which more than eight different blocks follow in the trace. As a consequence, equal
+    questions about a document count as one session.
+
+    An inference is *unambiguous* in two cases. First, the request has blocks, and shares no blocks with
+    earlier requests except a shared prompt. Second, the request is the only continuation of exactly one
+    earlier request.
 
     Attributes:
         duration_s: time from the first arrival to the last.
-        blocks_per_request: full blocks, including the shared prefix.
-        output_tokens: tokens generated per request.
+        blocks_per_request: number of full blocks of a request, including a shared prefix.
+        output_tokens: number of tokens generated per request.
         sessions: number of sessions; inferred sessions include sub-agents.
         named_share: share of the requests whose session the recording names.
         unambiguous_share: share of unambiguous inferences among the requests without a named session; None if
             all sessions are named.
-        turns_per_session, mean_turns: requests of a session.
-        turn_gap_s: time from a turn to the next.
-        new_blocks_first_turn, new_blocks_next_turn: blocks of a request that no earlier request had.
+        turns_per_session, mean_turns: number of requests of a session.
+        turn_gap_s: time from a turn to the next turn.
+        new_blocks_first_turn, new_blocks_next_turn: number of blocks of a session's first request, and of a
+            later request, that no earlier request had.
         concurrent_sessions: mean number of sessions in progress, from a session's first to its last request.
         reuse_time_s: time from a use of a block to its next use.
-        reuse_distance_blocks: number of distinct blocks used between two uses of a block. Requests use blocks
-            from tail to head. An LRU cache hits if its capacity is larger than this distance.
+        reuse_distance_blocks: number of distinct blocks used between two uses of a block. A request uses its
+            blocks from tail to head. An LRU cache hits if its capacity is larger than this distance.
         ceiling: share of references to blocks that were used before. This is the hit ratio of an unlimited
             cache.
         repeated_in_session: share of references to blocks that the same session introduced.
@@ -93,17 +96,16 @@ class Turns:
     """The sessions of a trace: named, or inferred (`TraceStatistics`).
 
     Attributes:
-        request_of: shape ``(block_refs,)``; request of each reference.
-        first_seen: shape ``(unique_blocks,)``; position in `refs` of the first use of each code.
-        new_blocks: shape ``(requests,)``; number of blocks that no earlier request had.
-        previous_turn: shape ``(requests,)``; the request that each request continues, or -1. In a named
+        request_of: for each reference, the number of its request.
+        first_seen: for each code, the index in `Trace.refs` of its first use.
+        new_blocks: for each request, the number of its blocks that no earlier request had.
+        previous_turn: for each request, the number of the request that it continues, or -1. In a named
             session, this is the inferred request if it is in the session, or else the session's latest
             earlier request.
-        session_of: shape ``(requests,)``; session of each request.
-        is_named: shape ``(requests,)``; True if the recording names the session.
-        is_unambiguous: shape ``(requests,)``; True if the inference is unambiguous.
-        is_shared_prompt: shape ``(unique_blocks,)``; True if more than eight different blocks follow the
-            block.
+        session_of: for each request, the number of its session.
+        is_named: for each request, True if the recording names its session.
+        is_unambiguous: for each request, True if the inference is unambiguous.
+        is_shared_prompt: for each code, True if more than eight different blocks follow the block.
     """
 
     request_of: _Int64s
@@ -198,14 +200,14 @@ def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
 
 
 def _first_positions(trace: Trace) -> _Int64s:
-    """Return the position in `refs` of the first use of each code."""
+    """Return, for each code, the index in `Trace.refs` of its first use."""
     first = np.empty(trace.unique_blocks, np.int64)
     first[trace.refs[::-1]] = np.arange(trace.block_refs - 1, -1, -1)
     return first
 
 
 def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
-    """Count the different blocks that follow each block."""
+    """Return, for each code, the number of different blocks that follow the block in requests."""
     is_head = np.zeros(trace.block_refs + 1, np.bool_)
     is_head[trace.offsets[:-1]] = True
     parents = trace.refs[first_seen[~is_head[first_seen]] - 1]
@@ -215,7 +217,7 @@ def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
 def _previous_turns(
     trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s, fan_out: _Int64s
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
-    """Return the request that each request continues, or `_NONE`, and a mask of unambiguous results.
+    """Return two arrays over requests: the request that each continues, or `_NONE`; True if unambiguous.
 
     `shared`: for each request, the number of leading blocks that earlier requests used.
     """
@@ -224,7 +226,8 @@ def _previous_turns(
     candidates = np.flatnonzero(shared > 0)
     deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]
     origin = request_of[first_seen[deepest_known]]
-    # A request continues the request that introduced its deepest known block as the last block.
+    # A request continues another request if its deepest known block is the last block that the other request
+    # introduced.
     continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
     is_shared_prompt = fan_out[deepest_known] > _SHARED_PROMPT_FAN_OUT
     continues &= ~is_shared_prompt
@@ -253,7 +256,7 @@ def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _In
 
 
 def _sessions(previous_turn: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Number the sessions from 0 by their first request; returns the session of each request."""
+    """Return the number of each request's session. Sessions are numbered in order of their first requests."""
     session_of: list[int] = []
     number_of: dict[int, int] = {}
     sessions = 0
@@ -299,8 +302,9 @@ def _add(counts: Any, access: int, amount: int) -> None:
         access += access & -access
 
 
-# Each block is marked at its last access; accesses are numbered from 1. The marks after a block's own are
-# the blocks used since. `counts` is a Fenwick tree over the marks (Fenwick, Software 24(3), 1994).
+# Accesses are numbered from 1. Each block has a mark at the number of its last access. The number of marks
+# after a block's own mark is the number of distinct blocks used since. `counts` is a Fenwick tree that counts
+# marks (Fenwick, Software 24(3), 1994).
 @long_kernel
 def _measure_reuses(
     refs: ReadI32Array,

@@ -15,15 +15,17 @@ from kvoffload.traces.trace import SECONDS, Trace
 _MOST_REQUESTS_PER_S = 1000
 """Highest plausible rate of a recording. Busy fleets have hundreds of requests per second."""
 _MOST_TOKENS_PER_S = 1000
-"""Highest plausible speed of one answer. In recordings, the median of generated tokens / time to the next
-turn is 2 to 14 per second, which is 2,000 to 14,000 if seconds are read as ms."""
+"""Highest plausible speed of one answer. In recordings, the tokens of an answer divided by the time to the
+next turn have a median of 2 to 14 per second; 2,000 to 14,000 if seconds are read as ms."""
 _FEWEST_TURNS = 20
 _LONGEST_S = 3600
 """Longest recording whose unit is checked, in seconds. An hour of ms, read as seconds, would last 41 days."""
 
 
 def in_unit(trace: Trace, unit: str | None, name_or_path: str | Path) -> Trace:
-    """Return the trace with times in the user's unit. None: the times stay as read, if they are plausible.
+    """Return the trace with times that were read in the user's unit.
+
+    If `unit` is None, the times stay as they were read, and an error is raised if they are implausible.
 
     Cost: a call of `turns` for an assumed unit. Raises `ConfigError`, `TraceError`.
     """
@@ -60,9 +62,10 @@ def _implausible(trace: Trace) -> str:
 
 
 def _speed_of_answers(trace: Trace) -> tuple[int, float]:
-    """Return the number of next turns, and the median of generated tokens / time to the next turn.
+    """Return the number of turns that follow another turn, and the median speed of the answers before them.
 
-    A next turn begins with all blocks of an earlier request and adds blocks, so the answer came before it.
+    The speed is the number of generated tokens divided by the time to the next turn. A next turn begins with
+    all blocks of an earlier request and adds blocks, so the answer came before it.
     """
     previous = turns(replace(trace, sessions=None)).previous_turn
     lengths = np.diff(trace.offsets)

@@ -27,8 +27,8 @@ def codes_by_appearance(
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
     """Number distinct ids in order of first appearance.
 
-    Returns three arrays: (1) the distinct ids in this order, (2) the number of each element of `ids`, (3) the
-    position at which each distinct id first appears.
+    Returns three arrays: (1) the distinct ids in this order, (2) for each element of `ids` its number, (3)
+    for each distinct id the index of its first appearance in `ids`.
     """
     distinct, first_seen, refs = np.unique(ids, return_index=True, return_inverse=True)
     order = np.argsort(first_seen)
@@ -43,7 +43,7 @@ class TraceHints:
 
     Attributes:
         different: distinct hints, in order of first appearance.
-        numbers: shape ``(requests,)``, int32; index into `different` for each request.
+        numbers: for each request, the index of its hints in `different`; int32.
     """
 
     different: tuple[Hints, ...]
@@ -69,22 +69,24 @@ class Trace:
     Attributes:
         name: name for reports: a file name without suffixes, or a workload.
         block_tokens: tokens in one block.
-        block_ids: shape ``(unique_blocks,)``, int64; code -> id in the file.
-        refs: shape ``(block_refs,)``, int32; codes of all requests, one request after the other.
-        offsets: shape ``(requests + 1,)``, int64; request `i` is ``refs[offsets[i]:offsets[i + 1]]``.
-        timestamps_ms: shape ``(requests,)``, int64; arrival.
-        output_tokens: shape ``(requests,)``, int64; tokens generated.
-        skipped_lines: bad lines that were skipped on request.
+        block_ids: for each code, the block's id in the file; int64.
+        refs: codes of the blocks of all requests, one request after the other; int32.
+        offsets: start of each request in `refs`, then the end of the last; int64. The blocks of request `i`
+            are ``refs[offsets[i]:offsets[i + 1]]``.
+        timestamps_ms: arrival time of each request; int64.
+        output_tokens: number of generated tokens of each request; int64.
+        skipped_lines: number of bad lines that were skipped.
         time_unit: unit of the times in the file, ``s`` or ``ms``, as the file or the user states it. Empty if
             the unit is not stated; then ms is assumed.
         hints: hints of the requests; None if there are none.
-        prompt_tokens: shape ``(requests,)``, int64; length of each prompt, including the tokens after its
-            last whole block. None if the source counts only whole blocks.
+        prompt_tokens: length of each prompt, including the tokens after its last whole block; int64. None if
+            the source counts only whole blocks.
         assumed: assumptions of the conversion that made the file, also in `name`; empty if there are none.
-        sessions: shape ``(requests,)``, int32; number of each request's session, or -1 if the recording does
-            not name it. None if the recording names no sessions.
-        served_tokens: source (``gpu``, ``host``, ...) -> prompt tokens that the recorded server had cached
-            there, shape ``(requests,)``, int64. None if the recording lacks these numbers.
+        sessions: number of each request's session, or -1 if the recording does not name it; int32. None if
+            the recording names no sessions.
+        served_tokens: for each place of the recorded server's cache (``gpu``, ``host``, ...), the number of
+            prompt tokens of each request that were cached there; int64. None if the recording lacks these
+            numbers.
     """
 
     name: str
@@ -118,7 +120,7 @@ class Trace:
 
     @property
     def longest_request(self) -> int:
-        """Blocks of the longest request; 0 for an empty trace."""
+        """Number of blocks of the longest request; 0 for an empty trace."""
         return int(np.diff(self.offsets).max(initial=0))
 
     @property

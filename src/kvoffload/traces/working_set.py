@@ -39,7 +39,7 @@ def working_set(trace: Trace, parts: int = 12) -> list[Period]:
         return []
     first_ms, duration_ms = int(times.min()), int(times.max() - times.min())
     parts = parts if duration_ms else 1
-    # Ends of the periods, as Python's integers: products of large times overflow int64.
+    # Ends of the periods, computed with Python's integers, because products of large times overflow int64.
     ends_ms = [-(-part * duration_ms // parts) for part in range(1, parts)]
     part_of = np.searchsorted(np.array(ends_ms, np.int64), times - first_ms, side="right")
     part_of_ref = np.repeat(part_of, np.diff(trace.offsets))

@@ -34,9 +34,9 @@ class Workload:
         name: name of the trace, for reports.
         sessions: number of conversations, without sub-agents.
         sessions_per_minute: load. At twice the load the same sessions begin in half the time.
-        turns: mean requests of a session, without sub-agents.
-        turns_shape: similarity of session lengths, above 1. With 2 a few sessions are very long; with 1000
-            each turn is the last with equal probability.
+        turns: mean number of requests of a session, without sub-agents.
+        turns_shape: a number above 1; larger values give sessions of more similar lengths. With 2 a few
+            sessions are very long; with 1000 each turn is the last with equal probability.
         think_time_s: time from a request to the session's next request: answer, tools and user.
         shared_prompts: number of system prompts; the i-th is chosen in proportion to 1/i.
         shared_prompt_tokens: length of a shared prompt.
@@ -48,8 +48,9 @@ class Workload:
         document_tokens: length of a document.
         fork_share: share of turns that return to an earlier turn (edit, retry) and drop later turns.
         sub_agent_share: share of turns that wait for a sub-agent: a session with its own shared prompt.
-        sub_agent_turns: mean requests of a sub-agent.
-        context_limit_tokens: longest context; a longer one is *compacted* to shared prompt and summary.
+        sub_agent_turns: mean number of requests of a sub-agent.
+        context_limit_tokens: longest context. A longer context is *compacted*: replaced by the shared prompt
+            and a summary.
         summary_tokens: length of a summary.
         block_tokens: tokens in one block.
         seed: seed of the random numbers.

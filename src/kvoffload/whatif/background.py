@@ -35,13 +35,13 @@ class Background:
         """Start a task. The previous task must have ended."""
         assert not self.is_busy
         if self._thread is None:
-            # A function, not a method: a reference from the thread would keep this object alive, and the
-            # thread ends when this object is collected.
+            # The thread ends when this object is garbage-collected. So the target is a function: a method
+            # would keep this object alive.
             arguments = (self._tasks, self._idle, self._errors)
             thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
             thread.start()  # may raise: then `close` has no thread to join
             self._thread = thread
-            # Also called at exit: a kernel must not run while Python frees the memory.
+            # Also called at exit, because no kernel may run while Python frees the memory.
             weakref.finalize(self, _close, self._tasks, thread)
         self._idle.clear()
         self._tasks.put(task)
@@ -68,7 +68,7 @@ def _serve(tasks: queue.SimpleQueue[Task | None], idle: threading.Event, errors:
         except BaseException as error:  # also an exit, which a policy of the user may raise
             errors.append(error if isinstance(error, Exception) else RuntimeError(repr(error)))
         finally:
-            del task  # it may keep large memory alive while the thread is idle
+            del task  # would keep its memory alive while the thread is idle
             idle.set()
 
 

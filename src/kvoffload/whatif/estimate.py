@@ -1,20 +1,21 @@
 """Estimates of hit ratios from the misses in a sample, with their errors.
 
-The miss ratio is estimated, not the hit ratio: sampled misses times the sampling factor, divided by the
-number of *all* looked-up blocks. The number of sampled hits depends on whether a block of the system prompt
-is in the sample. The number of sampled misses does not, because such blocks are rarely missed (SHARDS-adj,
-Waldspurger et al., FAST'15).
+The hit ratio is 1 minus the miss ratio. The miss ratio is the number of sampled misses times the sampling
+factor, divided by the number of *all* looked-up blocks. Misses are counted instead of hits, because the
+number of sampled hits depends on whether a block of the system prompt is in the sample. Such blocks are
+rarely missed (SHARDS-adj, Waldspurger et al., FAST'15).
 
 An error is half the width of a 95 % interval, and has three independent parts:
 
 - *misses*: other blocks could have been sampled. This part is estimated from the spread of the misses over
   groups of keys (random groups: Wolter, Introduction to Variance Estimation, 2007, chapter 2).
-- *capacity*: the sampled part of a cache's blocks varies, while the number of a shadow's slots is fixed. A
-  shadow of `n` slots acts like a cache whose capacity is off by the share ``sqrt((1 - 1 / one_in) / n)``.
-  The effect on the hit ratio `h` follows from an assumed curve, ``h = 1 - exp(-capacity)``. The derivative
-  of `h` by the logarithm of the capacity is ``-(1 - h) log(1 - h)``.
-- *bias*: a smaller cache does not behave exactly like the whole, and a policy learns less from a sample. The
-  assumed error is `BIAS` times the misses.
+- *capacity*: the number of sampled blocks in a cache varies, but a shadow has a fixed number of slots. A
+  shadow with `n` slots behaves like a cache whose capacity has a relative error of
+  ``sqrt((1 - 1 / one_in) / n)``. The effect on the hit ratio `h` follows from an assumed curve,
+  ``h = 1 - exp(-capacity)``. The derivative of `h` by the logarithm of the capacity is
+  ``-(1 - h) log(1 - h)``.
+- *bias*: a small cache does not behave exactly like a large one, and a policy learns less from a sample. The
+  assumed error is `BIAS` times the miss ratio.
 
 Knows counts; no managers, policies or requests.
 """
@@ -30,10 +31,10 @@ import numpy.typing as npt
 GROUPS = 64
 BIAS = 0.0075
 _WIDTH = 1.96
-"""Standard errors in half the width of a 95 % interval."""
+"""Half the width of a 95 % interval, in standard errors."""
 
 MissArray = npt.NDArray[np.int64]
-"""Sampled misses by group of keys, shape ``(GROUPS,)``."""
+"""Number of sampled misses in each group of keys, shape ``(GROUPS,)``."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Counted:
 
     Attributes:
         setting: label of the setting.
-        missed: sampled misses by group.
-        num_slots: slots of the shadow.
+        missed: number of sampled misses in each group of keys.
+        num_slots: number of slots of the shadow.
     """
 
     setting: str
@@ -80,7 +81,7 @@ def estimates(counted: list[Counted], num_looked_up: int, one_in: int) -> list[E
 
     Args:
         counted: results of the shadows of one sample.
-        num_looked_up: looked-up blocks of all requests, sampled or not.
+        num_looked_up: number of looked-up blocks of all requests, sampled or not.
         one_in: one block in this many is sampled.
     """
     per_block = one_in / max(1, num_looked_up)
@@ -108,9 +109,12 @@ def _ratio(shadow: Counted, per_block: float) -> float:
 
 
 def _spread(missed: MissArray, one_in: int, per_block: float) -> float:
-    """Return the variance of a hit ratio due to the choice of the sampled blocks.
+    """Return the variance of a hit ratio that is due to the choice of the sampled blocks.
 
-    If `missed` is the difference of two shadows' misses, the result is the variance of the gain.
+    Args:
+        missed: number of misses in each group of keys. Or the difference of two shadows' numbers; the result
+            is then the variance of the gain.
+        per_block: share of the miss ratio that one sampled miss contributes.
     """
     groups = len(missed)
     deviations = missed - missed.mean()

@@ -24,7 +24,7 @@ LEAST_ONE_IN = 8
 
 
 def usual_one_in(tokens_per_block: int) -> int:
-    """Return `one_in` for an engine: one sampled block per 3,072 tokens, but at most one block in eight."""
+    """Return the default `one_in` of an engine: one sampled block per 3,072 tokens, but at least 8."""
     return max(LEAST_ONE_IN, TOKENS_PER_SAMPLED_BLOCK // max(1, tokens_per_block))
 
 
@@ -49,7 +49,7 @@ class LiveShadows:
         self._background = background or Background("kvoffload-what-if")
         self._period_from_s, self._reported_s = now_s, now_s
         self._is_clearing = self._has_forgotten = False
-        self._is_quiet = False  # True: only a due sample starts a task, and no result waits
+        self._is_quiet = False  # if True, no result waits, and only a due sample starts a task
         self._make: Callable[[], Shadows] | None = None
         self._made = list[Shadows]()
         shadows.on_failure = self.fail
@@ -66,7 +66,7 @@ class LiveShadows:
     def finished(self, ctx: RequestContext, num_skipped: int = -1, asked_end: int = -1) -> None:
         """Report a finished request, see `Shadows.finished`."""
         if self._shadows is not None:
-            try:  # not `_contained`, which takes as long as the report
+            try:  # not `_contained`, because the context manager takes as long as the report
                 self._shadows.finished(ctx, num_skipped, asked_end)
             except Exception as error:
                 self._stop(error)
@@ -74,8 +74,8 @@ class LiveShadows:
     def restart(self, make: Callable[[], Shadows], now_s: float) -> None:
         """Replace the shadows, for instance after a change of the serving manager's policy.
 
-        The thread creates the new shadows with `make`. Counts and the period restart. Shadows that were
-        removed after an internal error are not replaced.
+        The thread creates the new shadows with `make`. All counts restart, and a new period begins. Shadows
+        that were removed after an internal error are not replaced.
         """
         self._make, self._is_quiet = make, False
         self._period_from_s, self._reported_s = now_s, now_s

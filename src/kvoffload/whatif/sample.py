@@ -1,9 +1,9 @@
 """The sample of a shadow: one block in `one_in`, chosen by the hash of its key.
 
-A key identifies its block and the whole prefix before the block. If two requests share a prefix, the same
-blocks of the prefix are therefore sampled in both. The sampled blocks of a request form a shorter path, and
-the shadow's cache is smaller by the same factor. A sample of whole requests or sessions would have to be much
-larger, because it would include a shared system prompt either completely or not at all.
+A key identifies its block and the whole prefix before the block. So if two requests share a prefix, the same
+blocks of the prefix are sampled in both. The sampled blocks of a request are a path that is shorter by the
+factor `one_in`, and the shadow's cache is smaller by the same factor. A sample of whole requests or sessions
+would have to be much larger, because it would include a shared system prompt either completely or not at all.
 
 A sample holds 64-bit hashes of keys. The keys of a shadow have 8 bytes and the same hashes as the original
 keys, so that policies and indexes make the same decisions.
@@ -34,9 +34,10 @@ class Recorded(Struct):
     """The sampled blocks of requests, for kernels.
 
     Attributes:
-        hashes: hashes of the sampled keys, request by request; the keys of a request are in prefix order.
+        hashes: hashes of the sampled keys, one request after the other; the keys of a request are in prefix
+            order.
         requests: a row for each request with sampled blocks, see `kernels.live_all`.
-        num_keys, num_requests: rows in use.
+        num_keys, num_requests: number of rows of `hashes` and of `requests` in use.
         num_looked_up: number of looked-up blocks of all requests, sampled or not.
         longest: largest number of sampled blocks of a request.
         one_in: one block in this many is sampled.
@@ -60,7 +61,7 @@ class Sample:
         one_in, seed: as in `Recorded`.
 
     Attributes:
-        state: the requests.
+        state: the sampled blocks of the requests.
         hints: the hints of each request with sampled blocks.
 
     Thread: one at a time. Memory: at most `MOST_ROOM` hashes. A single request with more hashes is an
@@ -84,7 +85,7 @@ class Sample:
             labels: assigns numbers to the hints.
             num_skipped: number of leading blocks that were not looked up. -1: the blocks before the request's
                 first `lookup`, or all blocks if there was no lookup.
-            asked_end: position after the last looked-up block; -1: the end of the path.
+            asked_end: number of leading blocks up to the last looked-up block, inclusive; -1: all blocks.
 
         Cost: a nanosecond for each block of the path.
         """
@@ -103,7 +104,7 @@ class Sample:
         return True
 
     def _grow(self, num_more: int) -> bool:
-        """Enlarge the sample for a request of `num_more` blocks; return False at a limit of the sample."""
+        """Enlarge the sample to hold `num_more` more blocks. Returns False at the sample's largest size."""
         old = self.state
         if old.num_requests == MOST_REQUESTS or (old.num_requests and len(old.hashes) >= MOST_ROOM):
             return False
@@ -152,7 +153,7 @@ def _record(path: Path, sample: Recorded, num_skipped: int, asked_end: int) -> i
     end, first, asked_to = start, start, start
     for position in range(count):
         h = records[position, HASH]
-        # A product, because an index and the policies use the bits of the hash itself.
+        # Compares a product of the hash, because the index and policies already use the bits of the hash.
         if (h ^ seed) * np.uint64(0x94D049BB133111EB) <= limit:
             if end == room:
                 return FULL

@@ -1,8 +1,8 @@
-"""A shadow, a manager without bytes that serves the sampled blocks of every request.
+"""A shadow: a manager without blocks' data that serves the sampled blocks of every request.
 
 The manager and its policy have the same classes as a serving manager and its policy. After a request has
-finished, the shadow runs the request's whole life: look up, store the missing blocks, finish. If the policy
-is compiled and there is no admission rule, a kernel runs the lives of many requests without the GIL.
+finished, the shadow repeats its calls: look up, store the missing blocks, finish. If the policy is compiled
+and there is no admission rule, a kernel repeats the calls of many requests without the GIL.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Shadow:
         manager.finish_request(ctx, hints=hints)
 
     def counted(self) -> Counted:
-        """Return the results since the second-last `rotate`."""
+        """Return the misses since the second-last call of `rotate`."""
         return Counted(self.setting.label, self.missed + self._before, self.manager.capacity_blocks)
 
     def rotate(self) -> None:

@@ -30,10 +30,10 @@ class Shadows:
 
     Args:
         settings: the settings to try.
-        capacity_blocks, policy, admission: of the serving manager, as for `OffloadingManager`.
+        capacity_blocks, policy, admission: settings of the serving manager, as for `OffloadingManager`.
             `admission` must be a name or a class, because each manager has its own rule.
         one_in: one block in this many is sampled.
-        most_blocks: number of different blocks, if known; no shadow has more slots than it can use.
+        most_blocks: number of different blocks in all requests, if known. It limits the slots of the shadows.
         refuses_unasked: as for `OffloadingManager`; False if the serving manager has tiers behind RAM.
         seed: selects the sampled blocks.
         on_failure: called with the label and the error of a setting whose policy or rule has failed. Its
@@ -41,8 +41,8 @@ class Shadows:
 
     Attributes:
         members: the shadows, the current setting's first; a failed shadow is removed.
-        num_looked_up: looked-up blocks of the requests that the shadows have served since the second-last
-            `rotate`.
+        num_looked_up: number of looked-up blocks of the requests that the shadows have served since the
+            second-last call of `rotate`.
         num_left_out: number of requests that exceeded the limits of the sample.
 
     Thread: the scheduler's; while another thread runs `serve` or `reset_blocks`, only `finished`, `forget`,
@@ -150,7 +150,10 @@ class Shadows:
         sample.clear()
 
     def _remove(self, shadow: Shadow, error: Exception, on_failure: Callable[[str, Exception], None]) -> None:
-        """Remove a shadow. If it has the current setting, remove all, because gains need its estimate."""
+        """Remove a shadow after an error. If it has the current setting, remove all shadows.
+
+        The gain of every other setting needs the estimate of the current setting.
+        """
         is_current = bool(self.members) and shadow is self.members[0]
         self.members = [] if is_current else [other for other in self.members if other is not shadow]
         on_failure(shadow.setting.label, error)

@@ -17,11 +17,11 @@ class Keys:
     """Computes 64-bit ids: the BLAKE2b hash, keyed with a salt, of the previous id and the block's content.
 
     With the same salt, equal prefixes have equal ids. An id reveals no prompt, and cannot be guessed without
-    the salt. Ids of a source are hashed with their predecessors, too. So a trace is chained even if an id of
-    the source identifies only the block's own content.
+    the salt. If the source already has ids, each id is hashed together with the previous id. So an id of the
+    trace identifies a whole prefix, even if the source's id identifies only the content of one block.
 
-    Collisions: the probability is 1/3,700 for a trace of 100 million different blocks. A reader rejects a
-    line with a collision.
+    The probability that any two of 100 million different blocks get the same id is 1/3,700. A reader rejects
+    a line with such an id.
 
     Args:
         salt: None for a random salt.
@@ -43,11 +43,14 @@ class Keys:
         return chain
 
     def root(self, cache_salt: str) -> list[BlockId]:
-        """Return the ids before a chain: one id derived from `cache_salt`; none if `cache_salt` is empty."""
+        """Return a list with the id that precedes a prompt's first block. It is derived from `cache_salt`.
+
+        The list is empty if `cache_salt` is empty.
+        """
         return Keys.after(self, (), [cache_salt.encode()]) if cache_salt else []
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
-        """Hash the ids of a source."""
+        """Return hashed ids for the chained blocks that have these ids in the source."""
         return self.after((), [str(block_id).encode() for block_id in ids])
 
     def name(self, text: str) -> str:
@@ -56,7 +59,7 @@ class Keys:
 
 
 class KeptKeys(Keys):
-    """Ids and names of the source, unchanged."""
+    """Returns the ids and names of the source unchanged."""
 
     def of(self, ids: Iterable[BlockId]) -> list[BlockId]:
         return list(ids)

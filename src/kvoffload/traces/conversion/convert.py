@@ -26,7 +26,7 @@ _ANY_TIME = msgspec.json.Decoder(dict[str, Any])
 
 
 class IncompleteError(CombinedConfigError):
-    """Error for required options that were not given or are unusable. One message names all of them.
+    """Error for required options that are missing or unusable. Its message names all of them.
 
     Attributes:
         kind: name of the source.
@@ -99,7 +99,7 @@ def convert(
     """
     path = Path(place)
     if out is not None and out.exists() and not out.is_file():
-        # The output is renamed to `out`, which would replace a device such as /dev/null.
+        # Refused, because the rename to `out` would replace a device such as /dev/null.
         raise ConfigError("out", str(out), "allowed: a regular file, or a new one")
     if is_address(place):
         kind = SOURCES.find(source or "kv_events")
@@ -140,9 +140,9 @@ def _wrong_tokenizer(problem: ConfigError, tokenizer: Path | None) -> Missing:
 
 
 def _missing(source: Source, place: str) -> list[Missing]:
-    """Return the required options that were not given.
+    """Return the required options that are missing.
 
-    Reads the first record, unless the source cannot be read twice.
+    They depend on the first record, which is read unless the source can be read only once.
     """
     if is_address(place) or is_stream(Path(place)):
         return source.missing(b"")
@@ -202,7 +202,7 @@ def _write(requests: _Requests, source: Source, out: Path, block_tokens: int) ->
 def _write_lines(
     requests: _Requests, source: Source, out: Path, partial: Path, block_tokens: int
 ) -> tuple[int, int, int]:
-    """Write all requests; returns the numbers of requests, block references and unordered requests."""
+    """Write all requests. Returns the numbers of requests, of block references and of unordered requests."""
     num_requests = num_refs = num_unordered = latest_ms = earliest_ms = 0
     iterator = iter(requests)
     first = next(iterator, None)
@@ -210,7 +210,7 @@ def _write_lines(
         skipped = f" ({requests.skipped_lines} bad lines)" if requests.skipped_lines else ""
         raise TraceError(f"{requests.place}: no requests in it{skipped}")
     in_order = source.given.header.in_order
-    # Lines out of order keep their times, because the first line is not the earliest.
+    # Times of unordered lines are not shifted here, because the first line need not be the earliest.
     first_s = first.time_s if in_order else 0.0
     with partial.open("wb") as raw, compressing(raw, out.suffix) as file:
         header = Header(1, block_tokens, source.name, source.assumed, in_order, source.assumes_ms)
@@ -236,7 +236,7 @@ def _write_lines(
 
 
 def _announce_disorder(partial: Path, suffix: str, shift_ms: int) -> None:
-    """Rewrite a trace with unordered lines: times begin at 0, and `in_order` in the header is False."""
+    """Rewrite a trace with unordered lines. Adds `shift_ms` to all times and sets `in_order` to False."""
     shifted = partial.with_name(partial.name + ".shifted")
     try:
         with (

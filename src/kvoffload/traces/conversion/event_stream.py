@@ -24,8 +24,8 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
     """Yield the batches of a publisher as JSON, numbered from 1, until Ctrl-C.
 
     Args:
-        lost: a list with one number. This call adds the number of lost batches to it. Lost batches are gaps
-            in the publisher's sequence numbers.
+        lost: a list with one number, to which this call adds the number of lost batches: batches whose
+            sequence numbers are missing.
 
     Thread: any. On the main thread Ctrl-C ends the iteration between two batches; on another thread, close
     the iterator.
@@ -58,7 +58,7 @@ def batches(address: str, lost: list[int]) -> Iterator[tuple[int, bytes]]:
 
 @contextmanager
 def _until_interrupted() -> Iterator[Event]:
-    """Yield an event. Ctrl-C sets the event and does not interrupt a batch."""
+    """Yield an event that Ctrl-C sets, so that Ctrl-C does not interrupt the processing of a batch."""
     over = Event()
     if current_thread() is not main_thread():
         yield over

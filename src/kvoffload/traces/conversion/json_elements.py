@@ -27,9 +27,9 @@ def is_array(path: Path) -> bool:
 def elements(
     path: Path, progress: Callable[[float], None] | None = None, largest: int = LARGEST_ELEMENT
 ) -> Iterator[tuple[int, bytes]]:
-    """Yield the elements of the array in a file as JSON, numbered from 1.
+    """Yield the elements of the array in a file, as (number from 1, JSON text).
 
-    Memory: the largest element. Raises: `TraceError` for an unreadable or invalid file.
+    Memory: that of the largest element. Raises: `TraceError` for an unreadable or invalid file.
     """
     buffer = _Buffer(largest)
     try:
@@ -67,8 +67,10 @@ class _Buffer:
 
     @property
     def wanted_bytes(self) -> int:
-        """Number of bytes to read next. The buffer doubles each time, because each attempt parses the whole
-        buffer."""
+        """Number of bytes to read next.
+
+        The buffer doubles with each read, because each attempt to parse an element begins at its start.
+        """
         return max(_CHUNK_BYTES, len(self._text))
 
     def fill(self, chunk: bytes) -> bool:

@@ -36,7 +36,7 @@ class Pace:
         self._pending: list[tuple[float, int, Request]] = []
 
     def begin(self, turns: Sequence[Request]) -> Iterator[Request]:
-        """Schedule a conversation; yields pending turns that arrive before the next interval begins."""
+        """Schedule the turns of a conversation. Yields the turns that arrive before the next interval."""
         time_s = (self._num_begun + self._random()) * self._spacing_s
         self._num_begun += 1
         for turn in turns:
@@ -47,7 +47,7 @@ class Pace:
             yield heapq.heappop(self._pending)[2]
 
     def rest(self) -> Iterable[Request]:
-        """Yield all pending turns."""
+        """Yield all scheduled turns that were not yielded yet."""
         while self._pending:
             yield heapq.heappop(self._pending)[2]
 
@@ -83,7 +83,10 @@ class PacedSource(Source):
         return ConfigError("from", self.name, f"the file has no arrival times; {allowed}")
 
     def arriving(self, time_s: float | None, turns: Sequence[Request]) -> Iterable[Request]:
-        """Return `turns` if the record has a time, else schedule `turns` and return due turns."""
+        """Return the requests to write next.
+
+        If the record has a time, these are its `turns`. Otherwise `turns` are scheduled (`Pace.begin`).
+        """
         if time_s is not None:
             if self._pace is not None:
                 raise BadLineError("field timestamp: earlier records have no time")

@@ -26,7 +26,7 @@ class Request:
     """A request of a trace.
 
     Attributes:
-        time_s: arrival time; all requests of a source have the same origin of time.
+        time_s: arrival time in seconds since a point in time that is the same for all requests of a source.
         ids: ids of the full blocks of the prompt.
         session: name of the session, from `Keys.name`; empty if the recording does not name it.
         served_tokens: as in a line of a trace; None if unknown.
@@ -43,7 +43,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Given:
-    """Context of a source.
+    """Objects and settings that a source uses.
 
     Attributes:
         keys: computes the ids of blocks.
@@ -65,7 +65,8 @@ class Missing:
     Attributes:
         problem: the error for the user.
         flag: the option, such as ``--tokenizer``; empty for the output.
-        example: a value of the option; for ``--from`` a parameter of the source, ``per_minute=60``.
+        example: a valid value of the option. For ``--from`` it is a parameter of the source:
+            ``per_minute=60``.
     """
 
     problem: ConfigError
@@ -95,7 +96,7 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def recognises(cls, names: frozenset[str]) -> bool:
-        """Return True if these names of fields (in the first record) or of columns indicate this kind."""
+        """Return True if a recording whose first record has these fields, or columns, is of this kind."""
 
     def records(
         self, place: str, progress: Callable[[float], None] | None = None
@@ -104,7 +105,7 @@ class Source(ABC):
         return numbered_lines(Path(place), progress)
 
     def missing(self, record: bytes) -> list[Missing]:
-        """Return the required options that were not given. `record` is the first record.
+        """Return the required options that are missing. `record` is the first record.
 
         Returns an empty list for an unreadable record. Raises nothing.
         """
@@ -112,9 +113,9 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, record: bytes) -> Iterable[Request]:
-        """Return the requests that are complete after this record.
+        """Return the requests that this record completes.
 
-        The requests of all calls together are in order of arrival.
+        Over all calls, requests are returned in order of arrival.
 
         Raises:
             BadLineError: a field is wrong; the state is unchanged.
@@ -132,7 +133,7 @@ class Source(ABC):
 
     @property
     def assumes_ms(self) -> bool:
-        """True if times are read as ms without a statement of the unit. Known after the first request."""
+        """True if times are read as ms because their unit is not stated. Known after the first request."""
         return False
 
     def remarks(self) -> list[str]:
@@ -179,6 +180,6 @@ def fields_of_first_record(path: Path) -> frozenset[str]:
             name.strip().strip('"').lower() for name in first.decode(errors="replace").split(",")
         )
     if isinstance(record, list):
-        # A batch of KV events in vLLM's encoding.
+        # An array is a batch of KV events in vLLM's encoding.
         return frozenset({"ts", "events"}) if len(record) > 1 and isinstance(record[1], list) else frozenset()
     return frozenset(record) if isinstance(record, dict) else frozenset()

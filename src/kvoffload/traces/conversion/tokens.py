@@ -58,7 +58,7 @@ class FileTokens(Tokens):
 
 
 def blocks_of(tokens: list[int], block_tokens: int, start: int = 0) -> list[bytes]:
-    """Return the bytes of each full block, beginning with block number `start`. A token has 8 bytes."""
+    """Return the content of each full block from block number `start` on: 8 bytes per token."""
     end = len(tokens) // block_tokens * block_tokens
     packed = np.array(tokens[start * block_tokens : end], "<i8").tobytes()
     size = 8 * block_tokens

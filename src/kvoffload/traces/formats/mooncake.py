@@ -59,7 +59,7 @@ _OF_A_REQUEST = (
         "served",
     ),
 )
-"""Names of the lists of `_Requests` that have one entry per request."""
+"""Names of the lists in `_Requests` that have one entry per request."""
 _LOGGER = logging.getLogger("kvoffload.traces")
 
 
@@ -185,7 +185,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     `Trace.prompt_tokens`, `input_length` counts only full blocks. Raises `OSError`.
     """
     path = Path(path).resolve()
-    if path.exists() and not path.is_file():  # a device, which must not be replaced
+    if path.exists() and not path.is_file():  # a device or pipe, which must not be replaced
         _write_trace(trace, path, path.suffix)
         return
     partial = path.with_name(path.name + ".part")
@@ -221,7 +221,11 @@ def _write_trace(trace: Trace, path: Path, suffix: str) -> None:
 
 
 class _Requests:
-    """The requests read so far. `ids` concatenates all ids; the other lists have one entry per request."""
+    """The requests read so far.
+
+    `ids` has the block ids of all requests, one request after the other. The other lists have one entry per
+    request.
+    """
 
     def __init__(self, block_tokens: int | None) -> None:
         self.ids, self.lengths, self.line_numbers = array("q"), array("q"), array("q")
@@ -239,7 +243,7 @@ class _Requests:
         self._names, self._number_of_session = NamedSessions(), dict[str, int]()
 
     def add(self, number: int, text: bytes) -> None:
-        """Append the request of one line, or raise `BadLineError` and append nothing."""
+        """Append the request of line `number`. Raises `BadLineError`; then nothing is appended."""
         if (header := header_in(text)) is not None:
             self._apply(header)
             return
@@ -304,7 +308,7 @@ class _Requests:
         return ", ".join(self._assumed)
 
     def _numbered(self, block_id: int | str) -> int:
-        """Return a 64-bit id unchanged; number other ids -1, -2, ... in order of appearance."""
+        """Return an id of at most 64 bits unchanged. Other ids become -1, -2, ... in order of appearance."""
         if isinstance(block_id, int) and -(2**63) <= block_id < 2**63:
             return block_id
         self._num_numbered += 1
@@ -316,12 +320,15 @@ class _Requests:
         return bool(self._number_of) and int(np.count_nonzero(_int64s(self.ids) < 0)) != self._num_numbered
 
     def prompt_tokens(self) -> _Int64s | None:
-        """Return the tokens of each prompt; None if all lengths are whole blocks, so not real lengths."""
+        """Return the number of tokens of each prompt.
+
+        Returns None if all lengths are multiples of the block size: then they count only whole blocks.
+        """
         tokens = _int64s(self.input_tokens)
         return tokens if (tokens != _int64s(self.lengths) * self.block_size.tokens).any() else None
 
     def named_sessions(self) -> npt.NDArray[np.int32] | None:
-        """Return `Trace.sessions`. Returns None if no name occurs twice: then names identify requests."""
+        """Return `Trace.sessions`; None if no name occurs twice, because names then identify requests."""
         numbers = _int64s(self.sessions)
         named = numbers[numbers != _NO_SESSION]
         different, codes, _ = codes_by_appearance(named)
@@ -342,7 +349,10 @@ class _Requests:
         }
 
     def time_unit(self) -> str:
-        """Return the unit of the times, ``s`` or ``ms``; empty for whole numbers if no header states ms."""
+        """Return the unit of the times, ``s`` or ``ms``; empty if it is not known.
+
+        It is not known if all times are whole numbers and no header states the unit.
+        """
         return SECONDS if self._are_seconds else MILLISECONDS if self._has_unit else ""
 
     def in_ms(self) -> _Int64s:
@@ -351,7 +361,7 @@ class _Requests:
         return np.round(1000.0 * times if self._are_seconds else times).astype(np.int64)
 
     def offsets(self) -> _Int64s:
-        """Return the positions in `ids` at which requests start, then the end of the last request."""
+        """Return the index in `ids` of each request's first id, then the end of the last request."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(_int64s(self.lengths))])
 
     def chained(self) -> tuple[_Int64s, npt.NDArray[np.int32]]:
@@ -361,7 +371,7 @@ class _Requests:
         parents = np.empty(len(refs), np.int32)
         parents[1:] = refs[:-1]
         parents[offsets[:-1][offsets[:-1] < len(refs)]] = _NO_PARENT
-        # An id that occurs twice in a request also breaks the chain.
+        # Also finds an id that occurs twice in one request.
         broken = parents != parents[first_seen][refs]
         if broken.any():
             position = int(broken.argmax())
@@ -369,7 +379,7 @@ class _Requests:
         return block_ids, refs
 
     def _refuse(self, position: int, first: int) -> None:
-        """Raise `BadLineError`: an id has different predecessors at `position` and at `first`."""
+        """Raise `BadLineError`: an id has different predecessors at the indices `position` and `first`."""
         ids, offsets, numbers = self.ids, self.offsets(), self.line_numbers
         here, there = (int(np.searchsorted(offsets, at, "right")) - 1 for at in (position, first))
         field = f"{numbers[here]}: field hash_ids[{position - offsets[here]}]: id {ids[position]}"
@@ -382,7 +392,7 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """Return the requests, except requests whose chain contradicts an earlier kept request."""
+        """Return the requests without those in which an id has another predecessor than in a kept request."""
         kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]

@@ -32,10 +32,11 @@ class _Open:
 class KVEvents(Source):
     """Batches in vLLM's encoding, as JSON lines or live from vLLM's publisher (``tcp://host:port``).
 
-    Requests are inferred. Chained blocks that are stored at most `gap_s` seconds apart form one request. The
-    ancestors of these blocks are the cached prefix of the prompt. Single blocks after the request's first
-    batch count as generated. A request that computed no whole block leaves no event, so the trace has less
-    reuse than the engine. Only events of the GPU's cache and of the first KV group count.
+    Requests are inferred. Consecutive blocks of a chain that are stored at most `gap_s` seconds apart form
+    one request. The blocks before them in the chain are the cached prefix of the prompt. If a batch after the
+    request's first batch stores a single block, the block counts as generated. A request that computed no
+    whole block leaves no event, so the trace has less reuse than the engine. Only events of the GPU's cache
+    and of the first KV group count.
 
     Memory: proportional to the blocks in the GPU's cache.
     """
@@ -90,7 +91,7 @@ class KVEvents(Source):
         return self._ended()
 
     def remarks(self) -> list[str]:
-        """Describe requests and batches that are missing in the recording."""
+        """Report the requests and batches that are missing in the recording."""
         remarks = ["requests that computed no whole block leave no KV events: the engine had more reuse"]
         if self._num_unknown:
             remarks.append(
@@ -101,7 +102,10 @@ class KVEvents(Source):
         return remarks
 
     def _counts(self, kind: str, event: dict[str, Any]) -> bool:
-        """Return True for events of the GPU's first KV group. Raises `BadLineError` for wrong block sizes."""
+        """Return True for an event of the GPU's cache and the first KV group, whose blocks the trace has.
+
+        Raises `BadLineError` for an event with another block size.
+        """
         if kind == "AllBlocksCleared":
             return True
         if event.get("medium") not in (None, "GPU") or event.get("group_idx") not in (None, 0):
@@ -114,7 +118,7 @@ class KVEvents(Source):
     def _store(self, time_s: float, rank: Any, hashes: list[Any], parent: Any) -> None:
         request = self._open.get((rank, parent)) if parent is not None else None
         chain = self._ancestors(rank, parent) if request is None else request.chain
-        # Without this check, ancestors could form a cycle.
+        # Checked, because otherwise a block could be its own ancestor.
         for block_hash in hashes:
             if block_hash in chain:
                 raise BadLineError(f"field events: block {block_hash} is its own ancestor")
@@ -136,7 +140,7 @@ class KVEvents(Source):
         self._open[rank, hashes[-1]] = request
 
     def _ancestors(self, rank: Any, block_hash: Any) -> dict[Any, None]:
-        """Return a block and its ancestors, the first block of the prompt first."""
+        """Return the chain of blocks from the first block of the prompt to this block."""
         chain: list[Any] = []
         while block_hash is not None:
             chain.append(block_hash)
@@ -155,7 +159,7 @@ class KVEvents(Source):
             del self._open[key]
 
     def _ended(self) -> list[Request]:
-        """Remove and return ended requests in order of arrival, until the first request that still runs."""
+        """Remove and return the requests that arrived before the oldest open request, in order of arrival."""
         size, ended = self.given.block_size.tokens, []
         while self._in_order and self._in_order[0].is_over:
             request = self._in_order.popleft()

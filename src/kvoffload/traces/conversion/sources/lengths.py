@@ -22,12 +22,15 @@ _MOST_TOKENS = 2**31
 
 
 class Lengths(Source):
-    """A table with columns for time, prompt tokens and generated tokens; `reuse` is the assumed sharing.
+    """A table with columns for time, prompt tokens and generated tokens.
+
+    The parameter `reuse` determines which blocks are assumed to be shared:
 
     - `none`: prompts share nothing. This is the lower bound of reuse.
     - `continued`: a prompt continues a *context*, which is the prompt and the answer of an earlier request.
-      Contexts must have been used in the last `within_s` seconds, and must not have been continued yet. The
-      longest context that fits is chosen. This is nearly the upper bound.
+      The context must have been used in the last `within_s` seconds, and no other request may have continued
+      it. The longest such context that is not longer than the prompt is chosen. This is nearly the upper
+      bound.
     - `sessions`: requests with the same session id form one conversation, if the gaps are below `within_s`
       seconds. A prompt that is shorter than the last context starts a new context. Requests without an id
       share nothing.
@@ -42,7 +45,7 @@ class Lengths(Source):
         super().__init__(given)
         self._columns: dict[str, int] = {}
         self._num_contexts = 0
-        # Contexts that may be continued, by name and, for `continued`, by length.
+        # Contexts that a request may continue, by name. For `continued` they are also sorted by length.
         self._open: OrderedDict[object, tuple[float, int, int]] = OrderedDict()
         self._by_tokens: list[tuple[int, int]] = []
         self._ids: dict[int, list[int | str]] = {}
@@ -120,7 +123,7 @@ class Lengths(Source):
         return count
 
     def _context(self, time_s: float, input_tokens: int, row: list[str]) -> int:
-        """Return the context that this request continues, or a new context."""
+        """Return the number of the context that this request continues, or of a new context."""
         self._close_before(time_s - self.within_s)
         name: object = None
         if self.reuse == "sessions":

@@ -59,7 +59,7 @@ class Mooncake(Source):
         line = decode_line(record)
         unit = 1 if isinstance(line.timestamp, float) or self.time_unit == SECONDS else 1000
         if unit != (self._per_second or unit):
-            # Earlier lines are already written in the other unit.
+            # An error, because earlier lines are already written in the other unit.
             remedy = "if all are seconds, give --from mooncake,time_unit=s"
             raise BadLineError(
                 f"field timestamp: {line.timestamp}: some times are seconds, some are ms; {remedy}"

@@ -92,7 +92,7 @@ class Text(PacedSource):
             turns = [self._last(_messages(text), fields)]
         else:
             turns = list(self._turns(_messages(text)))
-            # With the record, because numbers of several files would be equal under one salt.
+            # The name includes the record, because a number alone would occur in several files.
             session = session or f"{self._num_conversations} {record.decode()}"
             self._num_conversations += 1
         session = self.given.keys.name(session)
@@ -117,7 +117,7 @@ class Text(PacedSource):
         return self._request(tokens + self._opening("assistant"), fields, answer)
 
     def _turns(self, messages: list[tuple[str, str]]) -> Iterator[Request]:
-        """Yield a request for each answer, and for unanswered messages at the end."""
+        """Yield a request for each answer, and one for the messages after the last answer."""
         size, tokens = self.given.block_size.tokens, list[int]()
         ids: list[int | str] = []
         for number, (role, text) in enumerate(messages):
@@ -154,7 +154,7 @@ class Text(PacedSource):
 
 
 def _messages(text: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return role and text of each message; raises `BadLineError`."""
+    """Return (role, text) of each message. Raises `BadLineError`."""
     name = next((name for name in _CONVERSATION if name in text), _CONVERSATION[-1])
     listed = text.get(name)
     if not isinstance(listed, list) or not listed:
