@@ -14,8 +14,8 @@ from kvoffload.text import duration, percent, size
 from kvoffload.traces.trace import Trace
 
 HIT_POINTS, TTFT_SHARE, BYTES_SHARE, REQUESTS_SHARE = 0.02, 0.15, 0.1, 0.02
-"""Largest differences that count as close. For hits, the difference is a share of the prompt tokens; for
-other quantities, a share of the server's value."""
+"""Largest differences that count as close. A difference of hits is a share of the prompt tokens. A difference
+of another quantity is a share of the server's value."""
 _PLACE_TEXTS = {GPU: "hits on the GPU", RAM: "hits in RAM", TIERS: "hits in tiers"}
 
 
@@ -28,7 +28,10 @@ class Verdict(Enum):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """The predicted totals, with the names of `Served`. A total is None if the replay does not predict it."""
+    """Predicted totals of a server. The fields are as in `Served`.
+
+    A field is None if the replay does not predict it.
+    """
 
     requests: int
     prompt_tokens: int
@@ -44,7 +47,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_replay(cls, report: ReplayReport, trace: Trace, block_bytes: int | None) -> Prediction:
-        """Return the prediction of ``replay``. `block_bytes`: KV bytes of a block; None if unknown."""
+        """Return the prediction of ``replay``. `block_bytes`: bytes of KV in a block; None if unknown."""
         hits, stored = (
             [tier.hit_blocks for tier in report.tiers],
             report.blocks_written - report.blocks_promoted,
@@ -67,7 +70,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_engines(cls, engines: Sequence[Prediction], ttft_mean_s: float | None = None) -> Prediction:
-        """Add up the predictions of engines of equal size that share nothing.
+        """Sum the predictions of engines of equal size that share no cache.
 
         `ttft_mean_s`: mean time to first token of all requests; None if unknown.
         """
@@ -125,7 +128,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         name: name for users.
         unit: ``requests``, ``tokens``, ``share``, ``bytes``, ``s``.
         server, predicted: the two values.
-        difference: (predicted - server) / server; for the unit ``share`` predicted - server.
+        difference: ``(predicted - server) / server``; for the unit ``share``, ``predicted - server``.
         limit: largest absolute difference that counts as close.
         is_close: True if the difference is within the limit.
     """
@@ -143,8 +146,8 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     """Comparison of a server with the prediction from its recording; its fields are the JSON keys.
 
     Attributes:
-        verdict: ``close``: every row is within its limit. ``different``: a row exceeds its limit.
-            ``not-comparable``: server and recording have different requests.
+        verdict: ``close`` if every row is within its limit. ``different`` if a row exceeds its limit.
+            ``not-comparable`` if server and recording have different requests.
         rows: quantities that both the server and the prediction have.
         settings: differences between the server's set-up and the predicted set-up, as sentences.
     """
@@ -206,7 +209,7 @@ def _row(name: str, unit: str, measured: float, expected: float, difference: flo
 def _settings(server: Served, predicted: Prediction) -> list[str]:
     """Describe the settings that differ."""
     differences = []
-    # Engines that share a pool each report the whole pool.
+    # The third value: engines share a pool, and each of them reports the size of the whole pool.
     same = (0, predicted.capacity_blocks, predicted.capacity_blocks * predicted.instances)
     if server.capacity_blocks not in same:
         differences.append(

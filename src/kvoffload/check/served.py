@@ -15,7 +15,7 @@ from kvoffload.metrics.scrape import Sample, samples
 GPU, RAM, TIERS = "gpu", "ram", "tiers"
 PLACES = (GPU, RAM, TIERS)
 _PLACE_OF_SOURCE = {"device": GPU, "host": RAM}
-"""vLLM's name of a source -> place. Other names are tiers behind RAM, or other engines."""
+"""vLLM's name for a source of cached tokens -> place. Other names are tiers behind RAM, or other engines."""
 _TIMEOUT_S = 10.0
 _NEEDED = "vLLM's metrics with offloading by kvoffload"
 
@@ -25,19 +25,19 @@ class Served:
     """Totals of a server since its start, over all engines that the scrape shows.
 
     Attributes:
-        requests: finished requests.
-        prompt_tokens: tokens of all prompts.
-        hit_tokens: prompt tokens by place: `GPU`, `RAM`, `TIERS`.
-        loaded_bytes: bytes copied from RAM to the GPU.
-        stored_bytes: bytes copied from the GPU to RAM.
-        ttft_sum_s: sum of the times to first token.
-        ttft_requests: number of these times.
-        capacity_blocks: slots of RAM, summed over all engines; 0 if the server does not report them.
+        requests: number of finished requests.
+        prompt_tokens: number of tokens of all prompts.
+        hit_tokens: number of prompt tokens that were cached in each place: `GPU`, `RAM`, `TIERS`.
+        loaded_bytes: number of bytes copied from RAM to the GPU.
+        stored_bytes: number of bytes copied from the GPU to RAM.
+        ttft_sum_s: sum of the times to first token, in seconds.
+        ttft_requests: number of requests in this sum.
+        capacity_blocks: number of slots of RAM, summed over all engines; 0 if the server does not report it.
         device_blocks: number of usable blocks in one engine's GPU cache; 0 if unknown.
-        device_block_tokens: tokens in a block of the GPU's cache; 0 if unknown.
+        device_block_tokens: number of tokens in a block of the GPU's cache; 0 if unknown.
         policies: names of RAM's eviction policies. A policy that reports no state is missing.
-        engines: number of engines that report the size of their RAM; 0 if none does.
-        tier_blocks: capacity of each tier behind RAM, by name, summed over all engines; 0 if unknown.
+        engines: number of engines that report the size of their RAM.
+        tier_blocks: for each tier behind RAM, its capacity in blocks, summed over all engines; 0 if unknown.
     """
 
     requests: float
@@ -104,7 +104,7 @@ def served(option: str, source: str, read: Sequence[Sample]) -> Served:
             has_sources = True
             hits[_PLACE_OF_SOURCE.get(sample.labels.get("source", ""), TIERS)] += sample.value
         elif name == "vllm:cache_config_info":
-            # vLLM keeps one block empty.
+            # One less, because vLLM never uses one of the blocks.
             device = (max(0, _whole(sample, "num_gpu_blocks") - 1), _whole(sample, "block_size"))
         elif name == f"{VLLM_PREFIX}policy_state":
             policies.append(sample.labels.get("policy", ""))

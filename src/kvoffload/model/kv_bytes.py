@@ -24,10 +24,10 @@ _KNOWN: dict[str, tuple[int, int, int]] = {
     "qwen/qwen3-8b": (36, 8, 128),
     "qwen/qwen3-32b": (64, 8, 128),
 }
-"""Some models: name without -Instruct -> number of layers, number of KV heads, head size."""
+"""Built-in table: model name without -Instruct -> (number of layers, number of KV heads, head size)."""
 
 KV_CACHE_DTYPES = {"auto": 0, "bfloat16": 2, "float16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-"""Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element; 0: as in the model."""
+"""Value of vLLM's ``--kv-cache-dtype`` -> bytes of one element; 0: the model's dtype decides."""
 
 _DTYPE_BYTES = {"float32": 2, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _HYBRID = {
@@ -40,9 +40,9 @@ _BESIDES = {
     *("global_head_dim", "num_global_key_value_heads", "swa_head_dim", "swa_num_key_value_heads"),
     *("attention_other_setting", "block_configs", "per_layer_config"),
 }
-"""Configuration keys of models that store more than keys and values for a token, or whose layers differ."""
+"""Configuration keys of models that store more for a token than keys and values, or whose layers differ."""
 _UNCLEAR_TYPES = {"longcat_flash"}
-"""Model types with two attentions in each layer, whose configurations count layers in two ways."""
+"""Model types with two attentions in each layer. Their configurations count layers in two ways."""
 _EXPANDED = {"minicpm3"}
 """Model types whose latent vector is expanded to all heads before it is stored."""
 _KV_HEADS = (
@@ -110,8 +110,8 @@ def sliding_layers(model: str) -> tuple[int, int]:
 def kv_heads(model: str) -> int:
     """Return the number of KV heads of a model that `bytes_per_token` knows; 0 for latent attention (MLA).
 
-    Ranks of tensor parallelism divide the heads. With more ranks than heads, several ranks store each head;
-    with latent attention every rank stores all.
+    Ranks of tensor parallelism divide the heads. If there are more ranks than heads, several ranks store each
+    head. With latent attention, every rank stores the whole vector.
     """
     place = _config_file(model)
     if place is None:
@@ -176,7 +176,7 @@ def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a nested object of a configuration; empty if it is absent or something else."""
+    """Return the object `name` in a configuration; empty if it is absent or not an object."""
     value = config.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -195,11 +195,11 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
         why = f"the bytes of a token depend on {unclear[0]}; give --bytes-per-token"
         raise ConfigError("model", model, why)
     if "kv_lora_rank" in text and text.get("model_type") in _EXPANDED:
-        # Keys and values of all heads; values are padded to the size of keys.
+        # vLLM stores keys and values of all heads, with values padded to the size of keys.
         size = number("qk_nope_head_dim") + number("qk_rope_head_dim")
         values = 2 * size * number("num_attention_heads")
     elif "kv_lora_rank" in text:
-        # Latent attention (DeepSeek): one vector for all heads, and the positional part.
+        # Latent attention (DeepSeek) stores one vector for all heads, and the positional part of the keys.
         values = number("kv_lora_rank") + number("qk_rope_head_dim")
     else:
         values = _values_of_heads(model, text, number)
@@ -209,7 +209,7 @@ def _of_config(model: str, config: Mapping[str, Any], number_bytes: int) -> int:
 
 
 def _numbers(model: str, text: Mapping[str, Any]) -> Callable[..., int]:
-    """Return a function that returns the first number among some keys, or a default."""
+    """Return a function that looks up several keys in `text`. It returns the first number, or a default."""
 
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -239,7 +239,7 @@ def _values_of_heads(model: str, text: Mapping[str, Any], number: Callable[..., 
 
 def _heads_with_kv(text: Mapping[str, Any], number: Callable[..., int]) -> int:
     if text.get("multi_query") is True and not text.get("new_decoder_architecture"):
-        return 1  # Also if `num_kv_heads` is larger, as in Falcon 7B.
+        return 1  # one head, even if `num_kv_heads` is larger, as in Falcon 7B
     return number(*_KV_HEADS, "num_attention_heads", "n_head")
 
 
@@ -264,13 +264,13 @@ def _attention_layers(model: str, text: Mapping[str, Any], num_layers: int) -> i
 
 
 def _in_hub_cache(model: str) -> Path | None:
-    """Return the path of a model's configuration in the Hugging Face cache, or None."""
+    """Return the path of a model's configuration in the local Hugging Face cache; None if it is not there."""
     configs = [place / "config.json" for place in snapshots(model) if (place / "config.json").exists()]
     return configs[-1] if configs else None
 
 
 def snapshots(model: str, download_dir: str = "") -> list[Path]:
-    """List the directories of a model's revisions in the local Hugging Face cache, named by commit.
+    """List the directories of a model's revisions in the local Hugging Face cache. Their names are commits.
 
     Args:
         download_dir: a second cache, in which the engine stores weights; empty for none.

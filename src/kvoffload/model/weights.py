@@ -1,7 +1,7 @@
 """Identity of a model's weights for shared caches: equal weights have the same identity on every machine.
 
-Byte-equal copies of a model have one identity; different weights with the same name have different
-identities. Reads only files.
+Byte-equal copies of a model have the same identity, even under different names. Different weights have
+different identities, even under the same name. Reads only files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HINT = "give the weights a name, the same on every machine: identity=NAME"
 
 
 def files_of(model: str) -> list[tuple[str, int, int]]:
-    """Return name, size and modification time of each file of a local model; empty for a model of the hub."""
+    """Return (name, size, modification time) of each file of a local model; empty for a model of the hub."""
     path = Path(model)
     if not model or not path.exists():
         return []
@@ -74,7 +74,7 @@ def _content_digest(model: str, directory: Path) -> str:
     total = xxhash.xxh3_128()
     for path in files:
         status = path.stat()
-        # With the inode change time, because a copy may preserve the modification time.
+        # Includes the inode's change time (ctime), because a copy may preserve the modification time.
         name = f"{path}|{status.st_size}|{status.st_mtime_ns}|{status.st_ctime_ns}"
         known[name] = remembered.get(name) or digest_of(path)
         total.update(f"{path.name}\0{status.st_size}\0{known[name]}\n".encode())
@@ -105,7 +105,7 @@ def _remember(digests: dict[str, str]) -> None:
     """Write the cache of digests. A failure is ignored: the next call reads the files again."""
     with contextlib.suppress(OSError):
         _memory().parent.mkdir(parents=True, exist_ok=True)
-        # Atomic, because several engines may start at once.
+        # Written to another file and renamed, because several engines may start at once.
         with tempfile.NamedTemporaryFile(dir=_memory().parent, delete=False) as file:
             file.write(msgspec.json.encode(digests))
         os.replace(file.name, _memory())

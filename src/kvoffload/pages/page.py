@@ -23,7 +23,7 @@ from kvoffload.errors import ConfigError, check_new
 from kvoffload.text import unbroken
 
 Data = list[dict[str, Any]]
-"""Traces of a chart, in the form of plotly.js."""
+"""The curves and bars of a chart, as plotly.js expects them ("traces")."""
 
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """Content security policy: the page loads nothing and sends nothing."""
@@ -34,8 +34,8 @@ class Chart:
     """Chart of plotly.js.
 
     Attributes:
-        name: unique in the page; also the name of saved pictures.
-        data, layout: arguments of plotly.js; the page adds colours and margins.
+        name: name of the chart, unique in the page. Saved pictures have this name.
+        data, layout: arguments of plotly.js. The page adds colours and margins.
         note: text below the chart.
     """
 
@@ -53,7 +53,7 @@ class Table:
     Attributes:
         headings: heading of each column. A ``#`` at the end marks a column of numbers, which is aligned
             right.
-        marks: a mark for each row (``chosen``, ``cannot``, ``good``, ``bad``, or empty), or no marks.
+        marks: for each row ``chosen``, ``cannot``, ``good``, ``bad`` or empty. Empty if no row has a mark.
         notes: lines below the table, on a page only.
     """
 
@@ -96,7 +96,10 @@ def write_report(path: Path, content: str) -> None:
 
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """Yield the name of the incomplete page, in the same directory. Raises `ConfigError` for `OSError`."""
+    """Yield the path to which the page is written before it is renamed. It is in the same directory.
+
+    Raises: `ConfigError` instead of `OSError`.
+    """
     unfinished = path.with_name(path.name + ".part")
     try:
         yield unfinished
@@ -111,7 +114,7 @@ def page(title: str, answer: Sequence[Text], parts: Iterable[Part], result: byte
 
     Args:
         answer: sections of the answer, the most important first.
-        result: all numbers as JSON; becomes the element with id ``result``.
+        result: all numbers as JSON, for the element with id ``result``.
         command: command that makes the page.
     """
     parts = list(parts)
@@ -191,7 +194,7 @@ def _in_script(text: bytes) -> str:
 
 
 def _compressed(source: str) -> str:
-    """Compress plotly.js to two fifths of its size, as text; page.js expands it."""
+    """Compress the source of plotly.js to text of two fifths of its size. page.js expands it."""
     return base64.b64encode(gzip.compress(source.encode(), mtime=0)).decode()
 
 

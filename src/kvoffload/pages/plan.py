@@ -49,7 +49,7 @@ def _parts(answer: PlanAnswer) -> Iterator[Part]:
 
 
 def _points(rows: Sequence[PlanRow], x: Sequence[float], name: str, **look: object) -> dict[str, object]:
-    """Build a chart trace of the savings as a function of `x`. Hovering over a point shows the purchase."""
+    """Build the points of a chart: the savings of each row at its `x`. Hover text names the purchase."""
     return {
         "type": "scatter", "mode": "markers", "name": name, "x": list(x),
         "y": [100 * row.saved for row in rows], "text": [_hover(row) for row in rows],
@@ -199,7 +199,10 @@ def _wait_for_money(answer: PlanAnswer, asked_s: float) -> Chart:
 
 
 def _waits(timed: InTime) -> Chart | Text:
-    """Build the chart of waits. Runs with an endless queue have no bars: their waits are no property."""
+    """Build the chart of the times to first token.
+
+    A run with an endless queue has no bars, because its waits depend on the length of the recording.
+    """
     names = ("p50", "mean", "p90", "p99")
     runs = {"recommended": timed.with_offload, "the GPUs alone": timed.without}
     stable = {name: run for name, run in runs.items() if not run.is_overloaded}
@@ -249,7 +252,7 @@ def _over_time(answer: PlanAnswer) -> Chart:
 
 
 def _with_short_reasons(table: Table, rows: Sequence[PlanRow]) -> Table:
-    """Replace the reasons of infeasible rows by short names; show an example of each below the table."""
+    """Replace the reasons why rows are infeasible by short names. Notes explain each name by an example."""
     cells = [
         shown if row.feasible else [*shown[:-1], row.exceeds]
         for shown, row in zip(table.rows, rows, strict=True)

@@ -1,9 +1,9 @@
 """Sources of options: given values, the environment, a file.
 
-An option has the same name in ``kv_connector_extra_config``, in Python, in a command and in a TOML file. In
-the environment its name is ``KVOFFLOAD_NAME``. The path of the file is ``config`` or ``KVOFFLOAD_CONFIG``. A
-given value overrides the environment, and the environment overrides the file. An option is documented where
-it is used.
+An option has the same name in ``kv_connector_extra_config``, in Python, on a command line and in a TOML file.
+In the environment its name is ``KVOFFLOAD_NAME``. The option ``config``, or ``KVOFFLOAD_CONFIG``, has the
+path of the file. A given value overrides the environment, and the environment overrides the file. An option
+is documented where it is used.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ OF_ENGINES = (
 vLLM's flag."""
 
 _ONE_MEANING = {"admission", "store_threshold", "max_tracker_size"}
-"""Options that together set the admission rule. If a layer sets one of these options, all of them are ignored
-in lower layers."""
+"""Options that together set the admission rule. If a source sets one of them, all of them are ignored in the
+sources that it overrides."""
 
 
 def gathered(
@@ -53,7 +53,7 @@ def gathered(
     """Merge `given` with the environment and the file.
 
     Args:
-        names: options to take from environment and file. Other options in the file are ignored.
+        names: options to take from the environment and the file. Other options in the file are ignored.
         other_names: aliases of options in `given`: alias -> option.
 
     Raises: `ConfigError` for a file that cannot be read or has an unknown option, and for a variable that

@@ -44,7 +44,8 @@ MOST_BLOCKS = 2**30
 ANY_TRACE = MOST_BLOCKS
 """Number of unique blocks that is assumed when capacities are checked before the trace is read."""
 _NUMBER = re.compile(r"(\d{1,30}(?:\.\d{1,30})?)\s*([A-Za-z%]*)")
-"""A number with a unit. With more digits, `int` and `float` raise or are infinite."""
+"""A number with a unit. The number of digits is limited, because with very many digits `int` raises and
+`float` is infinite."""
 _CAPACITIES = "allowed: a number of blocks (5000), a share of the unique blocks (5%), or a size (4GiB)"
 
 
@@ -86,7 +87,7 @@ def parse_capacity(field: str, text: str, block_bytes: int | None, unique_blocks
     elif match[2] == "%":
         if float(match[1]) > 100:
             raise ConfigError(field, text, "allowed: up to 100%")
-        # In exact arithmetic: 0.29 * 100 is 28.999999999999996 in floating point.
+        # Exact arithmetic, because 0.29 * 100 is 28.999999999999996 in floating point.
         whole, _, fraction = match[1].partition(".")
         blocks = int(whole + fraction) * unique_blocks // (100 * 10 ** len(fraction))
         too_few = f"it is less than one of the trace's {unique_blocks:,} unique blocks"
@@ -214,14 +215,14 @@ def convert(field: str, value: object, kind: Any) -> Any:
     """
     kind = without_none(kind)
     plain = value
-    if hasattr(value, "item"):  # a scalar of numpy; arrays of several numbers stay, and are refused
+    if hasattr(value, "item"):  # a numpy scalar; an array of several numbers raises here and is refused below
         with suppress(ValueError, RuntimeError):
             plain = value.item()
     if parser := parser_of(kind):
         return parser.parse(field, plain)
     try:
         converted = msgspec.convert(plain, kind, strict=False)
-    except (msgspec.ValidationError, UnicodeEncodeError):  # a text may hold bytes that are no UTF-8
+    except (msgspec.ValidationError, UnicodeEncodeError):  # a text may have bytes that are not UTF-8
         converted = math.nan
     if isinstance(converted, float) and not math.isfinite(converted):
         words = typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()
@@ -263,7 +264,7 @@ def _bounds(meta: msgspec.Meta) -> str:
 
 
 def option_names(kind: type[Any]) -> dict[str, str]:
-    """Return the options of a dataclass: option name -> attribute.
+    """Return a dict of the options of a dataclass: option name -> attribute name.
 
     The option name is the field's name, or ``metadata={"option": ...}``.
     """
@@ -284,8 +285,8 @@ def read_options(
     Args:
         where: name of the group of options, for messages: ``tiers[0]``.
         other_names: alias -> option. An option given under several names must have one value.
-        also_known: names to accept and ignore, because another reader handles them.
-        problems: earlier problems to report with the new ones.
+        also_known: names to accept and ignore, because other code reads them.
+        problems: problems found earlier, to report together with the new problems.
 
     Raises: `CombinedConfigError`, which lists every problem with its option, value and allowed values.
     """

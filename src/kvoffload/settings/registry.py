@@ -25,8 +25,8 @@ class Parameter(NamedTuple):
     """Parameter of a registered class.
 
     Attributes:
-        kind: type with bounds.
-        allowed: type and bounds in words.
+        kind: type of the values, with bounds.
+        allowed: the same in words.
     """
 
     name: str
@@ -122,10 +122,10 @@ class Registry(Generic[T]):
         return list(listed.values())
 
     def _named(self, name: str) -> tuple[type[T], str | None]:
-        """Return the class, and the text after the colon that follows a known name; None without a colon."""
+        """Return the class that `name` names, and the text after the colon in ``reuse:2``, or None."""
         known, colon, text = name.partition(":")
         value = text if colon else None
-        # Built-in classes first: entry points are read from the files of every installed package.
+        # Built-in classes first, because a search of entry points reads files of every installed package.
         if home := self._imported(known) or self._built_in().get(known):
             module = self._import(known, home)
             return next(cls for cls in self._own(module) if cls.name == known), value  # type: ignore[attr-defined]
@@ -142,7 +142,10 @@ class Registry(Generic[T]):
         return self._check(name, getattr(module, attribute)), None
 
     def _imported(self, name: str) -> str | None:
-        """Return the built-in module of a name if the module is imported: no folder is listed."""
+        """Return the name of the built-in module for `name` if it is already imported, else None.
+
+        Faster than `_built_in`, which lists a folder.
+        """
         homes = (f"{self._package}.{name}", f"{self._package}._{name}")
         is_name = f"_{name}".isidentifier() and name[:1] != "_"
         return next((home for home in homes if home in sys.modules), None) if is_name else None
@@ -164,7 +167,7 @@ class Registry(Generic[T]):
         return self._loaded(name, lambda: importlib.import_module(home))
 
     def _loaded(self, name: str, load: Callable[[], _Loaded]) -> _Loaded:
-        """Return the result of `load`, which imports the code of a third party. Raises `ConfigError`."""
+        """Return the result of `load`, which imports another package's code. Raises `ConfigError`."""
         try:
             return load()
         except (Exception, SystemExit) as error:
