@@ -278,6 +278,6 @@ class Parts:
     def _end_rotation(self, reason: str) -> None:
         self._rotates = False
         logger.warning(
-            "kvoffload: the recording of calls to %s keeps its next calls, not its newest, because it cannot "
-            "be rotated: %s", self.path, reason
+            "kvoffload: the recording of calls to %s will end at record_max_bytes, because it cannot be "
+            "rotated: %s", self.path, reason
         )  # fmt: skip
