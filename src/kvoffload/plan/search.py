@@ -32,7 +32,7 @@ Choose = Callable[[Sequence[Measured]], Choice]
 
 @dataclass(frozen=True)
 class TierAxis:
-    """One kind of tier behind RAM, as an axis of the search.
+    """Axis of the search for one kind of tier behind RAM.
 
     Attributes:
         axis: field of `Purchase` with the number of drives or servers.

@@ -81,7 +81,7 @@ def _run_requests(
     refs: npt.NDArray[np.int32], request_offsets: _Int64s, unique_blocks: int, device_blocks: int
 ) -> DeviceRun:
     served = np.zeros(len(request_offsets) - 1, np.int64)
-    # A block is dropped at most once per reference.
+    # Large enough: a block is dropped at most once per reference.
     dropped = np.empty(len(refs), np.int64)
     offsets = np.zeros(len(request_offsets), np.int64)
     order, last_use = Lists(unique_blocks, 1), np.zeros(unique_blocks, np.int64)
@@ -135,6 +135,17 @@ def _run(
     dropped: I64Array,
     ends: I64Array,
 ) -> int:
+    """Run the device cache of one engine; return the number of drops.
+
+    Writes `served` and `dropped` as in `DeviceRun`, and to ``ends[i + 1]`` the end in `dropped` of the drops
+    that request `i` caused.
+
+    Args:
+        refs, offsets: the engine's requests, as in `Trace`.
+        links: the order of resident blocks (`Lists`).
+        last_use: for each code, the index in `refs` of the block's last use.
+        capacity: blocks of the device.
+    """
     sentinel = links.shape[0] - 1
     num_dropped = 0
     for request in range(len(offsets) - 1):
@@ -143,7 +154,7 @@ def _run(
         while found < end and links[refs[found], LIST] != UNLISTED:
             found += 1
         served[request] = found - begin
-        # Other blocks may use the room that the request's own blocks leave free.
+        # The request's blocks leave the order first, so that only other blocks are dropped for its blocks.
         for position in range(begin, end):
             if links[refs[position], LIST] != UNLISTED:
                 unlink(links, refs[position])

@@ -127,12 +127,12 @@ def next_uses(refs: npt.NDArray[np.int32]) -> _Int64s:
 def _move_idle(next_place: _Int64s, offsets: _Int64s, device: DeviceRun) -> None:
     """Move the places of idle blocks behind all others. For *place* and *idle* see the comment below.
 
-    `next_place`: for each position in the trace, the place of its block afterwards; changed here.
+    `next_place`: for each reference, the index of the block's next use; changed to the block's place.
     """
     num_refs = len(next_place)
     by_device = np.zeros(num_refs + 1, np.bool_)
     by_device[:-1] = np.arange(num_refs) < np.repeat(offsets[:-1] + device.served, np.diff(offsets))
-    # `_NEVER`, -1, indexes the last entry, which is False.
+    # The index `_NEVER`, -1, selects the last entry, which is False.
     next_place[by_device[next_place]] += num_refs
 
 
@@ -148,16 +148,17 @@ def _tree_starts(positions: int) -> _Int64s:
     return np.array(starts, np.int64)
 
 
-# A resident block is a bit at its *place*: the position in the trace of its next use. Places order blocks by
-# next use and, within a request, by depth, so the victim of MIN is the highest bit. Unlike a heap, the bits
-# need no sorting and have no stale entries.
+# The *place* of a block is the index in `Trace.refs` of its next use. A bit set has a bit for each place. The
+# bit is 1 if the block is resident. Places order blocks by next use and, within a request, by depth, so the
+# victim of MIN is the highest bit. Unlike a heap, the bits need no sorting and have no stale entries.
 #
-# A block whose next use the device serves is idle: the tier does not need it, because that use offers it
-# again. A resident idle block may stay while no other block needs its room, which saves a write. Its place
-# is its next use plus the length of the trace, behind all blocks that are needed.
+# A block is *idle* if the device serves its next use: the tier does not need the block, because this use
+# offers it again. A resident idle block may stay while no other block needs its room, which saves a write.
+# Its place is its next use plus the length of the trace, behind the places of all blocks that are needed.
 #
-# The bits form a tree of 64-bit words: a word of level `n + 1` marks the words of level `n` that are not
-# zero. The highest bit is found, set or cleared in one step per level.
+# The bits form a tree of 64-bit words. Level 0 has the bits themselves. A bit of level `n + 1` is 1 if the
+# word of level `n` with the bit's number is not zero. The highest bit is found, set or cleared in one step
+# per level.
 
 
 @inline
@@ -202,6 +203,18 @@ def _min_with_bypass(
     was_here: BoolArray,
     capacity: int,
 ) -> tuple[int, int]:
+    """Run MIN with bypass; return the numbers of hits and of written blocks.
+
+    Args:
+        offsets: as in `Trace`.
+        served: for each request, the number of leading blocks that its device serves.
+        offered: index in `Trace.refs` of each offered block, one request after the other.
+        ends: start in `offered` of each request's offers, then the end of the last.
+        next_place: for each reference, the place of its block after this use.
+        bits, starts: the tree of resident blocks, and its layout (`_tree_starts`).
+        was_here: scratch memory with room for the blocks of the longest request.
+        capacity: slots of the tier.
+    """
     idle = len(next_place)
     hits = written = resident = 0
     for request in range(len(offsets) - 1):

@@ -403,7 +403,6 @@ class Replay:
                 self._watch.places.switch_to(self._tiered)
 
     def _end(self, ends: Iterable[End]) -> None:
-        """Finish these requests, in this order."""
         start, bytes_before = time.thread_time(), self._bytes_cpu_s()
         for request, ctx in ends:
             self._switch_to(request)
@@ -478,9 +477,9 @@ class Replay:
         keys: Keys,
         ctx: RequestContext,
     ) -> None:
-        """Record the blocks that the engine promoted from tiers of its own.
+        """Record the blocks that the engine promoted from its own tiers.
 
-        They do not count as blocks of other engines.
+        `Engines` then does not count them as blocks of other engines.
         """
         if len(self._members) == 1 or not manager.has_promoted(ctx):
             return

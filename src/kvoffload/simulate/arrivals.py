@@ -114,7 +114,7 @@ class Shares:
 
 
 class _Share:
-    """Arrivals of one engine."""
+    """Arrivals at one engine: its part of `Shares`."""
 
     def __init__(self, whole: Recorded | AtOnce, requests: Sequence[int]) -> None:
         self._whole, self._requests = whole, requests

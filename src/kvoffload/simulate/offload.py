@@ -180,7 +180,6 @@ class Offload(NoOffload):
         return self._ram.tiers(self._num_loaded, self._stores)
 
     def _path(self, request: int, first: int = 0, end: int | None = None) -> Keys:
-        """Return the keys of blocks `first` to `end` of a request."""
         begin, last = self._offsets[request : request + 2]
         return self._keys.of_blocks(self._trace.refs[begin + first : last if end is None else begin + end])
 

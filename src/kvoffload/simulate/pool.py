@@ -100,7 +100,7 @@ class DevicePool:
     def release(self, lease: Lease) -> None:
         """Free the blocks of an ended request.
 
-        If the first copy of a block was evicted meanwhile, the second copy can be found from now on.
+        Of two blocks with equal contents, one can still be found. If no request holds it, it is evicted last.
         """
         holders, free = self._holders, self._free
         for code in reversed(lease.known):

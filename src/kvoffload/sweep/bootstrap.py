@@ -1,8 +1,8 @@
 """Confidence intervals of hit ratios, by a bootstrap over windows of a trace.
 
 Requests are not independent: sessions return, the load varies, caches have memory. The bootstrap resamples
-*windows*: consecutive requests, so many that the windows are nearly independent. Knows sums and ratios; no
-traces, policies or caches.
+*windows* of consecutive requests. Windows are so long that they are nearly independent. Knows sums and
+ratios; no traces, policies or caches.
 
 Source: Kuensch, The jackknife and the bootstrap for general stationary observations, Annals of Statistics
 17(3), 1989, with fixed, non-overlapping windows as in Carlstein, Annals of Statistics 14(3), 1986. Each

@@ -192,7 +192,7 @@ def describe(trace: Trace) -> TraceStatistics:
 
 
 def _percentiles(values: _Int64s, unit: int = 1) -> Percentiles:
-    """Compute percentiles of `values`, divided by `unit`, without interpolation."""
+    """Compute the percentiles of `values` without interpolation, and divide them by `unit`."""
     if len(values) == 0:
         return Percentiles(0, 0, 0, 0, 0, 0)
     percentiles = np.percentile(values, (10, 25, 50, 75, 90, 99), method="inverted_cdf").tolist()
@@ -217,7 +217,7 @@ def _fan_out(trace: Trace, first_seen: _Int64s) -> _Int64s:
 def _previous_turns(
     trace: Trace, request_of: _Int64s, first_seen: _Int64s, shared: _Int64s, fan_out: _Int64s
 ) -> tuple[_Int64s, npt.NDArray[np.bool_]]:
-    """Return two arrays over requests: the request that each continues, or `_NONE`; True if unambiguous.
+    """Return `Turns.previous_turn` without regard to named sessions, and `Turns.is_unambiguous`.
 
     `shared`: for each request, the number of leading blocks that earlier requests used.
     """
@@ -226,8 +226,8 @@ def _previous_turns(
     candidates = np.flatnonzero(shared > 0)
     deepest_known = trace.refs[starts[candidates] + shared[candidates] - 1]
     origin = request_of[first_seen[deepest_known]]
-    # A request continues another request if its deepest known block is the last block that the other request
-    # introduced.
+    # A request continues another request if its deepest known block is the last block of the other request,
+    # and first occurred there.
     continues = first_seen[deepest_known] == trace.offsets[origin + 1] - 1
     is_shared_prompt = fan_out[deepest_known] > _SHARED_PROMPT_FAN_OUT
     continues &= ~is_shared_prompt
@@ -241,10 +241,14 @@ def _previous_turns(
 
 
 def _in_named_sessions(inferred: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s:
-    """Correct inferred previous turns: in a named session, only earlier requests of the session count.
+    """Return the previous turn of each request, with regard to named sessions.
 
     In a named session, the previous turn is the inferred request if it belongs to the session, or else the
     session's latest earlier request.
+
+    Args:
+        inferred: for each request, the inferred previous turn, or `_NONE`.
+        named: for each request, the number of its named session, or `_NONE`.
     """
     by_session = np.argsort(named, kind="stable")
     follows = np.flatnonzero(named[by_session[1:]] == named[by_session[:-1]])
@@ -272,7 +276,7 @@ def _sessions(previous_turn: _Int64s, named: npt.NDArray[np.integer]) -> _Int64s
 
 
 def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
-    """Return the time from the first to the last request of each session."""
+    """Return, for each session, the time in ms from its first to its last request."""
     sessions = int(session_of.max(initial=_NONE)) + 1
     first, last = np.full(sessions, 2**62), np.zeros(sessions, np.int64)
     np.minimum.at(first, session_of, times_ms)
@@ -282,9 +286,10 @@ def _spans(session_of: _Int64s, times_ms: _Int64s) -> _Int64s:
 
 
 def _reuses(trace: Trace) -> tuple[_Int64s, _Int64s]:
-    """Return two arrays over references: the request of the block's previous use, and the reuse distance.
+    """Return two arrays with a number for each reference.
 
-    Both are `_NONE` for the first use of a block.
+    The first array has the number of the request that used the block before; the second has the reuse
+    distance. Both have `_NONE` for the first use of a block.
     """
     used_before = np.full(trace.block_refs, _NONE, np.int64)
     distance = np.full(trace.block_refs, _NONE, np.int64)

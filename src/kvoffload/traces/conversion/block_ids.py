@@ -21,7 +21,7 @@ class Keys:
     trace identifies a whole prefix, even if the source's id identifies only the content of one block.
 
     The probability that any two of 100 million different blocks get the same id is 1/3,700. A reader rejects
-    a line with such an id.
+    lines in which an id stands for another block.
 
     Args:
         salt: None for a random salt.

@@ -29,7 +29,7 @@ def elements(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the elements of the array in a file, as (number from 1, JSON text).
 
-    Memory: that of the largest element. Raises: `TraceError` for an unreadable or invalid file.
+    Memory: proportional to the largest element. Raises: `TraceError` for an unreadable or invalid file.
     """
     buffer = _Buffer(largest)
     try:

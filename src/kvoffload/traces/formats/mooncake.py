@@ -392,7 +392,10 @@ class _Requests:
         raise BadLineError(f"{field} {now} here, but {before} in line {numbers[there]}")
 
     def without_broken_chains(self) -> _Requests:
-        """Return the requests without those in which an id has another predecessor than in a kept request."""
+        """Return the requests. Leaves out each request that contradicts an earlier one.
+
+        A request contradicts another if the same id has different predecessors in the two requests.
+        """
         kept, parents, num_broken = list[int](), dict[int, int | None](), 0
         for request, (start, end) in enumerate(pairwise(self.offsets().tolist())):
             ids = self.ids[start:end]
