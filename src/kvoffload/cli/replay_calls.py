@@ -42,7 +42,7 @@ def check_alone() -> None:
 def replay_calls(path: Path, *, is_json: bool, output: Path | None, quiet: bool) -> bool:
     """Replay a recording and show the outcome; returns True if all decisions are equal.
 
-    `path`: the path of the first part, for all existing parts, or of one later part.
+    `path`: a part of the recording. The first part stands for all parts that exist.
     """
     parts = parts_of(path) or [path]
     try:

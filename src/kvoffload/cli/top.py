@@ -303,14 +303,14 @@ def _lines(engine: EngineRates, prefix: str) -> Iterator[RenderableType]:
 
 
 def _setting(shown: WhatIfShown) -> str:
-    """Format ``policy=hazard 16.6±2.2% (+4.3±1.7)``."""
+    """Format an estimate for another setting: ``policy=hazard 16.6±2.2% (+4.3±1.7)``."""
     text = f"{printable(shown.setting)} {_points(shown.hit_ratio)}±{_points(shown.error)}%"
     gain = f" ({_points(shown.gain, '+')}±{_points(shown.gain_error)})" if shown.gain_error else ""
     return text + gain
 
 
 def _tenant(shown: TenantShown) -> str:
-    """Format ``team-a 1,204 held, 30 loaded/s, 2.0 evicted/s``."""
+    """Format the blocks of a tenant: ``team-a 1,204 held, 30 loaded/s, 2.0 evicted/s``."""
     held = "-" if shown.held is None else f"{shown.held:,.0f}"
     rates_of = f"{_rate(shown.loaded)} loaded/s, {_rate(shown.evicted)} evicted/s"
     return f"{printable(shown.tenant)} {held} held, {rates_of}"

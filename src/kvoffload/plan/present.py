@@ -135,12 +135,12 @@ class Present:
 
 
 def present_of(server: Served, fleet: Fleet, setups: Setups, block_tokens: int) -> Present:
-    """Return the row of a plan that corresponds to a server's set-up.
+    """Find the set-up of a server among the set-ups that a plan can have.
 
-    The metrics have the number of engines, the sizes, and the policy of RAM. Store mode and admission rules
-    come from `setups`, which then must have a single value of each.
+    The server's metrics state the number of engines, the sizes, and the policy of RAM. They do not state
+    store mode and admission rules, so `setups` must have a single value of each.
 
-    Raises: `ConfigError` if no row corresponds, all problems at once. Each names the option.
+    Raises: `ConfigError` if a plan cannot have this set-up, all problems at once. Each names the option.
     """
     problems, engines = Problems("plan"), max(1, server.engines)
     ram = server.capacity_blocks // engines

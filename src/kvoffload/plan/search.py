@@ -163,7 +163,7 @@ def confirm(
     rows: Sequence[Measured],
     guess: Choose | None,
 ) -> tuple[list[Measured], Choice]:
-    """Measure on all sessions what a search on a sample has chosen; returns the rows and a new choice.
+    """Check the choice of a search on a sample, on all sessions. Returns all measured rows and a new choice.
 
     1. Measure the recommended purchase with its two best setups. Also measure the purchase that saves most,
        the best infeasible purchase, and the rivals of the recommended purchase (`beside`, `other_ram`).

@@ -74,7 +74,8 @@ class SharedReplay:
     Each instance has its own queue, and processes ends of requests before its next request.
 
     Args:
-        data: a data plane for each manager; empty to replay without bytes. Only without tiers behind RAM.
+        data: a data plane for each manager; empty to replay without bytes. Must be empty if there are tiers
+            behind RAM.
         observe: called for each manager to create its observer. Arguments: the trace of the manager's
             requests, and the numbers of these requests in the whole trace. None: no observers.
 

@@ -20,10 +20,10 @@ SETTLE_S = 600.0
 
 
 def may_be_shared(tier: TierOptions) -> bool:
-    """Return True for a simulated tier, unless each engine has its own tier (``per_engine``).
+    """Return True if all engines of a replay use one tier: a simulated tier without ``per_engine``.
 
-    A replay simulates a server by one such tier for all engines. Engines open all other tiers themselves, as
-    in production: each engine has its own directory of a disk, and its own connection to a server.
+    Such a tier simulates a server. Each engine opens all other tiers itself, as in production: it has its own
+    directory on a disk, or its own connection to a server.
     """
     return not getattr(tier, "per_engine", True)
 

@@ -74,7 +74,7 @@ def gathered(
 
 
 def _check_environment() -> None:
-    """Refuse misspelt variables. Other variables with the prefix may have another purpose."""
+    """Refuse variables that look like misspelt options. Any other variable with the prefix is ignored."""
     known = {name.upper() for name in (*OF_ENGINES, "config")}
     names = (name.removeprefix(PREFIX) for name in os.environ if name.startswith(PREFIX))
     for name in names:

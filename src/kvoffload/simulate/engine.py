@@ -51,7 +51,7 @@ class _Request:
     """A request in the engine.
 
     Attributes:
-        codes: codes in the trace of the prompt's blocks.
+        codes: codes of the prompt's blocks (`Trace.refs`).
         tokens: number of prompt tokens.
         computed: number of prompt tokens that were loaded or computed.
         blocks: number of GPU blocks that the request uses.
@@ -83,8 +83,10 @@ class _Step:
 class _Generating:
     """Requests that generate answers. All of them generate tokens at the same rate.
 
-    `tokens` counts the tokens that a single request would have generated since the run began. So each request
-    ends at a fixed value of `tokens`.
+    Attributes:
+        tokens: number of tokens that a request would have generated if it had run since the start of the
+            replay. A request ends when `tokens` reaches a value that is known when the request is added.
+        tokens_per_s: generation rate of each request.
     """
 
     def __init__(self, tokens_per_s: float) -> None:

@@ -52,8 +52,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         copy_latency_s: fixed time of each copy, in addition to the time for its bytes.
         disk_read_bytes_per_s, disk_write_bytes_per_s: speeds of the disk behind RAM.
         disk_read_latency_s, disk_write_latency_s: fixed times of a read and a write of this disk.
-        memory_copy_bytes_per_s: speed of copies within RAM, for readers only. Copies to a device are not
-            faster.
+        memory_copy_bytes_per_s: speed of copies within RAM, an upper bound for the speed of copies to a
+            device. Replays do not use it.
         made, facts: date of the measurement (ISO 8601) and facts about the machine, for readers.
         format: identifies the file format.
     """

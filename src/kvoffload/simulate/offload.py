@@ -115,7 +115,7 @@ class Offload(NoOffload):
 
     @property
     def manager(self) -> AnyManager:
-        """The manager, for a call of this engine."""
+        """The manager, prepared for a call of this engine (`Ram.manager_of`)."""
         return self._ram.manager_of(self._number)
 
     def begin(self, request: int) -> RequestContext:

@@ -50,7 +50,7 @@ class DevicePool:
         self.version = 0
 
     def find(self, codes: Sequence[int]) -> int:
-        """Return the length of the leading run of known blocks."""
+        """Return the number of leading blocks of `codes` that can be found."""
         holders = self._holders
         return next((length for length, code in enumerate(codes) if code not in holders), len(codes))
 
@@ -84,10 +84,10 @@ class DevicePool:
         return dropped
 
     def know(self, lease: Lease, codes: Iterable[int]) -> None:
-        """Assign contents to blank blocks of a lease, so that the blocks can be found.
+        """Assign the contents `codes` to blank blocks of a lease, so that the blocks can be found.
 
-        If contents are already known, the new block is a second copy. It cannot be found while the first copy
-        exists.
+        If another block already has the same contents, the new block is a second copy. It cannot be found
+        while the first copy exists.
         """
         for code in codes:
             lease.known.append(code)

@@ -159,7 +159,10 @@ class Ram:
         return len(self._wakes) - 1
 
     def manager_of(self, engine: int) -> AnyManager:
-        """Return the manager for a call of this engine."""
+        """Return the manager that engine `engine` calls next.
+
+        If engines share RAM, this also installs the engine's admission rule and queue.
+        """
         if self._parts is None:
             return self.manager
         self._parts.switch_to(engine)

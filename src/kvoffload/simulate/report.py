@@ -178,8 +178,8 @@ class TimedReport(msgspec.Struct, frozen=True, kw_only=True):
         block_bytes, block_tokens: size of a block.
         machine: speeds, each with its source.
         load, at_once, max_running, step_tokens: as in `Timing`.
-        with_offload, without: the two runs.
-        gpu_seconds_saved: prefill time saved.
+        with_offload, without: results of the run with offloading, and of the run without.
+        gpu_seconds_saved: `prefill_s` without offloading minus `prefill_s` with offloading.
         speed_up: duration without offloading, divided by the duration with offloading. With `at_once` this is
             the ratio of throughputs.
         ttft_p50_ratio, ttft_p90_ratio: percentile of the time to first token without offloading, divided by

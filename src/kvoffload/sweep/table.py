@@ -250,7 +250,7 @@ def _best(points: Sequence[Point], measured: Sequence[Measurement]) -> dict[tupl
 
 
 def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
-    """Create the row of one point, without comparisons."""
+    """Create the row of point `number`, without comparisons with other rows."""
     point, report = runs.points[number], runs.measured[number].report
     trace, config, interval = runs.traces[point.trace], point.config, runs.ratio(number)
     tiers = report.tiers[1:]

@@ -29,12 +29,12 @@ CURRENT = "current"
 
 @dataclass(frozen=True)
 class WhatIf:
-    """Changes of the serving manager's settings; None and 1 change nothing.
+    """Changes of the serving manager's settings.
 
     Attributes:
-        policy: another eviction policy.
-        admission: another admission rule.
-        capacity: factor of the capacity of RAM, at most `MOST_CAPACITY`.
+        policy: another eviction policy; None: no change.
+        admission: another admission rule; None: no change.
+        capacity: factor by which the capacity of RAM changes, at most `MOST_CAPACITY`; 1: no change.
     """
 
     policy: PolicyName | None = None

@@ -29,7 +29,8 @@ class Request:
         time_s: arrival time in seconds since a point in time that is the same for all requests of a source.
         ids: ids of the full blocks of the prompt.
         session: name of the session, from `Keys.name`; empty if the recording does not name it.
-        served_tokens: as in a line of a trace; None if unknown.
+        served_tokens: for each place of the recorded server's cache, the number of prompt tokens that were
+            cached there; None if unknown.
     """
 
     time_s: float
