@@ -172,7 +172,6 @@ def _is_text(hint: Any) -> bool:
 
 
 def _parameter(declared: dataclasses.Field[Any], hint: Any) -> Callable[[Command], Command]:
-    """Return the click decorator of one field."""
     details = {name: value for name, value in declared.metadata.items() if name not in ("flags", "setting")}
     plain, default = without_none(hint), declared.default
     if plain is Path:

@@ -427,7 +427,6 @@ class _Search:
         return choose(rows, self._needed, self._difference)
 
     def _measure(self, cells: Sequence[Cell], later: int) -> list[Measured]:
-        """Measure cells; see `search.Measure`."""
         fleet, evidence, budget = self._fleet, self._evidence, self._plan.target.budget
         points_of = [cell.points(fleet, evidence) for cell in cells]
         points = list(itertools.chain.from_iterable(points_of))

@@ -394,7 +394,7 @@ class Replay:
         self._end(self._ends.served(request, ctx))
 
     def _switch_to(self, request: int) -> None:
-        """Make the following calls as the engine of this request."""
+        """Make the following calls of the manager for the engine that serves this request."""
         engine = self._engines.number_of(request)
         self.manager = self._engines.switch_to(engine)
         if self._members:
@@ -453,7 +453,10 @@ class Replay:
         return int(damaged[0])
 
     def _promote(self, manager: TieredManager, request: int, keys: Keys, ctx: RequestContext) -> int:
-        """Promote leading blocks from lower tiers, and wait; return the number of leading blocks in RAM."""
+        """Promote a request's leading blocks from the tiers behind RAM, and wait for the tiers.
+
+        Returns the number of leading blocks that are then in RAM.
+        """
         events = manager.take_events()
         if self._watch is not None:
             self._watch.events(request, events)

@@ -70,9 +70,9 @@ class _Step:
     """A step of the engine.
 
     Attributes:
-        requests: requests of whose prompts the step computes a part.
+        requests: requests with prompt tokens in the step.
         budget: number of prompt tokens that may still be added to the step.
-        work_s: time to compute these parts, in seconds.
+        work_s: time to compute the prompt tokens in the step, in seconds.
     """
 
     def __init__(self, budget: int) -> None:

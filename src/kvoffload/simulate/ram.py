@@ -71,7 +71,6 @@ class Ram:
             self._parts = EngineParts(self.manager, config.admission, config.instances)
 
     def _open_tiers(self, beside: Ram | None) -> None:
-        """Open the tiers of one more engine."""
         options, last = self._config.tiers, len(self._config.tiers) - 1
         first = self._tiers[0][last] if self._tiers and self._config.shares_last_tier else None
         opened = [

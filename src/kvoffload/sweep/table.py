@@ -291,7 +291,6 @@ def _row(runs: Runs, number: int, block_bytes: int | None) -> Row:
 
 
 def _compared(row: Row, runs: Runs, number: int, baseline: int) -> Row:
-    """Add the comparison with the baseline to a row."""
     point, lru = runs.points[baseline], runs.measured[baseline].report
     gap = None if row.optimum_hit_ratio is None else row.optimum_hit_ratio - lru.prefix_hit_ratio
     difference = row.prefix_hit_ratio - lru.prefix_hit_ratio

@@ -146,7 +146,7 @@ def whole_trace(source: TraceSource) -> tuple[tuple[Trace, str]]:
 
 @functools.lru_cache(maxsize=2)
 def _shares(source: TraceSource) -> tuple[tuple[Trace, str], ...]:
-    """Divide a trace among replicas.
+    """Divide a trace among replicas. Returns each replica's part with its `content_digest`.
 
     The last two results are cached, because a plan with shared servers alternates between the traces of the
     replicas and the undivided trace.

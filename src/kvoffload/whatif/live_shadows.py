@@ -100,7 +100,6 @@ class LiveShadows:
             self._is_clearing = self._has_forgotten = False
 
     def _start(self) -> None:
-        """Start the next task, if any."""
         shadows, make = self._shadows, self._make
         assert shadows is not None
         if make is not None:
@@ -168,7 +167,7 @@ class LiveShadows:
 
     @contextlib.contextmanager
     def _contained(self) -> Iterator[None]:
-        """Remove all shadows after an internal error."""
+        """Log an error that is raised in this context, and remove all shadows."""
         try:
             yield
         except Exception as error:
