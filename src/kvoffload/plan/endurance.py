@@ -58,8 +58,8 @@ def budgeted_row(rows: Sequence[Measured], chosen: Measured) -> Measured | None:
     """Return the row whose write budget is reported; None if no feasible row has a write budget.
 
     - The chosen row, if it has a write budget.
-    - Else the best row of the purchase that would save most if SSDs did not wear out.
-    - If no row wears SSDs out: the row that saves most.
+    - Else the best feasible row with a budget of the purchase that would save most if SSDs did not wear out.
+    - If no row wears SSDs out: the best feasible row with a budget of any purchase.
     """
     if chosen.row.ssd_write_budget:
         return chosen

@@ -194,7 +194,7 @@ class Ram:
         ]
 
     def tiers(self, num_loaded: int, stores: Link) -> list[TimedTierReport]:
-        """Return the reports of all tiers until now, RAM first. Counters are sums over all engines.
+        """Return the reports of all tiers until now, RAM first. Counters cover all engines that use this RAM.
 
         Args:
             num_loaded: number of loaded blocks: the hits of RAM if there are no tiers behind RAM.
@@ -224,7 +224,7 @@ class Ram:
         ]
 
     def _levels(self) -> list[list[TimedTier]]:
-        """Return, for each level behind RAM, the tiers of all engines. A shared tier is listed once."""
+        """Return, for each level behind RAM, the tiers of all engines of this RAM; a shared tier once."""
         levels = [list(of_level) for of_level in zip(*self._tiers, strict=True)]
         if levels and self._config.shares_last_tier:
             del levels[-1][1:]
