@@ -1,16 +1,17 @@
-"""Records of calls, decoded from the frames of a file.
+"""Reader of recorded calls: decodes the records of manager calls in a file.
 
-`core.log` defines the layout of a record. Calls with further words:
+A record consists of 32-bit words. `core.log` defines its layout. The last words of a record,
+`Record.further`, hold arguments or results that depend on the call:
 
-- `LOOKUP`: number of ready blocks `n`; ``-1 - n`` if a block in flight follows these blocks.
-- `PREPARE_LOAD`, `PIN`: the slots; ``-1 - n`` if block `n` was not ready.
-- `PREPARE_STORE`: five numbers (stored blocks, missing blocks, dropped blocks, refused blocks, used free
-  slots), then the slots, then the missing rows as runs. A single -1: there was no room (``None``). A single
-  number of -2 or less: the policy named a wrong victim.
-- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1; 0 for a failed store. For a part of a plan the word is larger
-  by 2, and the slots follow.
-- `KEEP`, `DISCARD`: the returned number.
-- `RESET`: ``drop_in_flight``.
+- `LOOKUP`: the number `n` of ready blocks. If a block in flight follows the ready blocks: ``-1 - n``.
+- `PREPARE_LOAD`, `PIN`: the slots of the blocks. If block `n` was not ready: only ``-1 - n``.
+- `PREPARE_STORE`: five counts (stored blocks, missing blocks, dropped blocks, refused blocks, used free
+  slots), then the slots of the stored blocks, then the rows of the missing blocks as runs. If there was no
+  room (``None``): only -1. If the policy named a wrong victim: one number of -2 or less.
+- `COMPLETE_LOAD`, `UNPIN`, `COMPLETE_STORE`: 1, or 0 for a failed store. If the call completes only a part of
+  a plan: 3 or 2 instead, then the slots of the part.
+- `KEEP`, `DISCARD`: the number that the call returned.
+- `RESET`: the argument ``drop_in_flight``, 0 or 1.
 
 Texts are UTF-8, padded with zero bytes. Requests and plans are numbered from 1.
 """

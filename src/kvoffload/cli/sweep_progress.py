@@ -144,7 +144,7 @@ def _resuming_first(console: Console, update: Callable[[Progress], None]) -> Cal
 
 @contextlib.contextmanager
 def _bar(console: Console) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar that counts block references, as `Lines` does."""
+    """Yield a callback that updates a progress bar on the terminal. The bar measures block references."""
     with ProgressBar(
         *bar_columns(), console=console, transient=True, speed_estimate_period=_REMEMBERED_S
     ) as bar:

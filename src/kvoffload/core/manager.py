@@ -557,7 +557,7 @@ class OffloadingManager:
 
     @property
     def memory(self) -> Any:
-        """Memory of the manager's `Cache`, the argument of kernels."""
+        """The manager's `Cache` record in memory, which compiled kernels take as an argument."""
         return self._cache
 
     @property

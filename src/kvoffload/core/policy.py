@@ -114,15 +114,17 @@ class EvictionPolicy(ABC):
         """
 
     def expect(self, path: Keys, start: int) -> None:  # noqa: B027  (most ignore it)
-        """Record that a request in the engine's queue expects these blocks, resident or not.
+        """Record that a request in the engine's queue will use these blocks, resident or not.
 
-        For policies that learn when blocks are used. Until the request is served, the manager evicts other
-        blocks first. A policy should not refuse expected blocks. Called once for each block of a request,
-        before `observe`. The request may never be served.
+        Optional: for policies that learn when blocks are used. The policy need not protect the blocks: the
+        manager evicts expected blocks last. A policy that refuses blocks should not refuse expected blocks.
+
+        Called before the request's first `observe`. Each block of a request is reported once. A request that
+        is aborted in the queue is never served.
 
         Args:
-            path: the expected leading keys of the request.
-            start: number of leading blocks of the path that earlier calls reported.
+            path: the first keys of the request, in prefix order.
+            start: number of leading keys of `path` that earlier calls reported. This call reports the others.
         """
 
     def observe(  # noqa: B027  (most ignore it)

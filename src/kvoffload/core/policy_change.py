@@ -277,7 +277,10 @@ class PolicyChange:
         return isinstance(self.policy, Handover)
 
     def bind(self) -> None:
-        """Write the addresses of the policies again, see `Handover.bind`."""
+        """Update the addresses that kernels call, after a policy's state has moved.
+
+        For a change between compiled policies (`Handover.bind`). Otherwise nothing is to be done.
+        """
         if isinstance(self.policy, Handover):
             self.policy.bind()
 

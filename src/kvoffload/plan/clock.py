@@ -290,7 +290,11 @@ def timing_assumptions(timed: InTime) -> Iterator[tuple[str, str, str]]:
 
 
 def _with_unit(name: str, value: float) -> str:
-    """Format a quantity of a machine, whose name ends with its unit: ``50.4 GB/s``, ``5 ms``."""
+    """Format a number of a machine's description: ``50.4 GB/s``, ``5 ms``.
+
+    `name`: field of `Machine`. The ending of the field's name determines the unit: ``_bytes_per_s`` prints
+    GB/s; ``tokens_per_s`` and ``_squared`` print no unit; all other fields are in seconds.
+    """
     if name.endswith("_bytes_per_s"):
         return f"{value / 1e9:.4g} GB/s"
     if name.endswith(("tokens_per_s", "_squared")):

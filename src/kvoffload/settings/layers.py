@@ -50,14 +50,16 @@ sources that it overrides."""
 def gathered(
     given: Mapping[str, Any], names: Collection[str], other_names: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Merge `given` with the environment and the file.
+    """Merge the options of three sources. `given` overrides the environment, which overrides the file.
 
     Args:
-        names: options to take from the environment and the file. Other options in the file are ignored.
-        other_names: aliases of options in `given`: alias -> option.
+        given: options of the caller. An option that is None counts as not given.
+        names: options that this caller accepts from the environment and the file. The file may contain other
+            options of `OF_ENGINES`; they are ignored.
+        other_names: aliases that `given` may use for an option: alias -> option.
 
-    Raises: `ConfigError` for a file that cannot be read or has an unknown option, and for a variable that
-    looks like a misspelt option.
+    Raises: `ConfigError` if the file cannot be read or contains an unknown option, or if an environment
+    variable looks like a misspelt option.
     """
     _check_environment()
     given = {name: value for name, value in given.items() if value is not None}

@@ -1,7 +1,8 @@
-"""Verdicts of a sweep: the best configuration at each place, its lead, and the certainty of the lead.
+"""Verdicts of a sweep: for each scenario the best policy and admission rule, and their lead over LRU.
 
-A place consists of a trace, sizes, store mode, tiers, and separate or shared RAM. Writes the sentences. Knows
-rows and intervals of differences; replays nothing.
+A scenario (`table.place`) is one combination of trace, sizes, store mode, tiers, and separate or shared RAM.
+This module formats the sentences of the summary. It knows rows of results and confidence intervals; it
+replays nothing.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ class Certainty(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Best configuration at one place (`table.place`).
+    """The best policy and admission rule of one scenario (`table.place`).
 
     Attributes:
         number: index of the best row among all rows of the sweep.
         best: the row with most prefix hits. If several rows have as many, the LRU row or else the first.
-        baseline: the LRU row of this place; None without LRU. May be the same row as `best`.
-        where: the place in words, without trace and device: ``at 5%, on-compute``.
+        baseline: the LRU row of this scenario; None without LRU. May be the same row as `best`.
+        where: the scenario in words, without trace and device: ``at 5%, on-compute``.
         certainty: certainty of the lead of `best` over `baseline`; UNKNOWN without an interval.
         alike: rows whose difference from `best` is not significant, most hits first. If there are no
             intervals: rows with as many hits as `best`. The baseline is never in `alike`.
-        rivals: number of other rows at this place.
+        rivals: number of other rows of this scenario.
     """
 
     number: int
@@ -63,7 +64,7 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """The place and the verdict: ``at 5%: hazard, +4.3 points over lru (sure), ...``."""
+        """The scenario and the verdict: ``at 5%: hazard, +4.3 points over lru (sure), ...``."""
         return f"{self.where}: {self.words}"
 
     def _about_best(self) -> str:
@@ -113,7 +114,7 @@ def certainty_of(low: float | None, correlation: float | None) -> Certainty:
 def verdicts_of(
     points: Sequence[Point], rows: Sequence[Row], difference: Callable[[int, int], Interval | None]
 ) -> list[Verdict]:
-    """Create a verdict for each place, in the order of the rows.
+    """Create a verdict for each scenario, in the order of the rows.
 
     Args:
         points: the point of each row.

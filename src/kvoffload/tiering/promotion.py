@@ -162,9 +162,11 @@ class Promotion:
     # ---- the steps of a promotion
 
     def _choose(self, keys: Keys, ctx: RequestContext, wait: TierWait) -> tuple[Keys, Rows] | None:
-        """Return the blocks worth reading, in prefix order, and the row of each block's tier.
+        """Choose the blocks to read into RAM, and the tier to read each block from.
 
-        Returns None if no block is worth reading. Also sends probes, and updates the limits in `wait`.
+        Returns the keys in prefix order, and for each key the index of its tier in `stack.lanes`. Returns
+        None if no block is worth reading. Also sends probes, and updates `wait.may_wait_s` and
+        `wait.given_up`.
         """
         stack = self._stack
         in_ram = stack.ram.contains(keys, ctx)

@@ -64,12 +64,13 @@ async def _on_a_thread(call: Callable[[], str]) -> str:
 
 
 class Signer:
-    """Signs requests with the present keys. Thread: any.
+    """Signs requests with the current credentials, and reads the credentials file again. Thread: any.
 
     Args:
-        make_store: creates an obstore store with the given keys. Without keys, obstore finds keys itself.
-        read_keys: reads the keys of `file`, or raises `ConfigError`; None without a file.
-        file: path of the key file, or empty. The file is read again after a change.
+        make_store: creates an obstore store with the given credentials. If they are empty, obstore takes
+            credentials from the environment or from the machine's role.
+        read_keys: reads the credentials in `file`, or raises `ConfigError`; None without a file.
+        file: path of the credentials file, or empty. `refresh` reads the file again after a change.
     """
 
     def __init__(

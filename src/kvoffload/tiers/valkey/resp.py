@@ -318,13 +318,16 @@ class Connection:
     # ---- inside
 
     def _put_back(self, received: bytes) -> None:
-        """Replace the buffer's contents by `received`, all unused."""
+        """Replace the contents of the receive buffer by `received`, bytes that are not parsed yet."""
         self._held = bytearray(received.ljust(_LINE_BYTES, b"\0"))
         self._buffer = memoryview(self._held)
         self._begin, self._end = 0, len(received)
 
     def _move_unused(self, buffers: Sequence[memoryview]) -> int:
-        """Move unused bytes of the buffer into `buffers`; returns the number of moved bytes."""
+        """Move received but unparsed bytes from the receive buffer into `buffers`.
+
+        Returns the number of moved bytes.
+        """
         count = 0
         for buffer in buffers:
             size = min(len(buffer), self._end - self._begin)

@@ -76,15 +76,17 @@ class Missing:
 
 
 class Source(ABC):
-    """Reads one recording, record by record. Memory does not depend on the number of records.
+    """Reader of one recording format. Converts a recording to the requests of a trace, record by record.
 
-    Each kind of recordings is a file in `sources` with a subclass. Public attributes with a default are
-    parameters of the kind: ``kv_events,gap_s=5``.
+    The package `sources` has a subclass for each format. Users set a subclass's public attributes as
+    parameters of the format: ``kv_events,gap_s=5`` sets `gap_s`. The memory of a source does not depend on
+    the number of records.
 
     Attributes:
-        name: name for users.
-        block_tokens: default block size of the trace; None: 512.
-        has_ids: True if records have block ids. Such ids determine the block size, and can be kept.
+        name: the format's name in ``--from``.
+        block_tokens: default number of tokens per block of the trace; None: 512.
+        has_ids: True if the records contain block ids. Their blocks then determine the block size of the
+            trace, and the trace can keep the ids.
     """
 
     name: ClassVar[str]

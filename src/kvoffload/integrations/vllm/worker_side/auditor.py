@@ -85,7 +85,14 @@ class Auditor:
         stored: Blocks,
         value_type: str | None,
     ) -> None:
-        """Add the difference of two regions to the finding of a block. `place`: KV group and tensor."""
+        """Compare the computed and stored bytes of a region, and update the finding of its block.
+
+        The finding keeps the worst result so far, and the largest difference with its place.
+
+        Args:
+            place: KV group and tensor of the region.
+            value_type: dtype of the values. If None, the result is `UNJUDGED`.
+        """
         if value_type is None:
             finding["result"] = max(finding["result"], UNJUDGED)
             return
