@@ -19,9 +19,9 @@ Rows: TypeAlias = npt.NDArray[np.intp]
 def fastest_source(
     lanes: Sequence[TierLane], in_tiers: npt.NDArray[np.bool_], compute_s: float | None
 ) -> Rows:
-    """Choose the tier with the shortest expected read for each block; returns the tiers' rows.
+    """Choose for each block the tier with the shortest expected read. Returns the tiers' indices in `lanes`.
 
-    Chooses the first tier that has the block while `compute_s` is None, as in a replay.
+    While `compute_s` is None, as in a replay, chooses the first tier that has the block.
 
     Args:
         in_tiers: shape ``(tiers, blocks)``; True if the tier has the block.
