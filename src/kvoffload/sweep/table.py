@@ -224,9 +224,9 @@ def _sizes(point: Point) -> tuple[object, ...]:
 
 
 def place(point: Point) -> tuple[object, ...]:
-    """Return a key. Rows with equal keys have the same baseline and verdict.
+    """Return the key of a point's scenario: trace, sizes, separate or shared RAM, store mode, and tiers.
 
-    The key consists of trace, sizes, separate or shared RAM, store mode, and tiers.
+    The rows of a scenario have the same baseline and verdict.
     """
     return *_sizes(point), point.config.shared_ram, point.config.store, point.tiers
 
