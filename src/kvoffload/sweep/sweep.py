@@ -27,7 +27,7 @@ class SweepResult:
 
     Attributes:
         rows: a row for each combination, in the order of the traces and axes.
-        verdicts: a verdict for each place (`verdict.Verdict`).
+        verdicts: a verdict for each scenario (`verdict.Verdict`).
         left_out: for each reason, the number of combinations that were left out.
         from_journal: number of combinations whose replay an earlier run had finished.
         violations: a line for each row that exceeds an upper bound. Each line proves a bug.

@@ -57,7 +57,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         gap_closed: ``diff_vs_lru / (optimum_hit_ratio - baseline's ratio)``; null for a gap below 0.001.
         writes_vs_lru: blocks written, divided by the blocks that the baseline wrote.
         among_best: True if no other row with these sizes on this trace is significantly better.
-        verdict: verdict of a place (`verdict.Verdict.line`), in the best row of the place; null in other
+        verdict: verdict of a scenario (`verdict.Verdict.line`), in the scenario's best row; null in other
             rows.
         decisions_sha256: digest of the decision log. Equal digests mean equal decisions.
         seed, resamples: parameters of the confidence intervals.

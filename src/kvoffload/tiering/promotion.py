@@ -221,7 +221,7 @@ class Promotion:
         return plan if num_reserved else None
 
     def _read(self, plan: StorePlan, sources: Rows, wait: TierWait) -> None:
-        """Start to read the blocks of a plan. `sources`: row of each block's tier."""
+        """Start to read the blocks of a plan. `sources`: index of each block's tier in `stack.lanes`."""
         rows = sorted(set(sources.tolist()))
         # To split a plan costs as much as to read it, so a plan for a single tier stays whole.
         shares = [plan] if len(rows) == 1 else plan.split([np.flatnonzero(sources == row) for row in rows])

@@ -15,7 +15,7 @@ class TierWait:
         wanted: single keys to promote or probe in the next step.
         given_up: keys that the request no longer waits for.
         came_from: number of the tier, from 1, for each block promoted for this request.
-        left_out: rows of the tiers from which this request loads nothing.
+        left_out: indices in `stack.lanes` of the tiers from which this request loads nothing.
         num_storing: blocks of the request in flight to RAM.
         may_wait_s: longest wait for blocks, in seconds.
         gave_up: True after the wait has exceeded `may_wait_s`, until `restart`.
