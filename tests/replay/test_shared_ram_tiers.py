@@ -181,7 +181,7 @@ def test_decides_as_the_engines_of_a_pool_with_disks(tmp_path: Path, trace: Trac
 
 @pytest.mark.slow
 @pytest.mark.trace
-@pytest.mark.parametrize("policy", ["lru", "hazard"])
+@pytest.mark.parametrize("policy", [pytest.param("lru", marks=pytest.mark.long), "hazard"])
 def test_a_recording_equals_the_engines_of_a_pool(
     recorded_trace_path: Callable[[str], Path], policy: str
 ) -> None:

@@ -99,7 +99,7 @@ def compare(trace: Trace, seeds: Sequence[int], settings: Sequence[WhatIf] = SET
     ("name", "num_samples"),
     [
         ("conversation_first60", 12),
-        ("agentic_3h", 3),
+        pytest.param("agentic_3h", 3, marks=pytest.mark.long),
         pytest.param("agentic_12h", 3, marks=pytest.mark.long),
     ],
 )
