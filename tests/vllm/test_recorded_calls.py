@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvoffload.calls import parts as parts_module
+from kvoffload.calls.parts import parts_of
 from kvoffload.calls.recorded import RecordedManager
+from kvoffload.calls.recorder import CallRecorder
+from kvoffload.calls.series import replay_series
 from kvoffload.core.manager import OffloadingManager
+from kvoffload.integrations.vllm.scheduler_side import recording
 from kvoffload.tiering.tiered_manager import TieredManager
-from support.recorded_calls import replayed
+from support.recorded_calls import CutHere, replayed
 from support.run_cli import kvoffload
 from support.vllm_needs import CONNECTOR, needs
 from support.vllm_traffic import (
@@ -86,6 +92,34 @@ def test_an_engine_is_replayed(
     assert difference is not None, "another policy decides otherwise"
     done = kvoffload("replay", path, "--as-recorded")
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ({"policy": "hazard", "prompt_only": False}, {}),
+        ({"store": "on-device-eviction", "ram": "3MiB", "policy": "wtinylfu"}, SMALL_STEPS),
+    ],
+    ids=["hazard", "victim tier"],
+)
+def test_an_engine_is_replayed_from_each_part(
+    start_engine: Callable[..., Any],
+    llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    settings: dict[str, Any],
+) -> None:
+    """The recorder's thread begins parts while the scheduler has running requests and copies in flight."""
+    monkeypatch.setattr(parts_module, "PARTS", 1 << 20)  # parts of 1 KiB
+    monkeypatch.setattr(recording, "CallRecorder", partial(CallRecorder, start_cut=CutHere))
+    parts = parts_of(recorded_run(start_engine, llama, tmp_path, options, **settings))
+    assert len(parts) > 2
+    outcomes = [replayed(part) for part in parts]
+    assert [outcome.difference for outcome in outcomes] == [None] * len(parts)
+    total = replay_series(parts)
+    assert (total.difference, total.end, total.num_cut) == (None, "closed", 0)
+    assert {"prepare_store", "complete_store", "finish", "reset"} <= set(total.calls)
 
 
 def test_an_engine_with_a_disk_is_replayed_without_the_disk(
