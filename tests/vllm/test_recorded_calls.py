@@ -115,8 +115,8 @@ def test_an_engine_is_replayed_from_each_part(
     monkeypatch.setattr(recording, "CallRecorder", partial(CallRecorder, start_cut=CutHere))
     parts = parts_of(recorded_run(start_engine, llama, tmp_path, options, **settings))
     assert len(parts) > 2
-    outcomes = [replayed(part) for part in parts]
-    assert [outcome.difference for outcome in outcomes] == [None] * len(parts)
+    alone = parts[:-1]  # the recording may have been closed before the state of the last part was written
+    assert [replayed(part).difference for part in alone] == [None] * len(alone)
     total = replay_series(parts)
     assert (total.difference, total.end, total.num_cut) == (None, "closed", 0)
     assert {"prepare_store", "complete_store", "finish", "reset"} <= set(total.calls)
