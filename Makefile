@@ -113,7 +113,7 @@ bench-vllm: vllm-env  ## a recorded trace through real engines: no offload, vLLM
 gpu-check:  ## all that needs a GPU; PYTHON has torch and numba, and vLLM if there is one (ARGS="--device cpu" without a GPU)
 	PYTHONPATH=src $(if $(findstring vllm,$(PYTHON)),$(OWN_KERNELS) )$(PYTHON) bench/gpu_check.py $(ARGS)
 
-soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk (half an hour) and of a shared pool (20 minutes), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
+soak: vllm-env $(VENV)/installed-dev soak-adversaries  ## the adversaries, a million steps with a disk and of a shared pool (half an hour each), 200 kills, sharings, real engines under stress (SOAK_SECONDS=600)
 	KVOFFLOAD_STEPS=1000000 KVOFFLOAD_SEED=$(SEED) KVOFFLOAD_KILLS=200 KVOFFLOAD_CRASH_SEEDS=20 \
 		$(BIN)/python -m pytest --capture=no tests/tiering/test_disk_machine.py tests/tiers/disk/test_crash.py \
 		tests/node/test_processes.py tests/node/test_directory.py tests/node/test_deaths.py

@@ -24,7 +24,7 @@ _MOST_SHOWN = 300
 
 
 class CutProcess:
-    """A cut that runs in a process of its own. Raises `OSError` if the process cannot be started."""
+    """A cut in a separate process. Raises `OSError` if the process cannot be started."""
 
     def __init__(self, part: Path, beginning: Path) -> None:
         if not sys.executable:

@@ -67,9 +67,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _FUNCTIONS | _FOREIGN:
             return getattr(importlib.import_module(module), name)
         if module.startswith(_OWN) or module == _REPLAY:
-            found = getattr(importlib.import_module(module), name, None)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            cls = getattr(importlib.import_module(module), name, None)
+            if isinstance(cls, type) and cls.__module__ == module:
+                return cls
         raise pickle.UnpicklingError(f"a state has no {module}.{name}")
 
 

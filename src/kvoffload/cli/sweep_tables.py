@@ -39,7 +39,7 @@ _Line = dict[str, _Cell]
 
 
 class _Several(NamedTuple):
-    """For each axis, True if it has several values. Labels then name the value of this axis."""
+    """Flags of the axes that have several values. Labels name the values of these axes."""
 
     stores: bool
     tiers: bool

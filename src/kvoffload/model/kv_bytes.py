@@ -160,7 +160,7 @@ def _quantized_cache(place: Path, config: Mapping[str, Any]) -> str:
     """
     places = (config, _object(config, "text_config"))
     names = ("quantization_config", "compression_config")
-    given = next((found for name in names for at in places if (found := _object(at, name))), {})
+    given = next((section for name in names for at in places if (section := _object(at, name))), {})
     if not given:
         with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             given = msgspec.json.decode(
