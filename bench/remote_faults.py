@@ -333,7 +333,7 @@ def cluster(directory: Path) -> Iterator[Kind]:
     whole = ("--cluster-require-full-coverage", "no")
     with clustered(directory, *whole) as made, proxied([one.port for one in made.servers]) as (ports, tell):
         for server, port in zip(made.servers, ports, strict=True):
-            server.say("CONFIG", "SET", "cluster-announce-port", str(port))
+            server.execute("CONFIG", "SET", "cluster-announce-port", str(port))
         announced = {*ports[: made.num_masters]}
         made.wait(lambda: all({one[2][1] for one in server.ask("CLUSTER", "SLOTS")} == announced
                               for server in made.servers))  # fmt: skip

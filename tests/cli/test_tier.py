@@ -27,7 +27,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Server:
-    shared_server.say("FLUSHALL")
+    shared_server.execute("FLUSHALL")
     return shared_server
 
 
@@ -84,12 +84,12 @@ def test_settings_that_do_not_suit_blocks(tmp_path: Path) -> None:
             "appendonly yes: after a crash",
         ):
             assert said in text
-        server.say("CONFIG", "SET", "maxmemory-policy", "volatile-lfu")
+        server.execute("CONFIG", "SET", "maxmemory-policy", "volatile-lfu")
         (report,) = asked("ping", f"{server.url}/ns")
         said = str(report["warnings"])
         assert "maxmemory-policy is volatile-lfu, which evicts only keys with a time to live" in said
         assert "maxmemory-samples is 5: " in said
-        server.say("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
+        server.execute("CONFIG", "SET", "maxmemory-policy", "allkeys-random")
         (report,) = asked("ping", f"{server.url}/ns")
         assert "maxmemory-policy is allkeys-random: it evicts halves of blocks" in str(report["warnings"])
         assert "warning  maxmemory is 0" in kvoffload("tier", "ping", f"{server.url}/ns").stdout
@@ -105,7 +105,7 @@ def test_a_replica_is_no_tier(tmp_path: Path, server: Server) -> None:
 def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running(tmp_path) as server:
         rights = "on >hunter2 ~kvo1:team-a:* +get +set +exists +del"
-        server.say("ACL", "SETUSER", "a", *rights.split())
+        server.execute("ACL", "SETUSER", "a", *rights.split())
         monkeypatch.setenv(USERNAME, "a")
         monkeypatch.setenv(PASSWORD, "hunter2")
         (report,) = asked("ping", f"{server.url}/team-a")
@@ -120,7 +120,7 @@ def test_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         done = kvoffload("tier", "inspect", f"{server.url}/team-a")
         assert done.returncode == 1
         assert "REFUSED  NOPERM" in done.stdout
-        server.say("ACL", "SETUSER", "a", "-del")
+        server.execute("ACL", "SETUSER", "a", "-del")
         assert asked("ping", f"{server.url}/team-a", code=1)[0]["refused"][0].startswith("DEL: NOPERM")
 
 
@@ -175,7 +175,7 @@ def test_what_is_in_a_namespace(server: Server) -> None:
     for text in ("ns: 82 of 82 keys read", "30, 24 KiB each", client.tier.peer.keyspace.producer.hex()):
         assert text in done.stdout
     assert "rope_theta: 10000 / 1000000" in done.stdout
-    server.say(
+    server.execute(
         "SET", f"kvo1:ns:{other.tier.peer.keyspace.producer.hex()}:about", "\x1b[2Jevil [bold]" * 10_000
     )
     done = kvoffload("tier", "inspect", url)
@@ -185,7 +185,7 @@ def test_what_is_in_a_namespace(server: Server) -> None:
 
 
 def test_a_look_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    server.say("EVAL", "for i = 1, 5000 do redis.call('SET', 'kvo1:ns:x:0:' .. i, '') end", "0")
+    server.execute("EVAL", "for i = 1, 5000 do redis.call('SET', 'kvo1:ns:x:0:' .. i, '') end", "0")
     monkeypatch.setattr("kvoffload.tiers.valkey.inspection.MOST_NAMES", 2000)
     report = asked("inspect", f"{server.url}/ns")
     assert (report["looked_at"], report["num_names"]) == (2000, 5000)

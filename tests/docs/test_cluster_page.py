@@ -33,7 +33,7 @@ def test_two_nodes_of_a_cluster_start_beside_each_other(tmp_path: Path) -> None:
     with running(tmp_path, *options, *first, login=login), running(
         tmp_path, *options, *second, login=login
     ) as node:  # fmt: skip
-        assert b"cluster_known_nodes:1" in node.say("CLUSTER", "INFO")
+        assert b"cluster_known_nodes:1" in node.execute("CLUSTER", "INFO")
 
 
 def test_a_team_has_its_namespace_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

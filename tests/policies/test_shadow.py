@@ -13,7 +13,7 @@ from kvoffload.replay.replay import Replay, ReplayConfig
 from kvoffload.structures.index import Index
 from kvoffload.traces.sessions import generate
 from kvoffload.traces.workloads import builtin
-from support.hazard_kernels import compare, take_in
+from support.hazard_kernels import compare, insert_dropped
 
 
 class Unforgetting(Hazard):
@@ -70,8 +70,8 @@ def test_a_victim_tier_stores_the_blocks_that_the_device_drops() -> None:
     cache = ShadowLRU(9, 3)
     compare(cache, [0, 1], [False, False], is_victim_tier=True)
     assert members(cache) == ""
-    take_in(cache, [2, 3])
-    take_in(cache, [0, 1])
+    insert_dropped(cache, [2, 3])
+    insert_dropped(cache, [0, 1])
     assert members(cache) == "abc"
     compare(cache, [0], [False], is_victim_tier=True)
     assert (members(cache), cache.lead) == ("bc", 1)

@@ -1,7 +1,7 @@
-"""vLLM's connectors for CUDA devices, on its CPU build: stand-ins for the streams, events and copies of CUDA.
+"""Stand-ins for CUDA's streams, events and copies, which run vLLM's CUDA connectors on its CPU build.
 
-`run_on_cpu` replaces these names in vLLM's modules of transfers, and nothing else: its schedulers, managers,
-workers, threads and order of transfers are vLLM's own. A copy of the stand-ins ends before the call returns.
+`run_on_cpu` replaces only these names in vLLM's transfer modules. Schedulers, managers, workers, threads and
+the order of transfers are vLLM's own. A copy of the stand-ins ends before the call returns.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _copy(destinations: Any, sources: Any, sizes: Any) -> None:
 
 def _batch_memcpy(destinations: int, sources: int, sizes: int, count: int, *_: Any) -> int:
     """``cuMemcpyBatchAsync``: copy `count` pieces; three arrays of 64-bit numbers describe them."""
-    arrays = ((ctypes.c_uint64 * count).from_address(one) for one in (destinations, sources, sizes))
+    arrays = ((ctypes.c_uint64 * count).from_address(address) for address in (destinations, sources, sizes))
     _copy(*arrays)
     return 0
 
@@ -90,7 +90,7 @@ def _swap_blocks_batch(sources: Any, destinations: Any, sizes: Any, **_: Any) ->
 
 
 class _OnDevice(torch.Tensor):
-    """A tensor that says it is on a CUDA device."""
+    """A tensor in host memory whose `is_cuda` is True."""
 
     @property
     def is_cuda(self) -> bool:
@@ -98,7 +98,7 @@ class _OnDevice(torch.Tensor):
 
 
 def run_on_cpu() -> None:
-    """Replace what vLLM's modules need of CUDA, in this process."""
+    """Replace the CUDA names in vLLM's transfer modules, in this process."""
     cuda = SimpleNamespace(Stream=Stream, current_stream=Stream)
     with_cuda = Instead(torch, cuda=cuda, Event=_Event)
     for module in (worker, copy_backend, disk_backend, gpu_worker):
@@ -124,7 +124,7 @@ class NativeSpec(CPUOffloadingSpec):
         """Return vLLM's worker; the original refuses devices other than CUDA's and Intel's."""
         if self._worker is None:
             run_on_cpu()
-            for one in kv_caches.tensors:
-                one.tensor = one.tensor.as_subclass(_OnDevice)
+            for cache in kv_caches.tensors:
+                cache.tensor = cache.tensor.as_subclass(_OnDevice)
             self._worker = self.create_worker(kv_caches)
         return self._worker

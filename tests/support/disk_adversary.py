@@ -1,10 +1,10 @@
-"""An adversary of the disk tier: seeded cases of damage, cuts, kills, wrong clocks, capacities and producers.
+"""An adversary of the disk tier: seeded cases of damage, truncation, kills, wrong clocks and capacities.
 
-In each case several producers open one directory in turn, and something happens to it between two openings.
-The promises: no wrong bytes are served, no exception is raised, the files stay within the capacity, and an
-acknowledged block is lost only by damage, eviction or a smaller capacity.
+    PYTHONPATH=src:tests python tests/support/disk_adversary.py --seed 1 --cases 100
 
-Run it with ``python tests/support/disk_adversary.py --seed 1 --cases 100``;
+In each case several producers open one directory in turn, and the case disturbs the directory between two
+openings. Checked: no wrong bytes are served, no exception is raised, the files stay within the capacity, and
+an acknowledged block is lost only by damage, eviction or a smaller capacity.
 `tests/tiers/disk/test_adversary.py` runs a few cases.
 """
 
@@ -127,15 +127,15 @@ class Case:
         self._forgive_evictions(producer)
 
     def _forgive_evictions(self, producer: str) -> None:
-        """Count blocks of other producers that left for this producer as evicted."""
-        left: dict[str, set[int]] = {}
+        """Stop expecting blocks of other producers that were evicted for this producer."""
+        remaining: dict[str, set[int]] = {}
         for path in slabs_in(self.directory):
             with contextlib.suppress(ConfigError), opened(path) as (found_slab, recovered):
                 keys = recovered.contents.keys(recovered.contents.slots())
-                left[found_slab.identity.text] = {int(key[3:]) for key in keys}
+                remaining[found_slab.identity.text] = {int(key[3:]) for key in keys}
         for other in PRODUCERS:
             if other != producer:
-                self.owed[other] &= left.get(other, set())
+                self.owed[other] &= remaining.get(other, set())
 
     def _check(self, disk: Disk, producer: str) -> None:
         """Check that no owed block is lost, except for lack of space."""
@@ -147,7 +147,7 @@ class Case:
         fits = disk.tier.stats().capacity
         lost = self.owed[producer] - served
         if lost and len(served) < fits:
-            # Blocks for which there was no room are not lost.
+            # Blocks that did not fit are not lost.
             self._problem("lost", f"{len(lost)} of {len(self.owed[producer])} of {producer}", len(lost))
 
     def _step(self, disk: Disk, producer: str) -> None:
@@ -189,7 +189,7 @@ class Case:
     # ---- between two lives
 
     def _disturb(self) -> None:
-        """Do something to the directory, or nothing."""
+        """Disturb the directory in a random way, or not at all."""
         self.chance.choice(
             [bool, self._cut, self._damage, self._capacity, self._clock, self._verify, self._interrupt]
         )()
@@ -210,12 +210,12 @@ class Case:
             contents, layout = recovered.contents, found_slab.layout
             slots = contents.slots()
             end = self.chance.randint(layout.first_slot, layout.num_slots)
-            gone = {int(key[3:]) for key in contents.keys(slots[slots >= end])}
+            cut_off = {int(key[3:]) for key in contents.keys(slots[slots >= end])}
             producer = found_slab.identity.text
         size = layout.slot_offset(end) + self.chance.choice([0, 0, 100])
         if size < path.stat().st_size:
             os.truncate(path, size)
-            self.owed[producer] -= gone
+            self.owed[producer] -= cut_off
             self.happened.append(f"cut {producer} at slot {end}")
 
     def _damage(self) -> None:
@@ -251,7 +251,11 @@ class Case:
             return
         for path in slabs_in(self.directory):
             with opened(path) as (found_slab, recovered):
-                bad = [one for one in verify(found_slab, recovered) if one.slot < found_slab.num_reserved]
+                bad = [
+                    problem
+                    for problem in verify(found_slab, recovered)
+                    if problem.slot < found_slab.num_reserved
+                ]
             if bad or recovered.damaged:
                 self._problem(
                     "unsound", f"{len(bad)} blocks, {recovered.damaged} parts", len(bad) + recovered.damaged

@@ -99,8 +99,8 @@ class Driver:
         job = self.tier.submit_read(keys_of(numbers), self.pool, np.arange(len(numbers)))
         served = np.flatnonzero(self.wait(job)).tolist()
         for row in served:
-            right = block_of(numbers[row], self.versions[numbers[row]], self.block_bytes)
-            self.wrong += not np.array_equal(self.pool[row], right)
+            expected = block_of(numbers[row], self.versions[numbers[row]], self.block_bytes)
+            self.wrong += not np.array_equal(self.pool[row], expected)
         return [numbers[row] for row in served]
 
     def here(self, numbers: Sequence[int]) -> list[int]:

@@ -324,7 +324,7 @@ class _Intercepted(TorchFunctionMode):
             cuda.kernel(lambda: raw.add_(args[1]))
             return args[0]
         if func is torch.Tensor.is_pinned:
-            # As torch: it looks at the first byte of the storage.
+            # Like torch, which examines the first byte of the storage.
             return cuda.is_pinned(args[0].untyped_storage().data_ptr(), 1) is True
         if func is torch.Tensor.copy_ and any(isinstance(argument, DeviceTensor) for argument in args[:2]):
             cuda.copy(*args[:2])

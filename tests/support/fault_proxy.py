@@ -29,8 +29,8 @@ class Faults:
         cut_after: bytes of replies after which connections are closed, counted since `FaultProxy.set`.
         flip_at: number of the reply byte whose lowest bit is flipped, counted in the same way.
         replies: maps the RESP2 replies that have arrived together to the replies to send; None for no change.
-        answer: sent instead of asking the server, or a function from the request to the answer, or to None
-            for the server's own answer. The connection is closed after the answer.
+        answer: a reply that replaces the server's, or a function from the request to a reply; None forwards
+            the request. The connection is closed after this reply.
     """
 
     refuse: bool = False
@@ -51,7 +51,9 @@ class FaultProxy:
         tls: files with a certificate and its key. Clients then use TLS; the server does not.
 
     Attributes:
-        port: port for clients. faults: the present faults. num_connections: connections made so far.
+        port: port for clients.
+        faults: the present faults.
+        num_connections: connections made so far.
 
     Thread: any. Close the proxy at the end, or use it as a context.
     """
@@ -145,9 +147,9 @@ class FaultProxy:
                 if self.faults.replies is not None:
                     replies, held = split_replies(held + piece)
                     piece = b"".join(self.faults.replies(replies)) if replies else b""
-                for part in self._slowly(piece):
-                    part, is_last = self._damaged(part)
-                    to.sendall(part)
+                for chunk in self._slowly(piece):
+                    chunk, is_last = self._damaged(chunk)
+                    to.sendall(chunk)
                     if is_last:
                         return
         except (OSError, EOFError):
@@ -155,9 +157,9 @@ class FaultProxy:
         finally:
             self._hang_up(source, to)
 
-    def _answer(self, asked: bytes) -> bytes | None:
+    def _answer(self, request: bytes) -> bytes | None:
         answer = self.faults.answer
-        return answer(asked) if callable(answer) else answer
+        return answer(request) if callable(answer) else answer
 
     def _slowly(self, piece: bytes) -> Iterator[bytes]:
         faults = self.faults
@@ -173,17 +175,17 @@ class FaultProxy:
                 raise EOFError
             yield piece[start : start + step]
 
-    def _damaged(self, part: bytes) -> tuple[bytes, bool]:
+    def _damaged(self, chunk: bytes) -> tuple[bytes, bool]:
         """Return the bytes to forward, and True if the connection ends after them."""
         with self._lock:
             start, faults = self._passed, self.faults
-            self._passed += len(part)
-        if faults.flip_at is not None and start <= faults.flip_at < start + len(part):
+            self._passed += len(chunk)
+        if faults.flip_at is not None and start <= faults.flip_at < start + len(chunk):
             at = faults.flip_at - start
-            part = part[:at] + bytes([part[at] ^ 1]) + part[at + 1 :]
-        if faults.cut_after is not None and start + len(part) >= faults.cut_after:
-            return part[: max(0, faults.cut_after - start)], True
-        return part, False
+            chunk = chunk[:at] + bytes([chunk[at] ^ 1]) + chunk[at + 1 :]
+        if faults.cut_after is not None and start + len(chunk) >= faults.cut_after:
+            return chunk[: max(0, faults.cut_after - start)], True
+        return chunk, False
 
     def _hang_up(self, *sockets: socket.socket) -> None:
         with self._lock:

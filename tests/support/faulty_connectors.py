@@ -1,7 +1,7 @@
-"""Connectors with a fault in what they load, for the canary: vLLM's processes import them by name.
+"""Connectors that load faulty KV, for tests of the canary. vLLM's processes import them by name.
 
-The fault is the word in the file ``$FAULT_FILE``, read at each load, so that one server shows all faults. A
-load whose bytes the fault has changed adds a line with its name to the file ``$FAULT_FILE.changed``.
+The file ``$FAULT_FILE`` contains the name of the fault; every load reads it, so that one server can show all
+faults. A load whose bytes the fault has changed appends its name to the file ``$FAULT_FILE.changed``.
 """
 
 from __future__ import annotations
@@ -21,44 +21,44 @@ FAULT_FILE = "FAULT_FILE"
 
 
 def other_block(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """The bytes of another loaded block; with one block alone, those of any other."""
-    others = blocks[1:] + blocks[:1] if len(blocks) > 1 else [blocks[0] - 1 or blocks[0] + 1]
+    """Replace each block by another loaded block; replace a single block by any other block."""
+    sources = blocks[1:] + blocks[:1] if len(blocks) > 1 else [blocks[0] - 1 or blocks[0] + 1]
     for kv in layers:
-        kv[blocks] = kv[others].clone()
+        kv[blocks] = kv[sources].clone()
 
 
 def missing_layer(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """One layer was not loaded."""
+    """Zero one layer, as if it had not been loaded."""
     layers[len(layers) // 2][blocks] = 0
 
 
 def half_a_block(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """The second half of the last block was not loaded."""
+    """Zero the second half of the last block, as if it had not been loaded."""
     for kv in layers:
         kv[blocks[-1], :, kv.shape[2] // 2 :] = 0
 
 
 def keys_and_values_swapped(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """Keys and values of one layer changed places."""
+    """Exchange keys and values of one layer."""
     half = layers[0].shape[-1] // 2
     layers[0][blocks] = layers[0][blocks].roll(half, -1)
 
 
 def other_adapter(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """Values of a small low-rank change of the weights: a tenth of the next element is added to each."""
+    """Add a tenth of the next element to each value, like a small low-rank change of the weights."""
     for kv in layers:
         values = kv[blocks][..., kv.shape[-1] // 2 :]
         kv[blocks, ..., kv.shape[-1] // 2 :] = values + 0.1 * values.roll(1, -1)
 
 
 def one_token_off(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """All tokens of a block are one place late."""
+    """Shift all tokens of a block by one place."""
     for kv in layers:
         kv[blocks] = kv[blocks].roll(1, 2)
 
 
 def stale_weights(layers: list[torch.Tensor], blocks: list[int]) -> None:
-    """KV of the weights before a small training step: 2 % of the spread."""
+    """Add noise of 2 % of the spread, as if the weights were older by a small training step."""
     generator = torch.Generator().manual_seed(1)
     for kv in layers:
         loaded = kv[blocks].float()
@@ -66,7 +66,7 @@ def stale_weights(layers: list[torch.Tensor], blocks: list[int]) -> None:
 
 
 def groups_swapped(layers: list[torch.Tensor], blocks: list[int], of_next: list[int]) -> None:
-    """Blocks of two KV groups changed places; with one group, the first and the last layer did."""
+    """Exchange the blocks of two KV groups, or the first and the last layer of a single group."""
     if of_next:
         count = min(len(blocks), len(of_next))
         for kv in layers:
@@ -85,7 +85,7 @@ FAULTS = [*(fault.__name__ for fault in _SIMPLE), groups_swapped.__name__]
 
 
 def changed(fault_file: Path) -> Counter[str]:
-    """Loads whose bytes a fault has changed, by fault."""
+    """Count the loads whose bytes a fault has changed, by fault."""
     lines = fault_file.with_suffix(".changed")
     return Counter(lines.read_text().split() if lines.exists() else ())
 
@@ -144,15 +144,15 @@ class Faulty:
         name = file.read_text().strip()
         if name not in FAULTS or groups is None:
             return
-        first, *others = ([block for block in blocks if block] for blocks in groups)
-        if not first:
+        first_group, *other_groups = ([block for block in blocks if block] for blocks in groups)
+        if not first_group:
             return
-        before = [kv[first].clone() for kv in self._layers]
+        before = [kv[first_group].clone() for kv in self._layers]
         if name == groups_swapped.__name__:
-            groups_swapped(self._layers, first, others[0] if others else [])
+            groups_swapped(self._layers, first_group, other_groups[0] if other_groups else [])
         else:
-            next(fault for fault in _SIMPLE if fault.__name__ == name)(self._layers, first)
-        if not all(torch.equal(was, kv[first]) for was, kv in zip(before, self._layers, strict=True)):
+            next(fault for fault in _SIMPLE if fault.__name__ == name)(self._layers, first_group)
+        if not all(torch.equal(was, kv[first_group]) for was, kv in zip(before, self._layers, strict=True)):
             with file.with_suffix(".changed").open("a") as lines:
                 lines.write(f"{name}\n")
 

@@ -1,4 +1,4 @@
-"""vLLM's own connectors to RAM and disk on its CPU build, with a fault in what they load."""
+"""vLLM's own connectors to RAM and disk on its CPU build, with faults in the loaded KV."""
 
 from __future__ import annotations
 

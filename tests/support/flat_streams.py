@@ -1,6 +1,6 @@
-"""Flat streams of blocks, for comparisons with simulators without requests. Standard library only.
+"""Flat streams of blocks, for comparisons with simulators that have no requests. Standard library only.
 
-``python tests/support/flat_streams.py NAME [PATH]`` prints a stream, one number a line, for other programs.
+python tests/support/flat_streams.py NAME [PATH]     # prints a stream, one number a line
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def skewed() -> list[int]:
 def bursts() -> list[int]:
     """Generate 30,000 references: 50 % to recent blocks, 30 % to any known block, 20 % to new blocks.
 
-    Blocks are reused soon or hardly ever, as policies with a queue for new blocks assume.
+    A block is reused soon or almost never: the pattern that policies with a queue for new blocks assume.
     """
     rng = random.Random(3)
     stream: list[int] = []
@@ -60,8 +60,8 @@ def conversation(path: Path) -> list[int]:
 def after_a_prologue(stream: list[int], capacity: int) -> list[int]:
     """Prepend references that fill a cache and use its younger half again.
 
-    For segmented caches: after these references, caches that insert new blocks at the bottom and caches that
-    first fill all segments hold the same blocks in the same order. The added blocks are negative.
+    After this prologue, segmented caches that insert new blocks at the bottom and segmented caches that first
+    fill all segments hold the same blocks in the same order. The added blocks are negative.
     """
     filling = [*range(-capacity, 0)]
     return [*filling, *filling[capacity - capacity // 2 :], *stream]

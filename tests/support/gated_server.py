@@ -1,4 +1,4 @@
-"""A server in this process for a `RemoteTier`: each type of operation is answered, fails, or hangs at a gate.
+"""An in-process server for a `RemoteTier`: each type of operation is answered, fails, or hangs at a gate.
 
 A failure is a deadline exceeded, without delay. A soak run can set the modes from a seed.
 """
@@ -23,8 +23,8 @@ class GatedServer:
     """The contents of a server, and its behaviour.
 
     Attributes:
-        modes: by type of operation (``handshake``, ``probe``, ``read``, ``write``); answers by default.
-        gate: operations that hang go on when it is set.
+        modes: mode by type of operation (``handshake``, ``probe``, ``read``, ``write``); answers by default.
+        gate: hanging operations continue when this event is set.
         asked: number of operations by type.
     """
 

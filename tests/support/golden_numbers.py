@@ -161,7 +161,7 @@ REPLAYS = {
     },
 }
 
-# With a device cache in front: (ratio of device and tier together, what the tier adds, blocks written)
+# With a device cache in front: (ratio of device and tier together, ratio of the tier, blocks written)
 REPLAYS_BEHIND_DEVICE = {
     ("made_up", "lru", "all", 100): {300: (0.4575, 0.2063, 14_952)},
     ("made_up", "lru", "reuse:2", 100): {300: (0.4892, 0.2380, 8_228)},
@@ -330,22 +330,22 @@ FLAT = {
 }
 """Policy, stream of `flat_streams`, capacity in blocks: hit ratio of libCacheSim 0.3.5.
 
-Made once, by the released package in a process of its own (none of its code was read): one request of size 1
-a reference, in order, by default parameters; SLRU with two segments, which are of equal size there.
-Capacities are such that its whole-number shares are ours.
+Measured once with the released package, whose code was not read: one request of size 1 for each reference, in
+order, with default parameters, except SLRU with two segments (of equal size). At these capacities its
+whole-number shares equal ours.
 """
 
 FLAT_TOLERANCE = {
-    # The paper leaves the number of ghosts open; here it is the capacity.
+    # The paper does not specify the number of ghosts; here it equals the capacity.
     "lirs": (0.0005, 0.0005),
-    # With all costs 1, H is often equal; here the least recently used block leaves.
+    # With all costs 1, H is often equal; here the least recently used block is evicted.
     "gdsf": (0.003, 0.003),
-    # The paper leaves open the size and aging of the sketch, the doorkeeper, and the winner of equal duels.
-    # Our policy has more hits on chat, where most blocks come once, also without aging. The reason is
+    # The paper does not specify size and aging of the sketch, the doorkeeper, and the winner of equal duels.
+    # Our policy has more hits on chat, where most blocks are used once, also without aging; the reason is
     # unknown.
     "wtinylfu": (0.001, 0.03),
 }
-"""By how much ours may be lower, and higher; all others are equal to the last of six digits."""
+"""Policy -> how far our hit ratio may be below and above; other policies agree to six digits."""
 
 PAPER = {
     ("P3", 38_127, "lru"): 0.0433,  # 5 % of 762,543 blocks

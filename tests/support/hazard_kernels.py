@@ -52,7 +52,7 @@ def _compare(of: ShadowLRU, positions: ReadI32Array, held: BoolArray, on_device:
 
 
 @helper
-def _take_in(of: ShadowLRU, positions: ReadI32Array) -> None:
+def _insert_dropped(of: ShadowLRU, positions: ReadI32Array) -> None:
     for row in range(positions.shape[0] - 1, -1, -1):
         shadow.enter_shadow(of, positions[row])
     shadow.shrink_to_capacity(of)
@@ -92,9 +92,9 @@ def compare(
     _compare(of.memory, of_keys, np.array(held, np.bool_), on_device, is_victim_tier)
 
 
-def take_in(of: ShadowLRU, positions: list[int]) -> None:
-    """Insert the blocks of these keys, which the device drops."""
-    _take_in(of.memory, np.array(positions, np.int32))
+def insert_dropped(of: ShadowLRU, positions: list[int]) -> None:
+    """Insert the blocks of these keys, which the device has evicted."""
+    _insert_dropped(of.memory, np.array(positions, np.int32))
 
 
 @helper

@@ -3,8 +3,8 @@
     PYTHONPATH=src:tests python tests/support/hostile_resp.py --seed 1 --rounds 3 [--only WORD]
 
 A round runs every attack once against a new tier: `REPLIES` against one server, `MAPS` against a cluster of
-three. The program prints counts and exits with 1 if a wrong byte was served, a call of the scheduler's thread
-raised, the password or a control character reached a log line, or a tier did not recover.
+three. The program prints counts. It exits with 1 if a wrong byte was served, a call of the scheduler's thread
+raised, a log line contained the password or a control character, or a tier did not recover.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ BLOCK_BYTES = 24 << 10
 """Two values in a server."""
 NUM_BLOCKS, TIMEOUT_S, PROBE_S = 24, 0.2, 0.1
 PATIENCE_S, RECOVERY_S = 60.0, 20.0
-"""Time until a test gives up; no measurement."""
+"""Time until a test fails; not a measurement."""
 
 FEW, NEW = list(range(1, 9)), list(range(101, 109))
-"""Blocks that are there when an attack begins, and blocks that are not."""
+"""Blocks that are present when an attack begins, and blocks that are absent."""
 CLOSE, HANG = "close", "hang"
 Piece: TypeAlias = "bytes | float | str"
 """A part of a reply: bytes to send, seconds to pause, `CLOSE` or `HANG`."""
@@ -49,17 +49,17 @@ Piece: TypeAlias = "bytes | float | str"
 
 @dataclass
 class Moment:
-    """A command, and everything that an attack may use to answer it.
+    """A command, and the facts that an attack may use in its reply.
 
     Attributes:
-        right: the reply of a well-behaved server.
+        correct: the reply of a well-behaved server.
         earlier: replies sent so far, at most 200.
     """
 
     server: FakeServer
     rng: random.Random
     words: list[bytes]
-    right: bytes
+    correct: bytes
     earlier: list[bytes]
 
     @property
@@ -71,11 +71,11 @@ class Moment:
         return len(self.words) > 1 and b":epoch" in self.words[1]
 
     def has_value(self) -> bool:
-        """Whether the right reply is a block's value."""
-        return self.right[:1] == b"$" and len(self.right) > 64
+        """Return True if the correct reply is a block's value."""
+        return self.correct[:1] == b"$" and len(self.correct) > 64
 
     def value(self) -> bytes:
-        return self.right[self.right.index(b"\r\n") + 2 : -2]
+        return self.correct[self.correct.index(b"\r\n") + 2 : -2]
 
 
 Attack: TypeAlias = Callable[[Moment], Iterable[Piece]]
@@ -86,7 +86,7 @@ def bulk(value: bytes) -> bytes:
 
 
 def encoded(answer: Any) -> bytes:
-    """A Python value in RESP2; a `str` is a simple string."""
+    """Encode a Python value in RESP2; a `str` becomes a simple string."""
     if isinstance(answer, list):
         return b"*%d\r\n" % len(answer) + b"".join(map(encoded, answer))
     if isinstance(answer, int):
@@ -100,11 +100,11 @@ def encoded(answer: Any) -> bytes:
 
 
 class FakeServer:
-    """A server on a port of its own that keeps values in a dict; well-behaved until `attack` is set.
+    """A server on a free port that keeps values in a dict. It is well-behaved until `attack` is set.
 
     Attributes:
         rate: share of replies that are attacked.
-        slots: the reply to ``CLUSTER SLOTS``, encoded, each time it is asked.
+        slots: called for each ``CLUSTER SLOTS``; returns the encoded reply.
     """
 
     def __init__(self, seed: int) -> None:
@@ -136,8 +136,8 @@ class FakeServer:
             with suppress(OSError):  # closed already
                 client.shutdown(socket.SHUT_RDWR)
 
-    def right_reply(self, words: list[bytes]) -> bytes:
-        """The reply of a well-behaved server, after the command has been carried out."""
+    def correct_reply(self, words: list[bytes]) -> bytes:
+        """Execute the command; returns the reply of a well-behaved server."""
         verb, names = words[0].upper(), words[1:]
         if verb == b"SET":
             if b"NX" in words[3:] and names[0] in self.values:
@@ -166,7 +166,7 @@ class FakeServer:
         }
         return encoded(simple[verb]) if verb in simple else b"-ERR unknown command\r\n"
 
-    # ---- its threads
+    # ---- threads of the server
 
     def _accept(self) -> None:
         while True:
@@ -197,20 +197,20 @@ class FakeServer:
     def _reply(self, words: list[bytes]) -> Iterable[Piece]:
         with self._lock:
             attack = self.attack
-            right = self.right_reply(words)
-            moment = Moment(self, self._rng, words, right, self._earlier)
-            pieces: Iterable[Piece] = [right]
+            correct = self.correct_reply(words)
+            moment = Moment(self, self._rng, words, correct, self._earlier)
+            pieces: Iterable[Piece] = [correct]
             if attack is not None and self._rng.random() < self.rate:
-                found = attack(moment)
-                pieces = found if isinstance(found, Iterator) else [*found]
-                self.num_attacks += pieces != [right]
-            self._earlier.append(right)
+                pieces_of_attack = attack(moment)
+                pieces = pieces_of_attack if isinstance(pieces_of_attack, Iterator) else [*pieces_of_attack]
+                self.num_attacks += pieces != [correct]
+            self._earlier.append(correct)
             del self._earlier[:-200]
         return pieces
 
 
 def _command(stream: Any) -> list[bytes]:
-    """The next command; empty at the end."""
+    """Read the next command; returns an empty list at the end of the stream."""
     line = stream.readline()
     if not line:
         return []
@@ -226,26 +226,26 @@ def _command(stream: Any) -> list[bytes]:
 
 
 def always(*pieces: Piece) -> Attack:
-    """The same reply to every command."""
+    """Send the same reply to every command."""
     return lambda moment: pieces
 
 
 def on_values(change: Callable[[Moment], Iterable[Piece]]) -> Attack:
-    """Only blocks' values are attacked."""
-    return lambda moment: change(moment) if moment.has_value() else [moment.right]
+    """Attack only replies with a block's value."""
+    return lambda moment: change(moment) if moment.has_value() else [moment.correct]
 
 
 def on(verb: bytes, *pieces: Piece) -> Attack:
-    """The same reply to every command with this verb."""
-    return lambda moment: pieces if moment.verb == verb else [moment.right]
+    """Send the same reply to every command with this verb."""
+    return lambda moment: pieces if moment.verb == verb else [moment.correct]
 
 
 def on_epochs(*values: bytes | None) -> Attack:
-    """Another value of the epoch, drawn at random."""
+    """Reply with another epoch, drawn from `values`, or at random."""
 
     def attack(moment: Moment) -> Iterable[Piece]:
         if moment.verb != b"GET" or not moment.is_epoch:
-            return [moment.right]
+            return [moment.correct]
         value = moment.rng.choice(values) if values else b"%016x" % moment.rng.getrandbits(64)
         return [encoded(value)]
 
@@ -253,7 +253,7 @@ def on_epochs(*values: bytes | None) -> Attack:
 
 
 def with_length(length: Callable[[int], bytes]) -> Attack:
-    """A value whose length is misstated."""
+    """Send a value with a wrong length."""
     return on_values(lambda m: [b"$%b\r\n%b\r\n" % (length(len(m.value())), m.value())])
 
 
@@ -264,8 +264,8 @@ def _flipped(moment: Moment) -> Iterable[Piece]:
 
 
 def _swapped(moment: Moment) -> Iterable[Piece]:
-    others = [one for one in moment.server.values.values() if len(one) == len(moment.value())]
-    return [bulk(moment.rng.choice(others))]
+    values = [value for value in moment.server.values.values() if len(value) == len(moment.value())]
+    return [bulk(moment.rng.choice(values))]
 
 
 def _of_another_epoch(moment: Moment) -> Iterable[Piece]:
@@ -275,31 +275,31 @@ def _of_another_epoch(moment: Moment) -> Iterable[Piece]:
         for other, value in moment.server.values.items()
         if other != name and other.rpartition(b":")[2] == name.rpartition(b":")[2]
     ]
-    return [bulk(moment.rng.choice(same)) if same else moment.right]
+    return [bulk(moment.rng.choice(same)) if same else moment.correct]
 
 
 def _dripping(moment: Moment) -> Iterator[Piece]:
-    for at in range(len(moment.right)):
-        yield moment.right[at : at + 1]
+    for at in range(len(moment.correct)):
+        yield moment.correct[at : at + 1]
         yield 0.002
 
 
 def _cut(moment: Moment) -> Iterable[Piece]:
-    return [moment.right[: moment.rng.randrange(len(moment.right))], CLOSE]
+    return [moment.correct[: moment.rng.randrange(len(moment.correct))], CLOSE]
 
 
 def _stops(moment: Moment) -> Iterable[Piece]:
-    return [moment.right[: moment.rng.randrange(len(moment.right))], HANG]
+    return [moment.correct[: moment.rng.randrange(len(moment.correct))], HANG]
 
 
 def _lying_set(moment: Moment) -> Iterable[Piece]:
-    """OK without storing, or stored under another name."""
+    """Reply OK, but drop the value or store it under another name."""
     if moment.verb == b"SET" and not moment.is_epoch:
         moment.server.num_attacks += 1
         value = moment.server.values.pop(moment.words[1], b"")
         if moment.rng.random() < 0.5 and moment.server.values:
             moment.server.values[moment.rng.choice(list(moment.server.values))] = value
-    return [moment.right]
+    return [moment.correct]
 
 
 def _stored_flipped(moment: Moment) -> Iterable[Piece]:
@@ -309,7 +309,7 @@ def _stored_flipped(moment: Moment) -> Iterable[Piece]:
         if value:
             value[moment.rng.randrange(len(value))] ^= 0x10
         moment.server.values[moment.words[1]] = bytes(value)
-    return [moment.right]
+    return [moment.correct]
 
 
 def _in_another_order() -> Attack:
@@ -317,18 +317,18 @@ def _in_another_order() -> Attack:
 
     def attack(moment: Moment) -> Iterable[Piece]:
         if held:
-            return [moment.right, held.pop()]
+            return [moment.correct, held.pop()]
         if moment.rng.random() < 0.2:
-            held.append(moment.right)
+            held.append(moment.correct)
             return []
-        return [moment.right]
+        return [moment.correct]
 
     return attack
 
 
 def _echo(moment: Moment) -> Iterable[Piece]:
     if moment.verb != b"AUTH":
-        return [moment.right]
+        return [moment.correct]
     words = " ".join(f"'{word.decode()}'" for word in moment.words[1:])
     return [f"-ERR unknown command 'AUTH', with args beginning with: {words}\r\n".encode()]
 
@@ -359,7 +359,7 @@ REPLIES: dict[str, Attack | tuple[Attack, float]] = {
     "value of another block": (on_values(_swapped), 0.3),
     "value of another epoch": (on_values(_of_another_epoch), 0.5),
     "no value": on_values(lambda m: [b"$-1\r\n"]),
-    "wrong end of value": on_values(lambda m: [m.right[:-2] + b"zz"]),
+    "wrong end of value": on_values(lambda m: [m.correct[:-2] + b"zz"]),
     "bomb: a gigabyte": on_values(lambda m: [b"$1073741824\r\n", bytes(1 << 20), CLOSE]),
     "bomb: array of a million": always(b"*1000000\r\n"),
     "bomb: nested arrays": always(b"*1\r\n" * 50_000),
@@ -367,16 +367,16 @@ REPLIES: dict[str, Attack | tuple[Attack, float]] = {
     "endless line": always(b"-" + b"x" * 200_000),
     "endless number": always(b":" + b"1" * 200_000),
     "empty lines": always(b"\r\n" * 1000),
-    "line feeds only": (lambda m: [m.right.replace(b"\r\n", b"\n")], 0.3),
-    "RESP3 push": (lambda m: [b">2\r\n+invalidate\r\n*1\r\n$1\r\na\r\n", m.right], 0.2),
-    "RESP3 attribute": (lambda m: [b"|1\r\n+ttl\r\n:3600\r\n", m.right], 0.2),
+    "line feeds only": (lambda m: [m.correct.replace(b"\r\n", b"\n")], 0.3),
+    "RESP3 push": (lambda m: [b">2\r\n+invalidate\r\n*1\r\n$1\r\na\r\n", m.correct], 0.2),
+    "RESP3 attribute": (lambda m: [b"|1\r\n+ttl\r\n:3600\r\n", m.correct], 0.2),
     "RESP3 null": (always(b"_\r\n"), 0.3),
     "RESP3 big number": (always(b"(3492890328409238509324850943850943825024385\r\n"), 0.3),
     "RESP3 verbatim string": (always(b"=15\r\ntxt:Some string\r\n"), 0.3),
     "RESP3 set": (always(b"~2\r\n:1\r\n:2\r\n"), 0.3),
     "RESP3 boolean": (always(b"#t\r\n"), 0.3),
     "drip": (_dripping, 0.1),
-    "reply twice": (lambda m: [m.right, m.right], 0.2),
+    "reply twice": (lambda m: [m.correct, m.correct], 0.2),
     "no reply": (always(), 0.1),
     "another order": _in_another_order(),
     "an earlier reply": (lambda m: [m.rng.choice(m.earlier)], 0.3),
@@ -440,7 +440,7 @@ REPLIES: dict[str, Attack | tuple[Attack, float]] = {
 Slots: TypeAlias = "list[Any]"
 
 
-def _right(ports: list[int]) -> Slots:
+def _correct_map(ports: list[int]) -> Slots:
     bounds = [16384 * number // len(ports) for number in range(len(ports) + 1)]
     return [
         [first, end - 1, [b"127.0.0.1", port, b"id"]]
@@ -449,17 +449,23 @@ def _right(ports: list[int]) -> Slots:
 
 
 def _plus(*ranges: Slots) -> Callable[[random.Random, list[int]], Slots]:
-    """The right map and more."""
-    return lambda rng, ports: [*_right(ports), *ranges]
+    """Append ranges to the correct map."""
+    return lambda rng, ports: [*_correct_map(ports), *ranges]
 
 
 def _host(name: bytes | None) -> Callable[[random.Random, list[int]], Slots]:
-    """The last node has this host."""
-    return lambda rng, ports: [*_right(ports)[:-1], [*_right(ports)[-1][:2], [name, ports[-1], b"id"]]]
+    """Give the last node this host."""
+    return lambda rng, ports: [
+        *_correct_map(ports)[:-1],
+        [*_correct_map(ports)[-1][:2], [name, ports[-1], b"id"]],
+    ]
 
 
 def _port(port: Any) -> Callable[[random.Random, list[int]], Slots]:
-    return lambda rng, ports: [*_right(ports)[:-1], [*_right(ports)[-1][:2], [b"127.0.0.1", port, b"id"]]]
+    return lambda rng, ports: [
+        *_correct_map(ports)[:-1],
+        [*_correct_map(ports)[-1][:2], [b"127.0.0.1", port, b"id"]],
+    ]
 
 
 def _nodes(count: int, rng: random.Random | None = None) -> Slots:
@@ -475,7 +481,7 @@ def _nodes(count: int, rng: random.Random | None = None) -> Slots:
 
 
 def _flipping(rng: random.Random, ports: list[int]) -> Slots:
-    return _right(rng.sample(ports, len(ports)))
+    return _correct_map(rng.sample(ports, len(ports)))
 
 
 NODE = [b"127.0.0.1", 1, b"id"]
@@ -489,7 +495,7 @@ MAPS: dict[str, Callable[[random.Random, list[int]], Any]] = {
     "negative slots": _plus([-16384, -1, NODE]),
     "last before first": _plus([200, 100, NODE]),
     "slots that are text": _plus([b"0", b"100", NODE]),
-    "slots that are missing": lambda rng, ports: _right(ports)[:-1],
+    "slots that are missing": lambda rng, ports: _correct_map(ports)[:-1],
     "overlapping ranges": _plus([0, 16383, NODE]),
     "the same range 5,000 times": lambda rng, ports: 5000 * [[0, 16383, [b"127.0.0.1", ports[0], b"id"]]],
     "16,384 ranges": lambda rng, ports: [[n, n, [b"127.0.0.1", ports[0], b""]] for n in range(16384)],
@@ -524,7 +530,10 @@ MAPS: dict[str, Callable[[random.Random, list[int]], Any]] = {
     "host that is a number": lambda rng, ports: [[0, 16383, [7, ports[0], b""]]],
     "host that cannot be found": _host(b"nobody.invalid"),
     "host with an empty label": _host(b"a..b"),
-    "1,000 replicas": lambda rng, ports: [[*_right(ports)[0], *1000 * [NODE]], *_right(ports)[1:]],
+    "1,000 replicas": lambda rng, ports: [
+        [*_correct_map(ports)[0], *1000 * [NODE]],
+        *_correct_map(ports)[1:],
+    ],
     "flipping": _flipping,
 }
 """Name -> the answer to ``CLUSTER SLOTS`` for nodes at these ports."""
@@ -539,14 +548,14 @@ class Outcome:
     """Counts of one attack.
 
     Attributes:
-        attacks: replies that were not right ones.
-        served: blocks that were read and compared; wrong: with other bytes.
-        escapes: exceptions out of calls of the scheduler's thread; first: the first, as text.
+        attacks: incorrect replies.
+        served: blocks that were read and compared; wrong: blocks with wrong bytes.
+        escapes: exceptions raised by calls of the scheduler's thread; first: traceback of the first one.
         leaks: log lines with the password or a control character.
-        late_s: longest time that a read or probe ended after its deadline.
-        cpu_s: longest CPU time of one call on the scheduler's thread; slowest: the call.
-        threads: most threads that the tier had.
-        recovered: whether a block could be read after the attack had stopped.
+        late_s: longest delay of a read or probe beyond its deadline.
+        cpu_s: longest CPU time of a call on the scheduler's thread; slowest: name of this call.
+        threads: largest number of threads of the tier.
+        recovered: True if a block could be read after the attack.
     """
 
     name: str
@@ -568,7 +577,7 @@ class Outcome:
 
 
 class _Log(logging.Handler):
-    """Every line of our loggers, formatted."""
+    """Collects the formatted lines of our loggers."""
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
@@ -584,7 +593,7 @@ def has_leaked(text: str) -> bool:
 
 @dataclass
 class Driver:
-    """One tier, and random calls of the scheduler's thread."""
+    """Makes random calls of the scheduler's thread to a tier."""
 
     tier: Any
     rng: random.Random
@@ -606,7 +615,7 @@ class Driver:
                 self.outcome.cpu_s, self.outcome.slowest = seconds, getattr(do, "__name__", "")
 
     def wait(self, job: int | None, timeout_s: float | None) -> Any:
-        """The result of a job; notes how late it is."""
+        """Wait for the result of a job, and record its delay beyond the deadline."""
         until, begun = time.monotonic() + PATIENCE_S, time.monotonic()
         while job not in (None, NO_JOB):
             for result in self.call(self.tier.finished) or ():
@@ -628,8 +637,8 @@ class Driver:
         if kind == "write":
             for row, number in enumerate(numbers):
                 self.pool[row].view(np.uint16)[:] = number
-            found = self.call(self.tier.submit_write, keys, self.pool, rows)
-            self.wait(found and found[0], None)
+            submitted = self.call(self.tier.submit_write, keys, self.pool, rows)
+            self.wait(submitted and submitted[0], None)
         elif kind == "probe":
             self.wait(self.call(self.tier.submit_probe, keys), PROBE_S)
         else:
@@ -651,16 +660,16 @@ class Driver:
         numbers = self.rng.sample(range(1, NUM_BLOCKS + 1), self.rng.randint(1, 8))
         if self.rng.random() < 0.05:
             self.call(self.tier.clear)
-        threads = sum(one.name.startswith("kvoffload-") for one in threading.enumerate())
+        threads = sum(thread.name.startswith("kvoffload-") for thread in threading.enumerate())
         self.outcome.threads = max(self.outcome.threads, threads)
         return self.step(self.rng.choice(("write", "read", "read", "probe")), numbers)
 
     def try_again_now(self) -> None:
-        """End all pauses, so that the attack, or the recovery, goes on."""
+        """End all pauses, so that the attack or the recovery continues."""
         self.tier.end_pauses()
 
     def wait_for(self, number: int) -> None:
-        """Wait until so many blocks come back."""
+        """Wait until a step serves `number` blocks."""
         until = time.monotonic() + RECOVERY_S
         while time.monotonic() < until:
             self.try_again_now()
@@ -672,7 +681,7 @@ class Driver:
 
 @contextmanager
 def listening(outcome: Outcome) -> Iterator[None]:
-    """Count log lines with what no line may have."""
+    """Count log lines that contain the password or a control character."""
     log, logger = _Log(), logging.getLogger("kvoffload")
     logger.addHandler(log)
     was = logger.propagate
@@ -687,31 +696,31 @@ def listening(outcome: Outcome) -> Iterator[None]:
 
 def _opened(servers: list[FakeServer], is_cluster: bool) -> Any:
     options = RemoteOptions(namespace="ns", timeout_s=TIMEOUT_S, probe_timeout_s=PROBE_S)
-    more: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "fingerprint": "model"}
+    settings: dict[str, Any] = {"block_bytes": BLOCK_BYTES, "fingerprint": "model"}
     login = Login("", PASSWORD)
     if is_cluster:
         seeds = [("127.0.0.1", server.port) for server in servers]
         connect = lambda address, deadline: Connection(*address, login, deadline)  # noqa: E731
-        return ClusterTier("valkey", "cluster/ns", seeds, connect, options, **more)
+        return ClusterTier("valkey", "cluster/ns", seeds, connect, options, **settings)
     (server,) = servers
     to = lambda deadline: Connection("127.0.0.1", server.port, login, deadline)  # noqa: E731
-    return valkey_tier("valkey", "server/ns", to, replace(options, num_threads=2), **more)
+    return valkey_tier("valkey", "server/ns", to, replace(options, num_threads=2), **settings)
 
 
 def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Callable[[], None],
          end: Callable[[], None], must_attack: bool = False) -> Outcome:  # fmt: skip
-    """Blocks are written and read, attacked for some steps, and read again.
+    """Write and read blocks, attack for some steps, and read again.
 
-    With `must_attack` there are more steps, if on a busy machine no attack has taken place yet.
+    `must_attack` adds steps until an attack has taken place, because a busy machine may be too slow.
     """
     outcome = Outcome(name)
     gc.collect()
-    gc.disable()  # a collection of what the fake server leaves behind is no cost of the tier
+    gc.disable()  # collecting the garbage of the fake server is no cost of the tier
     with listening(outcome):
         driver = Driver(_opened(servers, len(servers) > 1), random.Random(seed), outcome)
         driver.wait_for(1)
         driver.step("write", FEW)
-        driver.call(driver.tier.clear)  # so that there are values of an older epoch
+        driver.call(driver.tier.clear)  # leaves values of an older epoch on the server
         driver.wait_for(1)
         driver.step("write", FEW)
         outcome.recovered = False
@@ -733,16 +742,16 @@ def _run(name: str, servers: list[FakeServer], seed: int, steps: int, begin: Cal
         driver.wait_for(1)
         tiers = [driver.tier, *getattr(driver.tier, "_nodes", {}).values()]
         driver.call(driver.tier.close)
-        outcome.leaks += sum(has_leaked(f"{one.last_error} {one.last_error!r}") for one in tiers)
+        outcome.leaks += sum(has_leaked(f"{tier.last_error} {tier.last_error!r}") for tier in tiers)
         outcome.attacks = sum(server.num_attacks for server in servers)
     gc.enable()
     return outcome
 
 
 def attack_replies(name: str, seed: int, steps: int = 40) -> Outcome:
-    """One server that misbehaves so."""
-    found = REPLIES[name]
-    attack, rate = found if isinstance(found, tuple) else (found, 1.0)
+    """Run an attack on the replies of one server."""
+    entry = REPLIES[name]
+    attack, rate = entry if isinstance(entry, tuple) else (entry, 1.0)
     server = FakeServer(seed)
 
     def begin() -> None:
@@ -753,7 +762,7 @@ def attack_replies(name: str, seed: int, steps: int = 40) -> Outcome:
 
     def end() -> None:
         server.attack = None
-        for epoch in [one for one in server.values if b":epoch" in one]:
+        for epoch in [key for key in server.values if b":epoch" in key]:
             server.values.pop(epoch, None)
 
     try:
@@ -763,15 +772,15 @@ def attack_replies(name: str, seed: int, steps: int = 40) -> Outcome:
 
 
 def attack_map(name: str, seed: int, steps: int = 40) -> Outcome:
-    """A cluster whose nodes give such a map."""
+    """Run an attack on the map of a cluster."""
     servers = [FakeServer(seed + number) for number in range(3)]
     ports, rng = [server.port for server in servers], random.Random(seed)
-    right = encoded(_right(ports))
+    correct = encoded(_correct_map(ports))
 
     def begin() -> None:
         for server in servers:
             server.slots = attacked
-            # A node that fails now and then, so that the map is asked for.
+            # Nodes fail at random, so that the tier requests the map.
             server.attack, server.rate = error("MOVED 1 127.0.0.1:1"), 0.3
 
     first = encoded(MAPS[name](rng, ports))
@@ -782,7 +791,7 @@ def attack_map(name: str, seed: int, steps: int = 40) -> Outcome:
 
     def end() -> None:
         for server in servers:
-            server.slots, server.attack = (lambda: right), None
+            server.slots, server.attack = (lambda: correct), None
 
     end()
     try:
@@ -793,7 +802,7 @@ def attack_map(name: str, seed: int, steps: int = 40) -> Outcome:
 
 
 def run(seed: int, rounds: int, only: str = "", steps: int = 40) -> Iterator[Outcome]:
-    """Every attack, `rounds` times, after a run that compiles and imports everything."""
+    """Run every attack `rounds` times, after a short run that compiles and imports everything."""
     attack_replies("no value", seed, 3)
     for number in range(rounds):
         for table, attack in ((REPLIES, attack_replies), (MAPS, attack_map)):
@@ -805,15 +814,15 @@ def run(seed: int, rounds: int, only: str = "", steps: int = 40) -> Iterator[Out
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
     return {
         "runs": len(outcomes),
-        "attacks": sum(one.attacks for one in outcomes),
-        "served": sum(one.served for one in outcomes),
-        "wrong": sum(one.wrong for one in outcomes),
-        "escapes": sum(one.escapes for one in outcomes),
-        "leaks": sum(one.leaks for one in outcomes),
-        "late_s": max(one.late_s for one in outcomes),
-        "cpu_s": max(one.cpu_s for one in outcomes),
-        "threads": max(one.threads for one in outcomes),
-        "not_recovered": [one.name for one in outcomes if not one.recovered],
+        "attacks": sum(outcome.attacks for outcome in outcomes),
+        "served": sum(outcome.served for outcome in outcomes),
+        "wrong": sum(outcome.wrong for outcome in outcomes),
+        "escapes": sum(outcome.escapes for outcome in outcomes),
+        "leaks": sum(outcome.leaks for outcome in outcomes),
+        "late_s": max(outcome.late_s for outcome in outcomes),
+        "cpu_s": max(outcome.cpu_s for outcome in outcomes),
+        "threads": max(outcome.threads for outcome in outcomes),
+        "not_recovered": [outcome.name for outcome in outcomes if not outcome.recovered],
     }
 
 
@@ -822,26 +831,28 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--only", default="", help="attacks whose name has this word")
+    parser.add_argument("--only", default="", help="run only attacks whose name contains this word")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     given = parser.parse_args()
     print(f"seed {given.seed}", file=sys.stderr)
     outcomes = []
-    for one in run(given.seed, given.rounds, given.only, given.steps):
-        outcomes.append(one)
+    for outcome in run(given.seed, given.rounds, given.only, given.steps):
+        outcomes.append(outcome)
         if given.format == "table":
-            mark = " " if one.is_good else "!"
-            print(f"{mark} {one.name:36} {one.attacks:7,} attacks {one.served:6,} served {one.wrong} wrong "
-                  f"{one.escapes} escapes {one.leaks} leaks {1e3 * one.late_s:7.1f} ms late "
-                  f"{1e3 * one.cpu_s:6.1f} ms CPU in {one.slowest:12} {one.threads:4} threads"
-                  + ("" if one.recovered else "  NOT RECOVERED"), flush=True)  # fmt: skip
-            if one.first:
-                print(one.first)
+            mark = " " if outcome.is_good else "!"
+            print(f"{mark} {outcome.name:36} {outcome.attacks:7,} attacks {outcome.served:6,} served "
+                  f"{outcome.wrong} wrong {outcome.escapes} escapes {outcome.leaks} leaks "
+                  f"{1e3 * outcome.late_s:7.1f} ms late {1e3 * outcome.cpu_s:6.1f} ms CPU in "
+                  f"{outcome.slowest:12} {outcome.threads:4} threads"
+                  + ("" if outcome.recovered else "  NOT RECOVERED"), flush=True)  # fmt: skip
+            if outcome.first:
+                print(outcome.first)
     if given.format == "json":
-        print(json.dumps({"summary": summary(outcomes), "runs": [asdict(one) for one in outcomes]}, indent=2))
+        runs = [asdict(outcome) for outcome in outcomes]
+        print(json.dumps({"summary": summary(outcomes), "runs": runs}, indent=2))
     else:
         print(json.dumps(summary(outcomes)))
-    sys.exit(0 if all(one.is_good for one in outcomes) else 1)
+    sys.exit(0 if all(outcome.is_good for outcome in outcomes) else 1)
 
 
 if __name__ == "__main__":

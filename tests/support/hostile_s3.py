@@ -2,11 +2,11 @@
 
     python tests/support/hostile_s3.py --seed 1 --rounds 200 [--attack NAME ...]
 
-The server keeps objects in a dictionary and answers as S3 does, except for the attack that is set: a name in
-`ATTACKS`. The soak run starts the server and the client in processes of their own: it counts a client that is
-aborted, and measures memory of the client alone. It prints one JSON object: attacks, blocks served, wrong
-bytes, stale blocks, exceptions out of calls of the scheduler's thread, aborted processes, growth of the
-client's peak RSS, and the longest overrun of a deadline.
+The server keeps objects in a dictionary and behaves like S3, except for the current attack, a name in
+`ATTACKS`. The soak run starts server and client as separate processes, to count crashes of the client and to
+measure the client's memory alone. It prints one JSON object: attacks, blocks served, wrong bytes, stale
+blocks, exceptions raised by calls of the scheduler's thread, crashed processes, growth of the client's peak
+RSS, and the longest overrun of a deadline.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUCKET, KEY_ID, SECRET = "kv-cache", "AKIATESTS", "hunter2hunter2"
 HUGE = 10**15
 _CHUNK = bytes(1 << 16)
 _PATIENCE_S = 20.0
-"""The server gives up a connection that it floods, or lets hang, after this time."""
+"""Seconds after which the server closes a connection that it floods or lets hang."""
 _MODIFIED = "Tue, 24 Nov 2026 00:00:00 GMT"
 
 
@@ -62,7 +62,7 @@ class Request:
 
 @dataclass
 class Reply:
-    """One response. `body` is what is sent, `headers` what is said of it."""
+    """A response. `headers` may contradict `body`."""
 
     status: str
     headers: dict[str, str] = field(default_factory=dict)
@@ -83,15 +83,17 @@ def error(status: str, code: str) -> Reply:
 
 
 class HostileS3:
-    """Answers on a port of its own. Thread: any; each connection has one.
+    """A server on a free port. Thread: any; each connection has its thread.
 
     Args:
-        seed: of everything that an attack draws.
+        seed: seed of the attacks' random choices.
 
     Attributes:
-        attack: name of the present one, of `ATTACKS`, or "". rate: probability that a request is attacked.
-        key_id: the access key that is accepted.
-        objects: bytes by name. old_epochs: values that an epoch object had before.
+        attack: name of the current attack, a key of `ATTACKS`, or "".
+        rate: probability that a request is attacked.
+        key_id: the accepted access key.
+        objects: bytes by name.
+        old_epochs: earlier values of each epoch object.
         counts: requests by method, attacked requests, requests to the other host with a login and without.
     """
 
@@ -104,22 +106,22 @@ class HostileS3:
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._listening = [socket.create_server(("127.0.0.1", 0), backlog=128) for _ in range(2)]
-        self.port, self.other_port = (one.getsockname()[1] for one in self._listening)
+        self.port, self.other_port = (listener.getsockname()[1] for listener in self._listening)
         for listening, serve in zip(self._listening, (self._serve, self._serve_other), strict=True):
             threading.Thread(target=self._accept, args=(listening, serve), daemon=True).start()
 
     def close(self) -> None:
-        for one in [*self._listening, *self._open]:
+        for connection in [*self._listening, *self._open]:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
-            one.close()
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
 
     def drop_connections(self) -> None:
-        for one in [*self._open]:
+        for connection in [*self._open]:
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RDWR)
 
-    # ---- as S3 does
+    # ---- correct behaviour
 
     def _accept(self, listening: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         with contextlib.suppress(OSError):
@@ -140,8 +142,8 @@ class HostileS3:
             client.close()
 
     def _serve(self, client: socket.socket) -> None:
-        rest = bytearray()
-        while (request := _received(client, rest)) is not None:
+        received = bytearray()
+        while (request := _received(client, received)) is not None:
             if request.name.startswith("-/"):
                 client.sendall(self._control(request))
                 continue
@@ -158,22 +160,22 @@ class HostileS3:
                 attack(self, client, request)
 
     def _serve_other(self, client: socket.socket) -> None:
-        """Another host, to which requests are redirected."""
-        rest = bytearray()
-        while (request := _received(client, rest)) is not None:
+        """Serve as another host, to which requests are redirected."""
+        received = bytearray()
+        while (request := _received(client, received)) is not None:
             has_login = "authorization" in request.headers or "X-Amz-Signature" in request.query
             self.counts["other host, with a login" if has_login else "other host"] += 1
             self.send(client, self.honest(request))
 
     def _control(self, request: Request) -> bytes:
-        """``POST /-/set`` with JSON: attributes; answers with the counts."""
+        """Serve ``POST /-/set``: set the attributes in a JSON object; returns the counts."""
         for name, value in json.loads(request.body or b"{}").items():
             setattr(self, name, value)
         body = json.dumps(self.counts).encode()
         return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
     def honest(self, request: Request) -> Reply:
-        """The answer of a server that is well."""
+        """Execute a request; returns the reply of a well-behaved server."""
         if request.key_id != self.key_id:
             reply = error("403 Forbidden", "InvalidAccessKeyId")
             return Reply(reply.status, reply.headers) if request.method == "HEAD" else reply
@@ -196,16 +198,16 @@ class HostileS3:
         return Reply("204 No Content")
 
     def _head(self, request: Request) -> Reply:
-        found = self.objects.get(request.name)
-        if found is None:
+        stored = self.objects.get(request.name)
+        if stored is None:
             return Reply("404 Not Found", {"Content-Length": "0"})
-        return Reply("200 OK", {"Content-Length": str(len(found)), **_FACTS})
+        return Reply("200 OK", {"Content-Length": str(len(stored)), **_FACTS})
 
     def _get(self, request: Request) -> Reply:
-        found = self.objects.get(request.name)
-        if found is None:
+        stored = self.objects.get(request.name)
+        if stored is None:
             return error("404 Not Found", "NoSuchKey")
-        return ranged(found, request)
+        return ranged(stored, request)
 
     # ---- ways to send
 
@@ -215,7 +217,7 @@ class HostileS3:
     def flood(
         self, client: socket.socket, head: bytes, *, chunked: bool = False, piece: bytes = _CHUNK
     ) -> None:
-        """Send a head, and then bytes without end."""
+        """Send a head, and then endless bytes."""
         client.sendall(head)
         if chunked:
             piece = b"%x\r\n%b\r\n" % (len(piece), piece)
@@ -228,34 +230,34 @@ class HostileS3:
 _FACTS = {"Last-Modified": _MODIFIED, "ETag": '"1"', "Accept-Ranges": "bytes"}
 
 
-def ranged(found: bytes, request: Request) -> Reply:
-    """An object, or the span of it that was asked for."""
-    asked = request.headers.get("range", "")
-    if not asked:
-        return Reply("200 OK", {"Content-Length": str(len(found)), **_FACTS}, found)
-    first, _, last = asked.removeprefix("bytes=").partition("-")
-    begin, end = int(first), min(int(last or len(found)) + 1, len(found))
-    if begin >= len(found):
+def ranged(content: bytes, request: Request) -> Reply:
+    """Return the reply with an object, or with the requested span of the object."""
+    span = request.headers.get("range", "")
+    if not span:
+        return Reply("200 OK", {"Content-Length": str(len(content)), **_FACTS}, content)
+    first, _, last = span.removeprefix("bytes=").partition("-")
+    begin, end = int(first), min(int(last or len(content)) + 1, len(content))
+    if begin >= len(content):
         return error("416 Range Not Satisfiable", "InvalidRange")
-    said = {"Content-Length": str(end - begin), "Content-Range": f"bytes {begin}-{end - 1}/{len(found)}"}
-    return Reply("206 Partial Content", said | _FACTS, found[begin:end])
+    headers = {"Content-Length": str(end - begin), "Content-Range": f"bytes {begin}-{end - 1}/{len(content)}"}
+    return Reply("206 Partial Content", headers | _FACTS, content[begin:end])
 
 
-def _received(client: socket.socket, rest: bytearray) -> Request | None:
-    """The next request on a connection; None at its end."""
-    while (end := rest.find(b"\r\n\r\n")) < 0:
-        if not (more := client.recv(1 << 16)):
+def _received(client: socket.socket, received: bytearray) -> Request | None:
+    """Read the next request of a connection; returns None at the end of the connection."""
+    while (end := received.find(b"\r\n\r\n")) < 0:
+        if not (chunk := client.recv(1 << 16)):
             return None
-        rest += more
-    first, *lines = bytes(rest[:end]).decode("latin-1").split("\r\n")
+        received += chunk
+    first, *lines = bytes(received[:end]).decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     length = int(headers.get("content-length", "0"))
-    while len(rest) < end + 4 + length:
-        if not (more := client.recv(1 << 20)):
+    while len(received) < end + 4 + length:
+        if not (chunk := client.recv(1 << 20)):
             return None
-        rest += more
-    body = bytes(rest[end + 4 : end + 4 + length])
-    del rest[: end + 4 + length]
+        received += chunk
+    body = bytes(received[end + 4 : end + 4 + length])
+    del received[: end + 4 + length]
     method, target, _ = first.split(" ")
     parts = urlsplit(target)
     name = unquote(parts.path).removeprefix("/").removeprefix(f"{BUCKET}/")
@@ -268,7 +270,7 @@ Attack = Callable[[HostileS3, socket.socket, Request], None]
 
 
 def changed(change: Callable[[HostileS3, Request, Reply], Reply | None], of: str = "GET") -> Attack:
-    """An attack that changes the honest answer to some methods; None leaves it."""
+    """Make an attack that changes the honest reply to some methods; None leaves the reply unchanged."""
 
     def attack(server: HostileS3, client: socket.socket, request: Request) -> None:
         reply = server.honest(request)
@@ -280,7 +282,7 @@ def changed(change: Callable[[HostileS3, Request, Reply], Reply | None], of: str
 
 
 def instead(reply: Reply, of: str = "GET HEAD PUT DELETE") -> Attack:
-    """An attack that answers this instead."""
+    """Make an attack that sends this reply."""
 
     def change(server: HostileS3, request: Request, honest: Reply) -> Reply:
         return Reply(reply.status, reply.headers) if request.method == "HEAD" else reply
@@ -297,25 +299,28 @@ def instead(reply: Reply, of: str = "GET HEAD PUT DELETE") -> Attack:
 def flooded(
     status: str, length: int | None, of: str = "GET", *, piece: bytes = _CHUNK, epoch: bool = True
 ) -> Attack:
-    """An attack that says a length, or none and sends chunks (-1), or neither (None), and never ends."""
+    """Make an attack with an endless body.
+
+    `length`: the content length in the head; -1 sends chunks instead; None sends neither.
+    """
 
     def attack(server: HostileS3, client: socket.socket, request: Request) -> None:
         if request.method not in of.split() or (request.is_epoch and not epoch):
             server.send(client, server.honest(request))
             return
-        said = dict(_FACTS)
+        headers = dict(_FACTS)
         if status.startswith("206") and "range" in request.headers:
             begin, _, end = request.headers["range"].removeprefix("bytes=").partition("-")
-            said["Content-Range"] = f"bytes {begin}-{end}/{len(server.objects.get(request.name, b''))}"
+            headers["Content-Range"] = f"bytes {begin}-{end}/{len(server.objects.get(request.name, b''))}"
         if length is not None:
-            said |= {"Transfer-Encoding": "chunked"} if length < 0 else {"Content-Length": str(length)}
-        server.flood(client, Reply(status, said).head(), chunked=length == -1, piece=piece)
+            headers |= {"Transfer-Encoding": "chunked"} if length < 0 else {"Content-Length": str(length)}
+        server.flood(client, Reply(status, headers).head(), chunked=length == -1, piece=piece)
 
     return attack
 
 
 def raw(data: bytes, of: str = "GET HEAD PUT DELETE", *, ends: bool = True) -> Attack:
-    """An attack that sends these bytes instead of an answer, and closes the connection, or leaves it open."""
+    """Make an attack that sends these bytes as its reply, and closes the connection if it `ends`."""
 
     def attack(server: HostileS3, client: socket.socket, request: Request) -> None:
         if request.method not in of.split():
@@ -329,10 +334,10 @@ def raw(data: bytes, of: str = "GET HEAD PUT DELETE", *, ends: bool = True) -> A
 
 
 def _other(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
-    others = sorted(name for name in server.objects if "/blocks/" in name and name != request.name)
-    if request.is_epoch or not others:
+    names = sorted(name for name in server.objects if "/blocks/" in name and name != request.name)
+    if request.is_epoch or not names:
         return None
-    return ranged(server.objects[server.chance.choice(others)], request)
+    return ranged(server.objects[server.chance.choice(names)], request)
 
 
 def _flip(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
@@ -345,8 +350,8 @@ def _flip(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
 
 
 def _with(reply: Reply, body: bytes, **headers: str) -> Reply:
-    said = {name.replace("_", "-"): value for name, value in headers.items()}
-    return Reply(reply.status, {**reply.headers, "Content-Length": str(len(body)), **said}, body)
+    changes = {name.replace("_", "-"): value for name, value in headers.items()}
+    return Reply(reply.status, {**reply.headers, "Content-Length": str(len(body)), **changes}, body)
 
 
 def _lied_range(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
@@ -360,11 +365,11 @@ def _lied_range(server: HostileS3, request: Request, reply: Reply) -> Reply | No
 def _other_range(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
     if "Content-Range" not in reply.headers:
         return None
-    said = server.chance.choice(
+    content_range = server.chance.choice(
         ["bytes 0-999999999999999/1000000000000000", f"bytes 1-{len(reply.body)}/{len(reply.body) + 1}",
          "bytes */*", "bytes 5-2/10", "words", f"bytes 0-{len(reply.body) - 1}/*"]
     )  # fmt: skip
-    return Reply(reply.status, {**reply.headers, "Content-Range": said}, reply.body)
+    return Reply(reply.status, {**reply.headers, "Content-Range": content_range}, reply.body)
 
 
 def _cut(server: HostileS3, client: socket.socket, request: Request) -> None:
@@ -406,12 +411,12 @@ def _redirect(where: str, status: str = "307 Temporary Redirect") -> Attack:
 
 
 def _epoch_not_stored(server: HostileS3, client: socket.socket, request: Request) -> None:
-    is_one = request.method == "PUT" and request.is_epoch
+    is_epoch_put = request.method == "PUT" and request.is_epoch
     stored = Reply("200 OK", {"ETag": '"1"', "Content-Length": "0"})
-    server.send(client, stored if is_one else server.honest(request))
+    server.send(client, stored if is_epoch_put else server.honest(request))
 
 
-def _stored_not(server: HostileS3, client: socket.socket, request: Request) -> None:
+def _not_stored(server: HostileS3, client: socket.socket, request: Request) -> None:
     if request.method == "PUT" and not request.is_epoch:
         server.send(client, Reply("200 OK", {"ETag": '"1"', "Content-Length": "0"}))
     else:
@@ -426,7 +431,7 @@ def _stored_damaged(server: HostileS3, client: socket.socket, request: Request) 
     server.send(client, server.honest(request))
 
 
-def _head_says(choose: Callable[[HostileS3, Reply], Reply]) -> Attack:
+def _on_head(choose: Callable[[HostileS3, Reply], Reply]) -> Attack:
     return changed(lambda server, request, reply: choose(server, reply), "HEAD")
 
 
@@ -438,7 +443,7 @@ def _replayed_epoch(server: HostileS3, request: Request, reply: Reply) -> Reply 
 
 
 def _epoch(*values: bytes) -> Attack:
-    """Epoch objects that are none."""
+    """Make an attack that replies with one of these invalid epochs."""
 
     def change(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
         if not request.is_epoch or not reply.status.startswith("20"):
@@ -452,13 +457,13 @@ def _epoch(*values: bytes) -> Attack:
 
 
 def _twice(server: HostileS3, client: socket.socket, request: Request) -> None:
-    """The answer, and at once one to a request that was never made."""
+    """Send the honest reply twice."""
     reply = server.honest(request)
     client.sendall((reply.head() + reply.body) * 2)
 
 
 def _late_other(server: HostileS3, client: socket.socket, request: Request) -> None:
-    """The answer, and a little later another object's, while the connection is idle."""
+    """Send the honest reply and, 2 ms later on the idle connection, a reply with another object."""
     server.send(client, server.honest(request))
     names = sorted(name for name in server.objects if "/blocks/" in name)
     if names:
@@ -468,13 +473,13 @@ def _late_other(server: HostileS3, client: socket.socket, request: Request) -> N
         )
 
 
-def _unsaid_close(server: HostileS3, client: socket.socket, request: Request) -> None:
+def _silent_close(server: HostileS3, client: socket.socket, request: Request) -> None:
     server.send(client, server.honest(request))
     raise HangupError
 
 
 def _chunked(sizes: Callable[[random.Random], int], end: bytes = b"0\r\n\r\n") -> Attack:
-    """The honest body in chunks."""
+    """Make an attack that sends the honest body in chunks."""
 
     def attack(server: HostileS3, client: socket.socket, request: Request) -> None:
         reply = server.honest(request)
@@ -497,7 +502,7 @@ def _chunked(sizes: Callable[[random.Random], int], end: bytes = b"0\r\n\r\n") -
 
 
 def _any(*attacks: Attack) -> Attack:
-    """One of these, drawn anew for each request."""
+    """Make an attack that draws one of these for each request."""
     return lambda server, client, request: server.chance.choice(attacks)(server, client, request)
 
 
@@ -506,8 +511,8 @@ def _gzip(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
 
 
 def _whole(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
-    found = server.objects.get(request.name)
-    return None if found is None else ranged(found, Request("GET", "", {}, {}, b""))
+    content = server.objects.get(request.name)
+    return None if content is None else ranged(content, Request("GET", "", {}, {}, b""))
 
 
 def _new_epoch(server: HostileS3, request: Request, reply: Reply) -> Reply | None:
@@ -535,7 +540,7 @@ ATTACKS: dict[str, Attack] = {
     "200 with an error body": instead(_with(Reply("200 OK", dict(_FACTS)), _ERROR), "GET PUT"),
     "cut": _cut,
     "longer": changed(lambda s, q, r: _with(r, r.body + bytes(s.chance.randrange(1, 99999)))),
-    "longer than it says": changed(lambda s, q, r: Reply(r.status, r.headers, r.body + r.body)),
+    "longer than its length": changed(lambda s, q, r: Reply(r.status, r.headers, r.body + r.body)),
     "shorter": changed(lambda s, q, r: _with(r, r.body[: s.chance.randrange(len(r.body) + 1)])),
     "ranges ignored": changed(_whole),
     "ranges lied about": changed(_lied_range),
@@ -560,13 +565,13 @@ ATTACKS: dict[str, Attack] = {
     "204": instead(Reply("204 No Content")),
     "304": instead(Reply("304 Not Modified", dict(_FACTS))),
     "200 and nothing": instead(Reply("200 OK", {"Content-Length": "0", **_FACTS})),
-    "PUT not stored": _stored_not,
+    "PUT not stored": _not_stored,
     "PUT of an epoch not stored": _epoch_not_stored,
     "PUT stored damaged": _stored_damaged,
-    "HEAD says it is there": _head_says(lambda s, r: Reply("200 OK", {"Content-Length": "12345", **_FACTS})),
-    "HEAD says it is not": _head_says(lambda s, r: Reply("404 Not Found", {"Content-Length": "0"})),
-    "HEAD says 10^15": _head_says(lambda s, r: Reply("200 OK", {"Content-Length": str(HUGE), **_FACTS})),
-    "HEAD with a body": _head_says(lambda s, r: Reply("200 OK", {"Content-Length": "9"}, b"HTTP/1.1 ")),
+    "HEAD finds everything": _on_head(lambda s, r: Reply("200 OK", {"Content-Length": "12345", **_FACTS})),
+    "HEAD finds nothing": _on_head(lambda s, r: Reply("404 Not Found", {"Content-Length": "0"})),
+    "HEAD says 10^15": _on_head(lambda s, r: Reply("200 OK", {"Content-Length": str(HUGE), **_FACTS})),
+    "HEAD with a body": _on_head(lambda s, r: Reply("200 OK", {"Content-Length": "9"}, b"HTTP/1.1 ")),
     "endless, in chunks": flooded("200 OK", -1),
     "endless part, in chunks": flooded("206 Partial Content", -1),
     "endless, no length": flooded("200 OK", None),
@@ -583,11 +588,11 @@ ATTACKS: dict[str, Attack] = {
     "10^15 in DELETE": flooded("200 OK", HUGE, "DELETE"),
     "10^15 in 307": flooded("307 Temporary Redirect", HUGE, _ALL),
     "endless error": flooded("403 Forbidden", -1, _ALL),
-    "lengths that are none": _any(*(raw(_OK + b"Content-Length: %b\r\n\r\n0123" % one, "GET HEAD PUT")
-                                   for one in _NO_LENGTHS)),
+    "invalid lengths": _any(*(raw(_OK + b"Content-Length: %b\r\n\r\n0123" % length, "GET HEAD PUT")
+                                   for length in _NO_LENGTHS)),
     "two lengths": raw(_OK + b"Content-Length: 16\r\nContent-Length: 17\r\n\r\n" + bytes(17), "GET HEAD"),
     "length and chunks": raw(_OK + b"Content-Length: 16\r\n" + _IN_CHUNKS + b"0\r\n\r\n", "GET"),
-    "a status that is none": _any(*(raw(one + b"\r\n\r\n") for one in _NO_STATUS)),
+    "an invalid status": _any(*(raw(status + b"\r\n\r\n") for status in _NO_STATUS)),
     "garbage": raw(bytes(range(256)) * 64),
     "no answer": raw(b""),
     "endless headers": lambda s, c, q: s.flood(c, _OK, piece=b"X-A: " + b"y" * 8000 + b"\r\n"),
@@ -598,10 +603,10 @@ ATTACKS: dict[str, Attack] = {
     "endless chunks of one byte": flooded("206 Partial Content", -1, piece=b"x"),
     "endless trailers": _chunked(lambda chance: 8192, b"0\r\n"),
     "a chunk of 10^18": raw(_OK + _IN_CHUNKS + b"f" * 15 + b"\r\n" + bytes(999), "GET"),
-    "chunk sizes that are none": raw(_OK + _IN_CHUNKS + b"-5\r\n" + bytes(99), "GET"),
+    "invalid chunk sizes": raw(_OK + _IN_CHUNKS + b"-5\r\n" + bytes(99), "GET"),
     "answers twice": _twice,
-    "late bytes of another": _late_other,
-    "closes without a word": _unsaid_close,
+    "late bytes of another object": _late_other,
+    "closes silently": _silent_close,
     "hangs": _hang,
     "hangs in the body": _hang_in_body,
     "drips": _drip,
@@ -625,9 +630,9 @@ class Counts:
     """Counts of a run.
 
     Attributes:
-        overrun_s: the longest time that a job ended after its deadline.
-        cpu_s: the longest CPU time of a call on the scheduler's thread, without the first round.
-        growth_mb: of the client's peak RSS, since the healthy rounds at its start.
+        overrun_s: longest delay of a job beyond its deadline.
+        cpu_s: longest CPU time of a call on the scheduler's thread, without the first round.
+        growth_mb: growth of the client's peak RSS since the healthy rounds at its start.
         not_back: rounds after which the client did not recover within 20 s.
     """
 
@@ -649,7 +654,7 @@ def peak_mb() -> float:
 
 
 class Machine:
-    """A tier in front of the fake server, called as by a scheduler. Every served block is compared."""
+    """A tier in front of the fake server, called like a scheduler does. Compares every served block."""
 
     def __init__(self, port: int, counts: Counts, seed: int, namespace: str = "ns") -> None:
         import numpy as np
@@ -675,11 +680,11 @@ class Machine:
         self.generation = 0
         self.is_warm = False
 
-    def call(self, what: Callable[..., Any], *given: Any) -> Any:
-        """A call of the scheduler's thread: nothing may escape from it."""
+    def call(self, method: Callable[..., Any], *given: Any) -> Any:
+        """Call a method on the scheduler's thread; an exception counts as an escape."""
         before = time.thread_time()
         try:
-            return what(*given)
+            return method(*given)
         except Exception as error:
             self.counts.escapes += 1
             self.counts.notes.append(f"{type(error).__name__}: {error}"[:200])
@@ -708,9 +713,9 @@ class Machine:
         for row, number in enumerate(numbers):
             self.pool[row] = self.content(number)
         rows = self.np.arange(len(numbers))
-        found = self.call(self.tier.submit_write, self.keys_of(*numbers), self.pool, rows, self.request)
-        if found is not None and found[0] >= 0 and found[1].any():
-            self.wait(found[0], _WRITE_TIMES * TIMEOUT_S)
+        submitted = self.call(self.tier.submit_write, self.keys_of(*numbers), self.pool, rows, self.request)
+        if submitted is not None and submitted[0] >= 0 and submitted[1].any():
+            self.wait(submitted[0], _WRITE_TIMES * TIMEOUT_S)
 
     def read(self, *numbers: int) -> list[int]:
         self.pool[:] = 0xEE
@@ -744,7 +749,7 @@ class Machine:
         self.call(self.tier.take_changes)
 
     def hurry(self) -> None:
-        """End the pauses of circuits and greetings."""
+        """End the pauses of circuit breakers and handshakes."""
         self.tier.end_pauses()
 
     def come_back(self) -> None:
@@ -764,16 +769,16 @@ class Machine:
 
 
 def set_of(port: int, **attributes: Any) -> dict[str, int]:
-    """Set attributes of a server in another process; its counts."""
+    """Set attributes of a server in another process; returns the server's counts."""
     connection = HTTPConnection("127.0.0.1", port, timeout=10)
     connection.request("POST", "/-/set", json.dumps(attributes))
-    found: dict[str, int] = json.loads(connection.getresponse().read())
+    counts: dict[str, int] = json.loads(connection.getresponse().read())
     connection.close()
-    return found
+    return counts
 
 
 def drive(port: int, seed: int, rounds: list[tuple[int, str]]) -> None:
-    """Drive a client through these rounds, a line of JSON before and after each."""
+    """Drive a client through these rounds; prints a line of JSON before and after each round."""
     counts = Counts()
     set_of(port, attack="")
     machine = Machine(port, counts, seed)
@@ -823,47 +828,53 @@ def _spawn(*words: str, limit_bytes: int = 0) -> subprocess.Popen[str]:
 def soak(
     seed: int, rounds: int, names: list[str], limit_bytes: int = 8 << 30
 ) -> tuple[Counts, dict[str, Any]]:
-    """Run so many rounds: the totals, and the worst of each attack."""
+    """Run rounds; returns the totals, and the counts of each attack."""
     server = _spawn("--serve", "--seed", str(seed))
     assert server.stdout is not None
     port = int(server.stdout.readline())
     order, chance = [], random.Random(seed)
     while len(order) < rounds:
         order += chance.sample(names, len(names))
-    left = [*enumerate(order[:rounds])]
+    remaining = [*enumerate(order[:rounds])]
     total, each = Counts(), dict[str, Any]()
     try:
-        while left:
+        while remaining:
             client = _spawn(
-                "--drive", str(port), "--seed", str(seed), "--plan", json.dumps(left), limit_bytes=limit_bytes
+                "--drive",
+                str(port),
+                "--seed",
+                str(seed),
+                "--plan",
+                json.dumps(remaining),
+                limit_bytes=limit_bytes,
             )
             begun, code = _collected(client, total, each), client.wait()
             if code == 0:
                 break
-            name = dict(left).get(begun, "at the start")
+            name = dict(remaining).get(begun, "at the start")
             total.aborts += 1
             total.notes.append(f"{name}: the process ended with {client.returncode}")
             each.setdefault(name, Counts()).aborts += 1
-            left = [one for one in left if one[0] > begun] if begun >= 0 else []
+            remaining = [entry for entry in remaining if entry[0] > begun] if begun >= 0 else []
     finally:
         server.kill()
         server.wait()
         server.stdout.close()
-    return total, {name: one.__dict__ for name, one in each.items()}
+    return total, {name: entry.__dict__ for name, entry in each.items()}
 
 
 def _collected(client: subprocess.Popen[str], total: Counts, each: dict[str, Any]) -> int:
-    """Add up the lines of a client; the number of the last round that it began."""
+    """Add up the lines of a client; returns the number of the last round that the client began."""
     begun = -1
     assert client.stdout is not None
     with client.stdout:
         for line in client.stdout:
-            found = json.loads(line)
-            begun = found.pop("begun", begun)
-            if found.pop("ended", None) is None:
+            line_counts = json.loads(line)
+            begun = line_counts.pop("begun", begun)
+            if line_counts.pop("ended", None) is None:
                 continue
-            for counts in (total, each.setdefault(found.pop("attack"), Counts())):
-                for name, value in found.items():
+            for counts in (total, each.setdefault(line_counts.pop("attack"), Counts())):
+                for name, value in line_counts.items():
                     if name in ("overrun_s", "cpu_s", "growth_mb"):
                         setattr(counts, name, max(getattr(counts, name), value))
                     else:
@@ -899,5 +910,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # as pytest does, for `support`
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # like pytest, to import `support`
     main()

@@ -27,12 +27,12 @@ IN_ONE_PROCESS = (
     "unreadable",
     "opened for another model",
 )
-"""Kinds of damage. The others fork and mount."""
+"""Kinds of damage that need neither a fork nor a mount."""
 
 
 @contextmanager
 def peers() -> Iterator[ModuleType]:
-    """Make bench/peers importable, which is no part of the package; gives its module `scenes`."""
+    """Make bench/peers importable, which is not in the package; yields its module `scenes`."""
     sys.path.insert(0, str(BENCH))
     try:
         yield importlib.import_module("peers.scenes")
@@ -56,7 +56,7 @@ def play(
 
 
 def read_blindly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a disk return damaged blocks as sound."""
+    """Let a disk tier serve damaged blocks."""
     honest = Slab.read_blocks
 
     def blind(self: Slab, *arguments: Any) -> Outcomes:

@@ -29,8 +29,8 @@ def keys(letters: str) -> list[bytes]:
     return [letter.encode() for letter in letters]
 
 
-def text(found: Iterable[bytes]) -> str:
-    return b"".join(found).decode()
+def text(keys_found: Iterable[bytes]) -> str:
+    return b"".join(keys_found).decode()
 
 
 def begin_store(manager: OffloadingManager, letters: str, ctx: RequestContext | None = None) -> StorePlan:

@@ -17,7 +17,7 @@ from typing import Any
 from support.vllm_engine import (
     Engine,
     write_llama,
-)  # first: sets the number of threads before torch is imported
+)  # the first import: it sets the number of threads before torch is imported
 
 
 def main(model: str, url: str, prompts: str) -> None:

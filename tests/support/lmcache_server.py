@@ -27,7 +27,7 @@ LMCACHE = [
 
 
 def environment() -> dict[str, str]:
-    """The environment of LMCache's processes, which import kvoffload from this checkout."""
+    """Return the environment of LMCache's processes, which import kvoffload from this checkout."""
     paths = [path for path in sys.path if path.endswith("src")]
     return {
         **os.environ,

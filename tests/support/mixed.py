@@ -1,4 +1,4 @@
-"""Random mixed traffic from a seed, for the promise of `hazard`."""
+"""Random mixed traffic from a seed, for tests that `hazard` is never much worse than LRU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mixed(seed: int) -> Trace:
     if draw.random() < 0.3:
         parameters["sub_agent_share"], parameters["sub_agent_turns"] = 0.1, 5
         parameters["context_limit_tokens"], parameters["summary_tokens"] = 32_000, LogNormal(2000, 0.5)
-    # A sample of 20 sessions tells about how many are needed.
+    # Estimate the necessary number of sessions from a sample of 20.
     sessions = max(20, round(20 * REFERENCES / max(1, traffic(20).block_refs)))
     too_few, too_many = 0, 1 << 20
     for _ in range(20):

@@ -45,8 +45,8 @@ class MembersMachine(ManagerMachine):
         """Expect the keys of a request, head first, within the share of its member."""
         room = self.manager.capacity_blocks * 7 // 8
         share = room // len(self.manager.managers)
-        others = [other for other in self.waiting if other.owner is ctx.owner and other is not ctx]
-        most = share - sum(len(self.waiting[other]) for other in others)
+        waiting = [other for other in self.waiting if other.owner is ctx.owner and other is not ctx]
+        most = share - sum(len(self.waiting[other]) for other in waiting)
         own = self.waiting[ctx]
         for key in list(ctx.keys())[len(own) :]:
             expected = {key for keys in self.waiting.values() for key in keys}

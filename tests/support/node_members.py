@@ -1,4 +1,4 @@
-"""Several members of one pool in one process, which look like one manager to tests."""
+"""Several members of one pool in one process, behind the interface of one manager."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HIDDEN: dict[int, _Hidden] = {}
 class Members:
     """A manager that passes each request to one of `num_members` members of a pool, in turn.
 
-    Calls without a request go to any member. Equal to one manager in all that a caller can see.
+    Calls without a request go to any member. Callers see no difference from one manager.
 
     Args:
         shares: share of each member in blocks; a new member takes the share of the dead one. None: no shares.
@@ -54,7 +54,7 @@ class Members:
         first = hidden.managers[0]
         self.key_bytes, self.medium, self.block_size = first.key_bytes, first.medium, first.block_size
         self.admission = first.admission
-        first.contains([])  # so that it learns of the shares of the members that have joined since
+        first.contains([])  # reads the shares of the members that have joined since
         self._show()
 
     def _show(self) -> None:
@@ -82,7 +82,7 @@ class Members:
         hidden.shares.append(share)
         hidden.directories.append(directory)
         hidden.managers.append(manager)
-        manager.take_events()  # The contents: the other members know them.
+        manager.take_events()  # events of the present contents, which the other members have already had
         return manager
 
     def shares(self) -> dict[int, int]:
@@ -157,10 +157,12 @@ class Members:
 
     def take_events(self) -> list[OffloadingEvent]:
         """Return the events of the first member; all members must have received the same."""
-        first, *others = ([*manager.take_events()] for manager in self.managers)
-        for events in others:
-            assert [(e.removed, list(e.keys)) for e in events] == [(e.removed, list(e.keys)) for e in first]
-        return first
+        first_events, *other_events = ([*manager.take_events()] for manager in self.managers)
+        for events in other_events:
+            assert [(e.removed, list(e.keys)) for e in events] == [
+                (e.removed, list(e.keys)) for e in first_events
+            ]
+        return first_events
 
     # ---- deaths
 
@@ -203,7 +205,7 @@ class Members:
         shutil.rmtree(hidden.root)
 
     def _is_of_living(self, plan: StorePlan | LoadPlan) -> bool:
-        """Return False for a plan of a dead member, which nobody can complete."""
+        """Return False for a plan of a dead member, which cannot be completed."""
         if plan.owner in self.managers:
             return True
         if plan.completed:

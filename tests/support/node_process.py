@@ -1,6 +1,6 @@
-"""Processes that use a shared pool at random, and check every byte that they load.
+"""Processes that make random requests to a shared pool, and check every byte that they load.
 
-The bytes of a block are its key, repeated.
+A block repeats the bytes of its key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Process:
         os.ftruncate(fd, CAPACITY * SLOT_BYTES)
         self.slots = np.frombuffer(mmap.mmap(fd, 0), np.uint8).reshape(CAPACITY, SLOT_BYTES)
         self.random = random.Random(seed)
-        self.loaded = self.stored = self.gone = 0
+        self.loaded = self.stored = self.vanished = 0
 
     def step(self) -> None:
         start = self.random.randrange(NUM_KEYS - 12)
@@ -58,7 +58,7 @@ class Process:
             try:
                 load = self.manager.prepare_load(keys[:ready], ctx)
             except GoneError:
-                self.gone += 1
+                self.vanished += 1
             else:
                 rows = self.slots[load.slots]
                 if not np.array_equal(rows, contents(keys[:ready])):
@@ -88,17 +88,17 @@ def contents(keys: Keys) -> np.ndarray:
 
 
 class Child:
-    """A forked process that makes random steps until its time is over, or it is killed."""
+    """A forked process that makes random steps until its time has elapsed or it is killed."""
 
     def __init__(self, root: Path, name: str, seed: int, seconds: float, policy: str = "arc") -> None:
-        compile_all()  # A forked process inherits loaded kernels, which take it a second to load.
+        compile_all()  # a forked process inherits loaded kernels; loading them takes a second
         context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe(duplex=False)
+        self._pipe, child_end = context.Pipe(duplex=False)
         self.process = context.Process(
-            target=_run, args=(theirs, root, name, seed, seconds, policy), daemon=True
+            target=_run, args=(child_end, root, name, seed, seconds, policy), daemon=True
         )
         self.process.start()
-        theirs.close()
+        child_end.close()
         ready = self._receive()
         assert ready == "ready", f"{name} has not started: {ready}"
 
@@ -130,12 +130,12 @@ class Child:
 
 
 class Counts(NamedTuple):
-    """What a process has done, in blocks and calls."""
+    """Blocks and calls of a process. `vanished`: loads refused because a block had vanished."""
 
     steps: int
     loaded: int
     stored: int
-    gone: int
+    vanished: int
     timeouts: int
 
 
@@ -145,13 +145,13 @@ def _run(pipe: Any, root: Path, name: str, seed: int, seconds: float, policy: st
         process = Process(root, name, seed, policy=policy)
         pipe.send("ready")
         until, steps = time.monotonic() + seconds, 0
-        # A busy machine gets its time too: at least a hundred steps, and a load.
+        # On a busy machine the process runs longer, until it has made a hundred steps and a load.
         while (now := time.monotonic()) < until or (
             now < until + 30 and not (steps > 100 and process.loaded)
         ):
             process.step()
             steps += 1
-        counts = Counts(steps, process.loaded, process.stored, process.gone, process.manager.num_timeouts)
+        counts = Counts(steps, process.loaded, process.stored, process.vanished, process.manager.num_timeouts)
         process.close()
         pipe.send(counts)
     except BaseException:

@@ -1,4 +1,4 @@
-"""A forked process that is run instruction by instruction (ptrace), to kill it at any of them."""
+"""A forked process that runs instruction by instruction (ptrace), and can be killed at any instruction."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Traced:
     """
 
     def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
-        ready, theirs = os.pipe()
+        ready, child_end = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            _run(work, theirs)
-        os.close(theirs)
+            _run(work, child_end)
+        os.close(child_end)
         message = os.read(ready, 4096)
         os.close(ready)
         assert message == b"ready", message.decode()
@@ -46,7 +46,7 @@ class Traced:
         self._wait()
 
     def step(self) -> None:
-        """Run one instruction of the stopped process; a few more if the kernel has let it run on."""
+        """Run one instruction of the stopped process, or a few if the kernel lets it run on."""
         try:
             self._do(_STEP)
         except ProcessLookupError:

@@ -28,7 +28,7 @@ def trace_of(requests: Requests) -> Trace:
 
 @st.composite
 def chained_requests(draw: st.DrawFn, max_requests: int, max_new: int) -> Requests:
-    """Requests that follow an earlier one for a while, then go on with blocks that nobody had."""
+    """Draw requests that share a prefix with an earlier request, then continue with new blocks."""
     requests: Requests = []
     blocks = 0
     for _ in range(draw(st.integers(0, max_requests))):

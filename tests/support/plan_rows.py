@@ -1,4 +1,4 @@
-"""Plans of a few blocks of a MiB: what their tests buy for, from which recordings."""
+"""Prices, fleets and recordings for tests of `kvoffload plan`, with blocks of 1 MiB."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from kvoffload.sweep.task import TraceSource
 
 MIB = 2**20
 PLAIN = Setups(("on-compute",), ("lru",), ("all",), ("lru",), ("all",), ("all",))
-"""Whose hits are those of a textbook."""
+"""Setups whose hits can be computed by hand."""
 
 MANY_WRITES = 1e9
 
 
 def prices(
-    ram: Ram | None = None, ssd: Ssd | None = None, server: Server | None = None, **others: Any
+    ram: Ram | None = None, ssd: Ssd | None = None, server: Server | None = None, **settings: Any
 ) -> Prices:
-    """Modules of 5 blocks for 100, and neither SSDs nor servers."""
+    """Return prices: RAM modules of 5 blocks for 100, and neither SSDs nor servers."""
     ram = ram or Ram(module="5MiB", price=100, slots=40)
-    return Prices(ram=ram, ssd=ssd or Ssd(slots=0), server=server or Server(slots=0), **others)
+    return Prices(ram=ram, ssd=ssd or Ssd(slots=0), server=server or Server(slots=0), **settings)
 
 
-def fleet(for_sale: Prices | None = None, kv_bytes: int = 5 * MIB, gpus: int = 1, **others: Any) -> Fleet:
-    """One GPU of 5 blocks of a MiB."""
-    return Fleet(gpus, kv_bytes, MIB, for_sale or prices(), **others)
+def fleet(for_sale: Prices | None = None, kv_bytes: int = 5 * MIB, gpus: int = 1, **settings: Any) -> Fleet:
+    """Return a fleet of one GPU with room for 5 blocks of 1 MiB."""
+    return Fleet(gpus, kv_bytes, MIB, for_sale or prices(), **settings)
 
 
-def drives(price: float = 10, slots: int = 1, **others: Any) -> Ssd:
-    """Cheap, large, never worn out."""
-    return Ssd(drive="400MiB", price=price, slots=slots, writes_per_day=MANY_WRITES, **others)
+def drives(price: float = 10, slots: int = 1, **settings: Any) -> Ssd:
+    """Return an SSD that is cheap and large and never wears out."""
+    return Ssd(drive="400MiB", price=price, slots=slots, writes_per_day=MANY_WRITES, **settings)
 
 
 def line(time: float, ids: Sequence[int | str]) -> str:
@@ -46,19 +46,19 @@ def line(time: float, ids: Sequence[int | str]) -> str:
 
 
 def written(path: Path, chains: Sequence[Sequence[int | str]], step_ms: float = 10_000) -> str:
-    """A file with one request for each chain, in equal steps."""
+    """Write a recording with a request for each chain, `step_ms` apart; return its path."""
     path.write_text("".join(line(round(number * step_ms), chain) for number, chain in enumerate(chains)))
     return str(path)
 
 
 def kept(trace: str) -> Path:
-    """Path of the rows that plans of a trace write. Their journal replays each row once for all tests."""
+    """Return the path of a trace's journal, with which all tests together replay each row once."""
     return Path(trace).with_suffix(".rows.csv")
 
 
 def planned(trace: str, of: Fleet | None = None, setups: Setups = PLAIN, **target: Any) -> PlanAnswer:
     source, of = TraceSource(trace, None, False), of or fleet()
-    # With a machine, the answer shows the waits of all rows in the journal; a test expects only its own.
+    # With a machine, an answer shows the waits of all rows in the journal; a test expects only its own rows.
     output = kept(trace) if of.machine is None else None
     return Plan(source, of, Target(**target), setups, work=Work(jobs=1, output=output, force=True)).run()
 

@@ -1,4 +1,4 @@
-"""A twin of replays with shared RAM: requests of several engines, served by hand with their managers."""
+"""A twin of replays with shared RAM: serves the requests of several engines with their managers."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def by_hand(
             manager.complete_load(load)
         hits.append(served + len(loaded))
         of_others += sum(writer[code] != engine for code in loaded)
-        others, fit = [code for code in device if code not in codes], codes[: config.device_blocks]
-        devices[engine] = others[max(0, len(others) + len(fit) - config.device_blocks) :] + fit[::-1]
+        older, fit = [code for code in device if code not in codes], codes[: config.device_blocks]
+        devices[engine] = older[max(0, len(older) + len(fit) - config.device_blocks) :] + fit[::-1]
         if (plan := manager.prepare_store(keys_of(codes), ctx)) is not None:
             stored, evicted = stored + len(plan.rows), evicted + plan.num_evicted
             writer.update((codes[row], engine) for row in plan.rows.tolist())
@@ -118,10 +118,10 @@ def _settle(*managers: TieredManager) -> None:
 
 def _num_ready(manager: AnyManager, keys: Keys, ctx: RequestContext) -> int:
     """Look up a prefix until nothing is promoted."""
-    while (found := manager.lookup(keys, ctx)).stopped_by is LookupResult.RETRY:
+    while (result := manager.lookup(keys, ctx)).stopped_by is LookupResult.RETRY:
         assert isinstance(manager, TieredManager)
         _settle(manager)
-    return found.num_ready
+    return result.num_ready
 
 
 def check(
@@ -137,8 +137,8 @@ def check(
     report = run.run()
     twin = by_hand(trace, config, managers, num_own_tiers=num_own_tiers, plane=planes[1])
     assert run.hits_per_request.tolist() == twin.hits
-    found = report.hit_blocks_of_others, report.blocks_written, report.blocks_evicted
-    assert found == (twin.of_others, twin.stored, twin.evicted)
+    counts = report.hit_blocks_of_others, report.blocks_written, report.blocks_evicted
+    assert counts == (twin.of_others, twin.stored, twin.evicted)
     if config.tiers:
         assert [tier.hit_blocks for tier in report.tiers] == twin.places
     return report
@@ -153,7 +153,7 @@ def members(
     shared: Sequence[TierOptions] = (),
     plane: DataPlane | None = None,
 ) -> Iterator[list[AnyManager]]:
-    """The managers of engines that share a pool, as processes do.
+    """Create the managers of engines that share a pool, as processes do.
 
     Args:
         own: tiers that each engine opens.

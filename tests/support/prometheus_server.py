@@ -27,13 +27,13 @@ _PATIENCE_S = 120.0
 
 def program(name: str) -> str:
     """Return the path of ``prometheus`` or ``promtool``. Without it, skip the test; in CI, fail it."""
-    found = shutil.which(name)
-    if found is None:
+    path = shutil.which(name)
+    if path is None:
         reason = f"no {name}: apt-get install --no-install-recommends prometheus"
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    return found
+    return path
 
 
 def promtool(*arguments: str | Path) -> None:
@@ -43,7 +43,7 @@ def promtool(*arguments: str | Path) -> None:
 
 
 class Prometheus:
-    """A Prometheus server that runs."""
+    """A running Prometheus server."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -59,8 +59,8 @@ class Prometheus:
 
     def query(self, query: str) -> list[dict[str, Any]]:
         """Return the samples of a query at this moment."""
-        found: list[dict[str, Any]] = self.ask("query", query=query)["result"]
-        return found
+        samples: list[dict[str, Any]] = self.ask("query", query=query)["result"]
+        return samples
 
     def firing(self) -> dict[str, dict[str, Any]]:
         """Return the alerts that fire, by name."""
@@ -89,13 +89,13 @@ def hurried(rules: str) -> str:
 
 @contextmanager
 def serving(text: str | Callable[[], str]) -> Iterator[str]:
-    """Serve a text as ``/metrics``, or what a function returns for each scrape; yields ``host:port``."""
+    """Serve `text`, or the return value of `text()` at each scrape, as ``/metrics``; yields ``host:port``."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.end_headers()
-            with suppress(OSError):  # Prometheus has given up this scrape
+            with suppress(OSError):  # Prometheus has aborted this scrape
                 self.wfile.write((text if isinstance(text, str) else text()).encode())
 
         def log_message(self, *_: Any) -> None:

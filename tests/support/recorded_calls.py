@@ -24,10 +24,10 @@ def recorded(
 
 
 class CutHere:
-    """A cut that has ended when it has begun, in this process."""
+    """A cut in this process, which ends before the constructor returns."""
 
-    def __init__(self, part: Path, beginning: Path) -> None:
-        self.problem = write_beginning(part, beginning)
+    def __init__(self, recording: Path, beginning: Path) -> None:
+        self.problem = write_beginning(recording, beginning)
 
     def poll(self) -> str | None:
         return self.problem
@@ -43,13 +43,13 @@ def rotating(
     start_cut: StartCut = CutHere,
     **options: Any,
 ) -> RecordedManager:
-    """Create a recorded manager whose recording rotates in `take`. Make ``recorder.POLL_S`` long before."""
+    """Create a recorded manager whose recording rotates in `take`. First set ``recorder.POLL_S`` high."""
     recorder = CallRecorder(path, max_bytes, start_cut=start_cut)
     return RecordedManager(capacity_blocks, recorder=recorder, **options)
 
 
 def take(manager: RecordedManager) -> None:
-    """Write all calls, and rotate if it is due. In place of the recorder's thread, which pauses."""
+    """Write all calls, and rotate the recording if due, in place of the recorder's paused thread."""
     manager.recorder._take(manager._log, True)
     manager.recorder._parts.rotate_if_due()
 

@@ -28,23 +28,23 @@ def with_resizes(machine: type[ManagerMachine]) -> type[ManagerMachine]:
 
         @rule(num_blocks=st.integers(1, 4))
         def advance_resize(self, num_blocks: int) -> None:
-            """Only unpinned, readable blocks leave, duplicates first, and no more than asked for."""
+            """Evict at most `num_blocks` blocks: only unpinned, readable blocks, duplicates first."""
             before, expected = self.manager.counters(), {k for keys in self.waiting.values() for k in keys}
             may_leave = {key for key in self.state if self._is_evictable(key)}
             goes_on = self.manager.advance_resize(num_blocks)
             after = self.manager.counters()
-            gone = {key for key in self.state if not self.manager.contains([key])[0]}
-            assert gone <= may_leave
-            assert len(gone) == after.evicted - before.evicted <= num_blocks
-            assert gone <= {*self.duplicates} or {*self.duplicates} & may_leave <= gone
-            if len(gone - {*self.duplicates}) <= len(may_leave - expected - {*self.duplicates}):
-                assert not (gone & expected) - {*self.duplicates}, "expected blocks left before others"
+            evicted = {key for key in self.state if not self.manager.contains([key])[0]}
+            assert evicted <= may_leave
+            assert len(evicted) == after.evicted - before.evicted <= num_blocks
+            assert evicted <= {*self.duplicates} or {*self.duplicates} & may_leave <= evicted
+            if len(evicted - {*self.duplicates}) <= len(may_leave - expected - {*self.duplicates}):
+                assert not (evicted & expected) - {*self.duplicates}, "expected blocks were evicted first"
             assert goes_on == (after.capacity != (self.wanted or self.manager.capacity_blocks))
             if goes_on and not self.manager.store_mode.cache.has_tenants:
-                # One of: as many blocks as asked for, all that may leave, or none because slots were free.
-                assert len(gone) == num_blocks or gone == may_leave or before.free
-            self._unmark_duplicates([*gone])
-            for key in gone:
+                # Evicted: the requested number, all evictable blocks, or fewer because slots were free.
+                assert len(evicted) == num_blocks or evicted == may_leave or before.free
+            self._unmark_duplicates([*evicted])
+            for key in evicted:
                 del self.state[key], self.slot_of[key]
 
         @invariant()

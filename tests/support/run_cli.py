@@ -1,4 +1,4 @@
-"""The command line in this process: what it prints, and its exit code, as a shell would see them."""
+"""Runs the command line in this process, and returns its output and exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvoffload.cli.main import main
 
 
 class Done(NamedTuple):
-    """What a command left behind."""
+    """Result of a command: exit code and output."""
 
     returncode: int
     stdout: str
@@ -36,5 +36,5 @@ def kvoffload(*arguments: str | Path, columns: int = 120) -> Done:
         except SystemExit as end:
             code = end.code or 0
     assert isinstance(code, int)
-    told = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
-    return Done(code, *told)
+    texts = (stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore[attr-defined]
+    return Done(code, *texts)

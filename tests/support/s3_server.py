@@ -149,7 +149,7 @@ class Rclone(S3Server):
         return sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*") if path.is_file())
 
     def snapshot(self) -> dict[str, bytes]:
-        """Return the objects with blocks and epochs, without those that are being written."""
+        """Return the objects with blocks and epochs; skips objects that are being written."""
         objects = {}
         for name in self.all_names():
             with suppress(FileNotFoundError):

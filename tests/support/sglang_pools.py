@@ -1,7 +1,7 @@
 """SGLang's own device pools, host pools and controllers on a CPU, with our storage backend attached.
 
-Nothing of them is replaced. Copies between device and host pool need compiled kernels, so tests fill host
-pools themselves, as SGLang's tree would find them after such a copy.
+SGLang's code runs unchanged. Copies between device and host pool need compiled kernels; instead, tests fill
+the host pools themselves with the result of a copy.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODEL = {
 
 @contextlib.contextmanager
 def start_distributed(rendezvous: Path) -> Iterator[None]:
-    """Make a process group of one rank, and tell SGLang that it is the only one."""
+    """Make a process group of one rank, and register it as SGLang's only rank."""
     runtime_context.get_parallel().override_permanently(
         attn_dcp_size=1, attn_dcp_rank=0, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1
     )
@@ -53,7 +53,7 @@ def start_distributed(rendezvous: Path) -> Iterator[None]:
 
 
 def device_pool(kind: str, pages: int, dtype: torch.dtype) -> Any:
-    """A pool of a device, here the CPU."""
+    """Return a device pool, on the CPU."""
     common: dict[str, Any] = {
         "size": PAGE * pages, "page_size": PAGE, "dtype": dtype, "layer_num": LAYERS, "device": "cpu",
         "enable_memory_saver": False,
@@ -67,23 +67,23 @@ def device_pool(kind: str, pages: int, dtype: torch.dtype) -> Any:
 
 def host_pool(kind: str, device: Any, layout: str) -> Any:
     """SGLang's host pool for a device pool."""
-    info = device.get_device_pool_infos()[0].buffer_info
+    buffer_info = device.get_device_pool_infos()[0].buffer_info
     settings: dict[str, Any] = {
         "host_to_device_ratio": 2.0, "host_size": 0, "page_size": PAGE, "layout": layout, "pin_memory": False,
         "device_capacity_tokens": device.size, "start_layer": 0, "end_layer": LAYERS - 1,
     }  # fmt: skip
     if kind == "mla":
-        return MLATokenToKVPoolHost(info, **settings, target_layer_num=LAYERS)
+        return MLATokenToKVPoolHost(buffer_info, **settings, target_layer_num=LAYERS)
     pool = AsymmetricMHATokenToKVPoolHost if kind == "asymmetric" else MHATokenToKVPoolHost
-    return pool(info, **settings)
+    return pool(buffer_info, **settings)
 
 
 def mamba_host_pool(states: int) -> Any:
     """SGLang's host pool of Mamba states."""
-    info = MambaStateBufferInfo(
+    buffer_info = MambaStateBufferInfo(
         temporal=torch.zeros(2, states, 4, 32), conv=(torch.zeros(2, states, 8, dtype=torch.bfloat16),)
     )
-    return MambaPoolHost(info, 2.0, 0, device_capacity=states, pin_memory=False, layout="page_first")
+    return MambaPoolHost(buffer_info, 2.0, 0, device_capacity=states, pin_memory=False, layout="page_first")
 
 
 def fill(pool: Any, seed: int) -> None:
@@ -118,12 +118,12 @@ def page_of(pool: Any, index: int) -> bytes:
     return page
 
 
-def extra_config(tiers: Sequence[Any], **more: Any) -> dict[str, Any]:
+def extra_config(tiers: Sequence[Any], **options: Any) -> dict[str, Any]:
     """The configuration of our backend."""
     return {
         "backend_name": "kvoffload", "module_path": "kvoffload.integrations.sglang",
         "class_name": "KVOffloadStorage", "interface_v1": 1, "identity": "a test",
-        "tiers": list(tiers), **more,
+        "tiers": list(tiers), **options,
     }  # fmt: skip
 
 
@@ -149,7 +149,7 @@ class Stand:
     def __init__(
         self, *, kind: str = "mha", layout: str = "page_first", dtype: torch.dtype = torch.bfloat16,
         pages: int = 64, tiers: Sequence[Any] = (), backend: str = "dynamic",
-        config: dict[str, Any] | None = None, **more: Any,
+        config: dict[str, Any] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         self.device = device_pool(kind, pages, dtype)
         self.host = host_pool(kind, self.device, layout)
@@ -157,7 +157,7 @@ class Stand:
             self.device.size, page_size=PAGE, dtype=dtype, device="cpu", kvcache=self.device, need_sort=False
         )
         self.mamba = mamba_host_pool(pages) if kind == "mamba" else None
-        self.config = extra_config(tiers, **more) if config is None else config
+        self.config = extra_config(tiers, **options) if config is None else config
         self.backend_name = backend
         pool, controller = self.host, HiCacheController
         if self.mamba is not None:
@@ -193,8 +193,8 @@ class Stand:
 
     def hashes(self, tokens: Sequence[int]) -> list[str]:
         """SGLang's keys of the pages of a prompt."""
-        found: list[str] = get_storage_hash_str(list(tokens), None, page_size=PAGE)
-        return found
+        page_hashes: list[str] = get_storage_hash_str(list(tokens), None, page_size=PAGE)
+        return page_hashes
 
     def states(self, hashes: Sequence[str], indices: Any = None) -> list[PoolTransfer] | None:
         """The transfer of the state after the last page; None without Mamba."""

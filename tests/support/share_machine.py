@@ -72,10 +72,14 @@ class ShareMachine(MembersMachine):
         held, living = self._held(), self.manager.shares()
         for manager in self.manager.managers:
             number, stats = self.manager.number_of(manager), manager.stats().tenants
-            others = sum(held[other] for other in living if other != number)
+            held_by_others = sum(held[other] for other in living if other != number)
             counts = {name: tenant.held for name, tenant in stats.items()}
             total = len(self.state)
-            assert counts == {"own": held[number], "others": others, "ended": total - held[number] - others}
+            assert counts == {
+                "own": held[number],
+                "others": held_by_others,
+                "ended": total - held[number] - held_by_others,
+            }
             assert stats["own"].min == living[number]
 
     def _held(self) -> Counter[int]:

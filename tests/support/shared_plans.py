@@ -1,4 +1,4 @@
-"""Plans of engines that share servers or RAM: a recording, a server and a row by hand."""
+"""A recording, a server and a measured row, for plans of engines that share servers or RAM."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from support.plan_rows import MIB
 from support.simulated_machine import machine
 
 NOTHING_IN = "reuse:1000"
-"""Admission that takes nothing: a server of no use."""
+"""Setups with an admission rule that refuses every block, so that a server is useless."""
 REQUESTS = 200
 STEP_S = 10
 
 
-def server(price: float = 50, slots: int = 1, memory: str = "1GiB", **others: Any) -> Server:
-    """A server that is large and cheap."""
-    return Server(memory=memory, price=price, slots=slots, **others)
+def server(price: float = 50, slots: int = 1, memory: str = "1GiB", **settings: Any) -> Server:
+    """Return a large and cheap server."""
+    return Server(memory=memory, price=price, slots=slots, **settings)
 
 
 def by_hand() -> Machine:
-    """A machine that prefills a block in a second and moves four blocks a second."""
+    """Return a machine that prefills one block a second and copies four blocks a second."""
     rates = ("load_bytes_per_s", "store_bytes_per_s", "disk_read_bytes_per_s", "disk_write_bytes_per_s")
     return machine(prefill_s_per_token=1 / 512, copy_latency_s=0.1, **dict.fromkeys(rates, 4.0 * MIB))
 
 
 def asked_twice() -> tuple[list[tuple[int, int]], int]:
-    """Chains of two blocks for two engines, and the number of repeated chains.
+    """Return chains of two blocks for two engines, and the number of repeated chains.
 
-    A chain is new at one engine and is repeated at most once, at the other. No engine sees a chain twice.
+    A chain is new at one engine, and is repeated at most once, at the other engine.
     """
     engines = whole_numbers(REQUESTS, 2, seed=0).tolist()
     chains, waiting, again = list[tuple[int, int]](), list[tuple[int, int]](), 0

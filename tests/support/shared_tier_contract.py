@@ -82,11 +82,11 @@ def stored_together(client: SharingClient, number: int) -> list[int]:
 
 def check_blocks_return(client: SharingClient, other: SharingClient) -> None:
     """Write blocks from one machine, and read them on both."""
-    assert client.believes(*BLOCKS) == [None] * 8
+    assert client.presence(*BLOCKS) == [None] * 8
     assert client.probe(*GROUP) == []
-    assert client.believes(*BLOCKS) == [False] * 4 + [None] * 4
+    assert client.presence(*BLOCKS) == [False] * 4 + [None] * 4
     assert client.write(*GROUP) == GROUP
-    assert client.believes(*GROUP, 9) == [True] * 4 + [None]
+    assert client.presence(*GROUP, 9) == [True] * 4 + [None]
     assert client.read(*GROUP[::-1], 9) == GROUP[::-1]
     assert client.write(*GROUP) == [], "the presence cache has them"
     stats, block_bytes = client.tier.stats(), client.tier.block_bytes
@@ -97,7 +97,7 @@ def check_blocks_return(client: SharingClient, other: SharingClient) -> None:
     assert other.write(*BLOCKS) == BLOCKS, "the server has the first four"
     stats = other.tier.stats()
     assert (stats.written, stats.skipped) == (4, 4)
-    assert other.believes(*BLOCKS) == [True] * 8
+    assert other.presence(*BLOCKS) == [True] * 8
     other.forget()
     assert other.probe(*BLOCKS, 9) == BLOCKS
     assert other.read(*BLOCKS) == BLOCKS
@@ -112,7 +112,7 @@ class SharedTierContract:
         num_servers: servers with a circuit breaker each.
         window_blocks: sizes of a window in blocks; `most_at_once`: windows or requests in flight.
         timeout_s, probe_timeout_s: deadlines in tests of deadlines.
-        least_timeouts: of two reads and two probes, those that must exceed their deadlines.
+        least_timeouts: the number of jobs, out of two reads and two probes, that must exceed their deadlines.
         faults: settings of `FaultProxy` with which neither a read nor a probe ends.
         flip_timeout_s: deadline of a read whose reply has a flipped byte.
         flipped_at: numbers of reply bytes to flip in a read of `GROUP`.
@@ -137,7 +137,7 @@ class SharedTierContract:
         check_blocks_return(rig.connect(), rig.connect())
 
     def test_windows_may_have_any_size(self, rig: Rig) -> None:
-        """One block, several blocks with a smaller last window, and all blocks."""
+        """Tried: one block, several blocks with a smaller last window, all blocks."""
         client = rig.connect()
         for num_blocks in self.window_blocks:
             client.tier.dialect.window_bytes = num_blocks * client.tier.block_bytes
@@ -186,7 +186,7 @@ class SharedTierContract:
         assert result.ok.tolist() == [True] * 4 + [False] * 2
         assert result.stale is not None
         assert not result.stale.any()
-        assert client.believes(9) == [None], "the server was not asked"
+        assert client.presence(9) == [None], "the server was not asked"
 
     def test_absent_block_in_the_presence_cache_is_a_stale_miss(self, rig: Rig) -> None:
         client = rig.connect()
@@ -197,7 +197,7 @@ class SharedTierContract:
         assert result.ok.tolist() == [False, True]
         assert result.stale is not None
         assert result.stale.tolist() == [True, False]
-        assert client.believes(1, 5) == [False, True]
+        assert client.presence(1, 5) == [False, True]
         assert client.tier.stats().stale == 1
 
     def test_only_own_writes_are_reported(self, rig: Rig) -> None:
@@ -240,10 +240,10 @@ class SharedTierContract:
         assert time.monotonic() - begun < 20.0
         client = rig.connect_through_proxy(on_unavailable=lambda error: pytest.fail("there is a tier"))
         assert "does not answer yet" in caplog.text
-        assert client.believes(1) == [False]
+        assert client.presence(1) == [False]
         rig.proxy.set()
         client.reconnect()
-        assert client.believes(1) == [None]
+        assert client.presence(1) == [None]
 
     def test_closed_tier_is_empty_and_raises_nothing(self, rig: Rig) -> None:
         client = rig.connect()
@@ -253,7 +253,7 @@ class SharedTierContract:
             client.tier.close()
             client.tier.close()
         assert not client.wait(job).ok.any()
-        assert client.believes(1) == [False]
+        assert client.presence(1) == [False]
         assert client.write(*BLOCKS[4:]) == client.read(1) == client.probe(1) == []
         assert (client.pool[1:] == CANARY).all()
         assert not [t for t in threading.enumerate() if t.name.startswith("kvoffload-") and not t.daemon]
@@ -266,15 +266,15 @@ class SharedTierContract:
         assert other.read(*BLOCKS) == BLOCKS
         with rig.server.stopped():
             client.tier.clear()
-            assert client.believes(1) == [False], "closed until the server has confirmed the reset"
+            assert client.presence(1) == [False], "closed until the server has confirmed the reset"
             assert client.read(*BLOCKS) == []
             assert not client.tier.drain(0.01)
         assert client.tier.drain(PATIENCE_S)
-        assert client.believes(1) == [None]
-        assert other.believes(1) == [True], "the other machine does not know of the reset"
+        assert client.presence(1) == [None]
+        assert other.presence(1) == [True], "the other machine does not know of the reset"
         assert other.read(*BLOCKS) == []
         other.reconnect()
-        assert other.believes(1, 8) == [None, None]
+        assert other.presence(1, 8) == [None, None]
         assert other.write(*GROUP) == GROUP
         assert client.probe(*BLOCKS) == GROUP
 
@@ -285,11 +285,11 @@ class SharedTierContract:
         client.reset()
         assert getattr(other, operation)(*BLOCKS) == [], "an exchange of the old epoch has no results"
         other.reconnect()
-        assert other.believes(1) == [None]
+        assert other.presence(1) == [None]
         assert client.probe(1) == []
 
     def test_lost_epoch_is_replaced(self, rig: Rig) -> None:
-        """As after the eviction of the epoch alone. The earlier blocks are on the server and not found."""
+        """The server has evicted the epoch alone: its earlier blocks remain, but are not found."""
         client = rig.connect()
         client.write(*GROUP)
         (name, *_) = client.names(1)
@@ -346,12 +346,12 @@ class SharedTierContract:
         if damage.is_received:
             assert (stats.mismatches, stats.failed) == (5 - len(damage.served), 0)
             assert not any(map(rig.server.has, names)), "no other machine meets the damage"
-            assert client.believes(5) == [True]
+            assert client.presence(5) == [True]
         else:
             assert stats.failed > 0
             for name in names:
                 rig.server.delete(name)
-        assert client.believes(*lost) == [False] * len(lost)
+        assert client.presence(*lost) == [False] * len(lost)
         sound = [number for number in BLOCKS[::-1] if number not in lost]
         assert client.read(*sound) == sound
         assert client.write(*lost) == lost
@@ -400,7 +400,7 @@ class SharedTierContract:
         assert client.tier.stats().circuit_open == self.num_servers
         assert client.write(*BLOCKS[4:]) == client.read(1) == client.probe(1) == []
         assert client.tier.submit_probe(some_keys(1)) == NO_JOB
-        assert client.believes(1, 9) == [False, False], "no request waits for the server"
+        assert client.presence(1, 9) == [False, False], "no request waits for the server"
         assert client.tier.stats().dropped == 4
         rig.proxy.set()
         client.reconnect()
@@ -453,12 +453,12 @@ class SharedTierContract:
         while {job, probe} - {*results}:
             before = time.thread_time()
             results |= {result.job: result for result in client.tier.finished()}
-            client.believes(1)
+            client.presence(1)
             assert time.thread_time() - before < 0.1, "the scheduler's thread does not wait"
             assert time.monotonic() - begun < 10 * self.timeout_s
         assert client.check(results[job], 1, 2) == []
         assert not results[probe].ok.any()
-        assert client.believes(1, 5) == [False, False], "not asked for again at once"
+        assert client.presence(1, 5) == [False, False], "not asked for again at once"
         assert self.least_timeouts <= client.tier.stats().timeouts <= 4
         pool = client.pool.copy()
         rig.proxy.set()

@@ -55,7 +55,7 @@ class SharingClient(ABC):
         raise AssertionError("the job does not end")
 
     def write(self, *numbers: int) -> list[int]:
-        """Write blocks; returns the written or found ones."""
+        """Write blocks; returns the blocks that were written or already present."""
         for row, number in enumerate(numbers):
             self.pool[row].view(np.uint16)[:] = number
         keys, rows = some_keys(*numbers), np.arange(len(numbers))
@@ -69,11 +69,11 @@ class SharingClient(ABC):
         return self.tier.submit_read(some_keys(*numbers), self.pool, np.arange(len(numbers)))
 
     def read(self, *numbers: int) -> list[int]:
-        """Read blocks; returns the served ones, whose bytes are right."""
+        """Read blocks, and check their bytes; returns the served blocks."""
         return self.check(self.wait(self.begin_read(*numbers)), *numbers)
 
     def check(self, result: JobResult, *numbers: int) -> list[int]:
-        """Return the served blocks, after a check of their bytes and of the rows behind them."""
+        """Check the bytes of the served blocks, and the other rows; returns the served blocks."""
         served = [row for row in range(len(numbers)) if result.ok[row]]
         for row in served:
             assert (self.pool[row].view(np.uint16) == numbers[row]).all(), "a wrong block was served"
@@ -107,8 +107,8 @@ class SharingClient(ABC):
                 merged.append((numbers, are_gone))
         return merged
 
-    def believes(self, *numbers: int) -> list[bool | None]:
-        """Return for each block True if present, False if absent, None if a probe has to find out."""
+    def presence(self, *numbers: int) -> list[bool | None]:
+        """Return the cached presence of each block: True, False, or None if a probe is needed."""
         keys = some_keys(*numbers)
         present, unknown = self.tier.contains(keys), self.tier.unknown(keys)
         assert not (present & unknown).any()
@@ -116,26 +116,26 @@ class SharingClient(ABC):
 
     def forget(self, *numbers: int) -> None:
         """Remove these blocks from the presence cache, or all blocks if none are named."""
-        for part in self.parts:
-            part.presence.forget(some_keys(*numbers).digests) if numbers else part.presence.clear()
+        for node in self.parts:
+            node.presence.forget(some_keys(*numbers).digests) if numbers else node.presence.clear()
 
     def assume_present(self, *numbers: int) -> None:
         """Enter blocks into the presence cache."""
-        for part in self.parts:
-            part.presence.learn(some_keys(*numbers).digests, np.ones(len(numbers), np.bool_))
+        for node in self.parts:
+            node.presence.learn(some_keys(*numbers).digests, np.ones(len(numbers), np.bool_))
 
     def limit_in_flight(self, num_blocks: int) -> None:
         """Set the number of blocks that may be in flight, in each direction and at each server."""
-        for part in self.parts:
-            part.jobs.in_flight_bytes = num_blocks * part.block_bytes
+        for node in self.parts:
+            node.jobs.in_flight_bytes = num_blocks * node.block_bytes
 
     def is_open(self) -> bool:
         """Return True if the circuit breaker of any server is closed."""
-        return any(part.is_open() for part in self.parts)
+        return any(node.is_open() for node in self.parts)
 
     def is_well(self) -> bool:
         """Return True if every server answers reads."""
-        are_open = [part.is_open("read") for part in self.parts]  # every part has to reconnect
+        are_open = [node.is_open("read") for node in self.parts]  # no short cut: every node has to reconnect
         return all(are_open)
 
     def wait_until_open(self) -> None:

@@ -79,7 +79,7 @@ class SharingMachine(RuleBasedStateMachine):
 
     @abstractmethod
     def snapshot(self) -> dict[Place, bytes]:
-        """Return all values, with those of epochs."""
+        """Return the values of all blocks and epochs."""
 
     @abstractmethod
     def restore(self, snapshot: dict[Place, bytes]) -> None:
@@ -149,7 +149,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.served(machine, of)
 
     def served(self, machine: int, of: list[int]) -> int:
-        """Read blocks; returns the number of served blocks, whose bytes are right."""
+        """Read blocks, and check their bytes; returns the number of served blocks."""
         pool = np.full((NUM_KEYS, self.block_bytes), 0xEE, np.uint8)
         job = self.tiers[machine].submit_read(some_keys(*of), pool, np.arange(len(of)))
         ok = self.wait(machine, job).ok
@@ -160,15 +160,15 @@ class SharingMachine(RuleBasedStateMachine):
             assert age == self.num_resets, "a block from before a reset was served"
         return int(np.count_nonzero(ok))
 
-    def read_in_vain(self, machine: int) -> None:
+    def read_past_deadline(self, machine: int) -> None:
         """Read with a deadline that is exceeded."""
-        parts = self.parts(self.tiers[machine])
-        before = [part.options for part in parts]
-        for part in parts:
-            part.options = replace(part.options, timeout_s=MOMENT_S)
+        nodes = self.parts(self.tiers[machine])
+        before = [node.options for node in nodes]
+        for node in nodes:
+            node.options = replace(node.options, timeout_s=MOMENT_S)
         self.served(machine, [*EVERY])
-        for part, options in zip(parts, before, strict=True):
-            part.options = options
+        for node, options in zip(nodes, before, strict=True):
+            node.options = options
 
     @rule(machine=machines, of=numbers)
     def probe(self, machine: int, of: list[int]) -> None:
@@ -193,14 +193,14 @@ class SharingMachine(RuleBasedStateMachine):
     def try_again_now(self) -> None:
         """End the pauses of circuit breakers, handshakes and full servers."""
         for tier in self.tiers:
-            for part in self.parts(tier):
-                part.end_pauses()
+            for node in self.parts(tier):
+                node.end_pauses()
 
     @rule(machine=machines)
     def forget(self, machine: int) -> None:
         """Clear the presence cache of a machine, as if all entries had expired."""
-        for part in self.parts(self.tiers[machine]):
-            part.presence.clear()
+        for node in self.parts(self.tiers[machine]):
+            node.presence.clear()
 
     def network_heals(self) -> None:
         """End all faults of the network."""
@@ -391,7 +391,7 @@ class BehindAProxy(SharingMachine):
     def the_network_hangs(self, machine: int) -> None:
         """Let the network hang for a moment: replies arrive after the deadline."""
         self.proxy.set(hang=True)
-        self.read_in_vain(machine)
+        self.read_past_deadline(machine)
         self.network_heals()
 
     @rule()

@@ -28,7 +28,7 @@ def some_keys(*numbers: int) -> list[bytes]:
 class Machine:
     """A manager with RAM and a shared tier, and an engine. The bytes of a block repeat its number."""
 
-    def __init__(self, described: TierOptions, **more: Any) -> None:
+    def __init__(self, described: TierOptions, **options: Any) -> None:
         self.described = described
         self.tier: Any = described.open(TierOwner(BLOCK_BYTES, 36, "model"))
         self.ram = MemoryTier(CAPACITY, BLOCK_BYTES)
@@ -39,7 +39,7 @@ class Machine:
             tiers=[self.tier],
             deadline_s=PATIENCE_S,
             max_in_flight=1.0,
-            **more,
+            **options,
         )
 
     def serve(self, *numbers: int) -> int:

@@ -1,4 +1,4 @@
-"""Machines and traces of a few blocks for tests of timed replays: numbers that one can compute by hand."""
+"""Machines and traces of a few blocks, for timed replays whose results can be computed by hand."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ SPEEDS = {
     "disk_read_latency_s": 0.0,
     "disk_write_latency_s": 0.0,
 }
-"""A block takes a second: to compute, to copy, to read, to write. So does a generated token."""
+"""Speeds with which a block takes one second to compute, copy, read or write; so does a generated token."""
 
 
 def machine(**changes: float) -> Machine:
-    """Where a block takes a second for everything, but for these changes."""
+    """Return a machine with `SPEEDS`, except for these changes."""
     return Machine(
         name="by hand",
         **{name: Quantity.assumed(value, "by hand") for name, value in (SPEEDS | changes).items()},
@@ -40,17 +40,17 @@ def machine(**changes: float) -> Machine:
 
 
 def timing(on: Machine | None = None, **options: Any) -> Timing:
-    """Blocks of 1,000 bytes on that machine; steps of ten blocks."""
+    """Return the timing of blocks of 1,000 bytes on a machine, with steps of ten blocks."""
     return Timing(on or machine(), BLOCK_BYTES, **{"step_tokens": 10 * BLOCK_TOKENS, **options})
 
 
 def config(ram: int, device: int, **options: Any) -> ReplayConfig:
-    """So many blocks of RAM behind so many of the device."""
+    """Return a configuration with these capacities in blocks."""
     return ReplayConfig(ram, device_blocks=device, **options)
 
 
 def trace_of(*requests: tuple[float, str] | tuple[float, str, int]) -> Trace:
-    """Requests as (second, blocks as letters, tokens generated, 1 if not said)."""
+    """Make a trace of requests: (second, blocks as letters, generated tokens; 1 by default)."""
     letters = list(dict.fromkeys("".join(request[1] for request in requests)))
     refs = [[letters.index(letter) for letter in request[1]] for request in requests]
     return Trace(
@@ -65,15 +65,15 @@ def trace_of(*requests: tuple[float, str] | tuple[float, str, int]) -> Trace:
 
 
 def alone(paths: list[str]) -> Trace:
-    """Requests of the blocks along these paths of a tree, without answers.
+    """Make a trace of requests for the blocks along these paths of a tree, without answers.
 
-    Each request ends with a block of its own, which is computed once.
+    The last block of each request is unique, and is computed once.
     """
     nodes = sorted({path[: end + 1] for path in paths for end in range(len(path))})
     letters = [
         "".join(chr(0x4E00 + nodes.index(path[: end + 1])) for end in range(len(path))) for path in paths
     ]
-    return trace_of(*((9, f"{one}{chr(0x3400 + row)}", 0) for row, one in enumerate(letters)))
+    return trace_of(*((9, f"{text}{chr(0x3400 + row)}", 0) for row, text in enumerate(letters)))
 
 
 QUICK = machine(

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests KVOFFLOAD_STALL_S=2.5 KVOFFLOAD_STALL_SEED=1 pytest -p support.stalls -n 8 tests/tiers
 
-The moment is random, up to 2 s after the start of the test. Tests that end before it are not stopped, so runs
-with several seeds find more. A deadline that ends during the stop has expired when the process continues.
+The moment is random, up to 2 s after the start of the test. Tests that end earlier are not stopped, so run it
+with several seeds. A deadline that passes during the stop has expired when the process continues.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 STALL_S = float(os.environ.get("KVOFFLOAD_STALL_S", "2.5"))
 SEED = int(os.environ.get("KVOFFLOAD_STALL_SEED", "1"))
 
-# A process of its own, because a stopped process cannot continue itself. Each line has the seconds until the
-# stop; an empty line ends the test.
+# A separate process, because a stopped process cannot continue itself. Each input line has the seconds until
+# the stop; an empty line ends the test.
 _STOPPER = """
 import os, select, signal, sys, time
 pid, stall_s = int(sys.argv[1]), float(sys.argv[2])
@@ -35,7 +35,7 @@ for line in iter(lambda: os.read(0, 4096), b""):
 
 @pytest.fixture(scope="session")
 def stopper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stops this process when it is told to."""
+    """A process that sends this process SIGSTOP and SIGCONT on command."""
     command = [sys.executable, "-I", "-S", "-c", _STOPPER, str(os.getpid()), str(STALL_S)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as process:
         yield process

@@ -1,4 +1,4 @@
-"""Stops a process so that it does nothing more: a signal is sent before all threads of a process obey it."""
+"""Stops a process and waits until all its threads have stopped: ``kill`` returns earlier."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ class TenantMachine(ManagerMachine):
 
     @rule(numbers=st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(1, 4)), max_size=4))
     def set_tenants(self, numbers: list[tuple[int, int | None]]) -> None:
-        left, quotas = self.wanted or self.manager.capacity_blocks, {}
+        remaining, quotas = self.wanted or self.manager.capacity_blocks, {}
         for name, (low, high) in zip([*NAMES, OTHER], numbers, strict=False):
-            low = min(low, left)
-            left -= low
+            low = min(low, remaining)
+            remaining -= low
             quotas[name] = Quota(low, None if high is None else max(1, low, high))
         self.manager.set_tenants(quotas)
         if quotas or self.quotas is not None:

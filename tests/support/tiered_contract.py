@@ -1,4 +1,4 @@
-"""Tests that whole machines pass before a server and before a bucket: managers with RAM, and replays.
+"""Tests that managers with RAM, and replays, pass in front of a server and of a bucket.
 
 A test file derives a class from `TieredContract`, with the options of its tier, and provides the fixtures
 `server`, `own_server` (which a test may kill) and `trace`.
@@ -78,7 +78,7 @@ class TieredContract:
         """Return a tier as users write it."""
 
     def whole(self, num_blocks: int) -> int:
-        """Return how many blocks of a path the server can have."""
+        """Return the number of a path's blocks that the server can have."""
         return num_blocks
 
     @pytest.fixture
@@ -208,13 +208,13 @@ class TieredContract:
         assert self.url_with_password().replace("me:hunter2", "***") in done.stderr
         assert "hunter2" not in done.stderr + done.stdout
         assert "Traceback" not in done.stderr
-        found: dict[str, Any] = tier
-        return found
+        tier_report: dict[str, Any] = tier
+        return tier_report
 
     def url_with_password(self) -> str:
         url, _, _ = self.url(1, "n").partition("?")
-        scheme, _, rest = url.partition("://")
-        return f"{scheme}://me:hunter2@{rest}"
+        scheme, _, address = url.partition("://")
+        return f"{scheme}://me:hunter2@{address}"
 
     def test_tier_without_data_is_refused(self) -> None:
         url = self.url(1, "n")

@@ -65,8 +65,8 @@ class Rig:
         return self.tiers[0]
 
     @property
-    def believed(self) -> dict[bytes, bool]:
-        """The presence cache of the last tier; without effect if it is not shared."""
+    def presence(self) -> dict[bytes, bool]:
+        """Presence cache of the last tier; for an unshared tier, a dictionary without effect."""
         last = self.tiers[-1]
         return last.presence if isinstance(last, ScriptedSharedTier) else {}
 
@@ -122,7 +122,7 @@ def jobs(rig: Rig, tier: int = 0) -> list[tuple[str, str]]:
 
 
 def end_reads(rig: Rig, seconds: float, tier: int = 0, *, failing: bool = False) -> None:
-    """End all jobs; the jobs of this tier take so long, or fail."""
+    """End all jobs; the jobs of `tier` take `seconds`, or fail."""
     for job in rig.tiers[tier].jobs:
         job.seconds = seconds
         job.fail = {*job.keys} if failing else set()
@@ -137,5 +137,5 @@ def expect(rig: Rig, letters: str) -> RequestContext:
 
 
 def fails(*_: Any) -> Any:
-    """Stands for a method of a tier whose medium is gone."""
+    """Replaces a method of a tier whose medium has failed."""
     raise OSError("out of order")

@@ -1,6 +1,6 @@
-"""An engine whose KV of a token is drawn from the hash of all tokens up to it, in any layout of `KVLayout`.
+"""An engine that derives the KV of a token from the hash of all tokens up to it, in any layout of `KVLayout`.
 
-Wrong bytes of a cache are therefore always noticed: `check` compares tensors with the tokens.
+`check` compares tensors with the tokens, and so detects any wrong byte of a cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TokenEngine:
         return "head" in self.layout.names and "kv" not in self.layout.names
 
     def where(self, block_ids: Sequence[int]) -> dict[str, Any]:
-        """The place of a request, as arguments of `load_into`; a contiguous cache uses row and start."""
+        """Return a request's place as arguments of `load_into`; a contiguous cache uses row and start."""
         if "block" in self.layout.names:
             return {"block_ids": block_ids}
         return {"row": block_ids[0] % ROWS, "start": block_ids[-1] % 5}
@@ -85,7 +85,7 @@ class TokenEngine:
                     view[...] = value
 
     def check(self, tokens: Sequence[int], place: dict[str, Any], count: int) -> None:
-        """Assert that the KV of the first `count` tokens is theirs."""
+        """Assert that the KV of the first `count` tokens is correct."""
         for number, values in enumerate(self._values(tokens[:count])):
             for view, value in zip(self._at(number, place), values, strict=True):
                 assert np.array_equal(view, value), f"the KV of token {number} is wrong"
@@ -95,7 +95,7 @@ class TokenEngine:
             array[...] = 0
 
     def _values(self, tokens: Sequence[int]) -> list[npt.NDArray[Any]]:
-        """The KV of each token: for each of its `_at`."""
+        """Return the KV of each token, one array for each view of `_at`."""
         state, values = self._seed.to_bytes(8, "little"), []
         parts = self.layout.layers * (2 if "head" in self.layout.names else 1)
         shape = (self.layout.heads, self.layout.head_dim)
@@ -106,8 +106,8 @@ class TokenEngine:
         return values
 
     def _at(self, number: int, place: dict[str, Any]) -> list[npt.NDArray[Any]]:
-        """The places of the KV of token `number`: of each layer the keys, then the values."""
-        found = []
+        """Return views of the KV of token `number`: for each layer the keys, then the values."""
+        views = []
         for array in self.arrays:
             index: dict[str, Any] = {axis: slice(None) for axis in self.layout.names}
             if "block" in index:
@@ -118,8 +118,8 @@ class TokenEngine:
             for layer in range(self.layout.layers if "layer" in index else 1):
                 for kv in range(2 if "kv" in index else 1):
                     chosen = index | {"layer": layer, "kv": kv}
-                    found.append(array[tuple(chosen[axis] for axis in self.layout.names)])
-        return found
+                    views.append(array[tuple(chosen[axis] for axis in self.layout.names)])
+        return views
 
 
 def serve_requests(cache: KVCache, layout: KVLayout, seed: int, count: int) -> int:

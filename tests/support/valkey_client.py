@@ -21,7 +21,7 @@ BLOCK_BYTES = 24 * 1024
 class Client(SharingClient):
     """A machine before a server, a cluster or a proxy, or before any server or cluster by URL.
 
-    The deadlines are `PATIENCE_S` by default; `options` are those of `ValkeyOptions`.
+    The deadlines are `PATIENCE_S` by default; `options` are fields of `ValkeyOptions`.
     """
 
     def __init__(
@@ -43,15 +43,15 @@ class Client(SharingClient):
         self.wait_for_persistence()
 
     def wait_for_persistence(self) -> None:
-        """Wait until the servers have answered whether they save: tests count replies, and cut them."""
+        """Wait for the replies about persistence, because tests count replies, and cut them."""
         until = time.monotonic() + PATIENCE_S
-        while any(part.peer.persistence_question is not None for part in self.parts):
+        while any(node.peer.persistence_question is not None for node in self.parts):
             assert not self.tier.finished()
             assert time.monotonic() < until
             time.sleep(0.0005)
 
     def use_long_deadlines(self) -> None:
-        """Set the deadlines to `PATIENCE_S`, after the part of a test that waits for short ones."""
+        """Set the deadlines to `PATIENCE_S`, after a test has waited for short deadlines."""
         for tier in {self.tier, *self.parts}:
             tier.options = dataclasses.replace(
                 tier.options, timeout_s=PATIENCE_S, probe_timeout_s=PATIENCE_S, write_timeout_s=PATIENCE_S
@@ -63,18 +63,18 @@ class Client(SharingClient):
 
     def is_well(self) -> bool:
         if isinstance(self.tier, ClusterTier):
-            self.believes(1)  # lets the tier read the map
+            self.presence(1)  # lets the tier read the map
         are_open = super().is_well()
         return are_open and (not isinstance(self.tier, ClusterTier) or self.tier.is_whole())
 
     def part_of(self, number: int) -> Any:
-        """Return the tier of the node that has a block, as this machine believes, or the only tier."""
+        """Return the tier of the node that has a block according to this machine's map, or the only tier."""
         if not isinstance(self.tier, ClusterTier):
             return self.tier
         return self.tier.nodes[self.tier.homes[division_of(some_keys(number))[0]]]
 
     def numbers_on(self, server: Server, numbers: list[int]) -> list[int]:
-        """Return the blocks that are on this server, as this machine believes."""
+        """Return the blocks that are on this server according to this machine's map."""
         place = f"{server.host}:{server.announced_port}/"
         return [number for number in numbers if self.part_of(number).place.startswith(place)]
 

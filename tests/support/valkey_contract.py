@@ -1,4 +1,4 @@
-"""Tests that a server and a cluster of Valkey pass, besides those of every shared tier."""
+"""Tests that a Valkey server and a Valkey cluster pass, in addition to `SharedTierContract`."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ class ValkeyContract(SharedTierContract):
 
     @pytest.fixture
     def tenant(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Any:
-        """A user that has rights in the namespace ``tenant-a`` alone, in the environment."""
+        """A user with rights only in the namespace ``tenant-a``, set in the environment."""
         for server in self.servers(rig):
             user = f"a on >hunter2 ~kvo1:tenant-a:* {self.rights}"
-            assert server.say("ACL", "SETUSER", *user.split()) == b"OK"
+            assert server.execute("ACL", "SETUSER", *user.split()) == b"OK"
         monkeypatch.setenv(USERNAME, "a")
         monkeypatch.setenv(PASSWORD, "hunter2")
         yield
         for server in self.servers(rig):
-            assert server.say("ACL", "DELUSER", "a") == 1
+            assert server.execute("ACL", "DELUSER", "a") == 1
 
     @pytest.mark.usefixtures("tenant")
     def test_rights_keep_tenants_apart(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,13 +86,13 @@ Change = Callable[[bytes, bytes], bytes]
 
 
 def whole(name: str, change: Change, split_at: int = HEAD_BYTES, *, is_received: bool = True) -> Damage:
-    """Return a damage that changes header and block 2, given them and those of block 4."""
+    """Return a damage to the header and bytes of block 2; `change` also gets the ones of block 4."""
 
     def apply(server: Any, client: Client) -> None:
         value, other = (b"".join(map(server.get, client.names(number))) for number in (2, 4))
         changed = change(value, other)
-        for key, part in zip(client.names(2), (changed[:split_at], changed[split_at:]), strict=True):
-            server.put(key, part)
+        for key, data in zip(client.names(2), (changed[:split_at], changed[split_at:]), strict=True):
+            server.put(key, data)
 
     return Damage(name, apply, (1, 3, 4, 5) if is_received else (1,), is_received)
 
@@ -100,12 +100,12 @@ def whole(name: str, change: Change, split_at: int = HEAD_BYTES, *, is_received:
 def values(
     name: str, change: Callable[[bytes, bytes], tuple[bytes, bytes]], *, is_received: bool = True
 ) -> Damage:
-    """Return a damage that changes the two values of block 2, given them."""
+    """Return a damage to the two values of block 2; `change` gets both."""
 
     def apply(server: Any, client: Client) -> None:
         first, second = map(server.get, client.names(2))
-        for key, part in zip(client.names(2), change(first, second), strict=True):
-            server.put(key, part)
+        for key, data in zip(client.names(2), change(first, second), strict=True):
+            server.put(key, data)
 
     return Damage(name, apply, (1, 3, 4, 5) if is_received else (1,), is_received)
 

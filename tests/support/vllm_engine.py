@@ -23,15 +23,16 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
     TORCHDYNAMO_DISABLE="1",  # log-probs would compile a kernel for half a minute
-    # One thread, on any core. With two threads each of the thousands of small operations waits for both: on a
-    # busy machine that is fifty times slower.
-    # vLLM's own variable binds only the workers of servers, and to a core that may be busy.
+    # One thread, on any core. With two threads each of the thousands of small operations waits for both: this
+    # is fifty times slower on a busy machine. vLLM's own variable affects only the workers of servers, and
+    # binds them to a core that may be busy.
     OMP_NUM_THREADS="1",
     VLLM_CPU_OMP_THREADS_BIND="nobind",
 )
 
-# At its start and end an engine collects garbage eight times, and each time looks at all objects of imported
-# modules: 3 s of CPU time. They are frozen before each start, and no engine may freeze or unfreeze others.
+# At its start and end an engine collects garbage eight times, and each collection visits all objects of
+# imported modules: 3 s of CPU time. These objects are frozen before each start; engines may not freeze or
+# unfreeze objects themselves.
 _freeze = gc.freeze
 atexit.register(gc.unfreeze)
 gc.freeze = gc.unfreeze = lambda: None
@@ -72,11 +73,11 @@ HYBRID = LLAMA | {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 80,
 }
-"""Two KV groups: every other layer sees 80 tokens back."""
+"""Two KV groups: every other layer attends to the last 80 tokens."""
 
 
 def write_llama(directory: Path, config: dict[str, Any] = LLAMA, seed: int = 7) -> Path:
-    """A Llama with random weights: their scale makes attention matter, so that wrong KV shows."""
+    """Write a Llama with random weights, whose scale gives attention enough effect to show wrong KV."""
     import torch
     from safetensors.torch import save_file
 
@@ -185,8 +186,8 @@ class Engine:
     def manager(self) -> Any:
         """Our adapter on the scheduler's side."""
         children = getattr(self.connector, "_connectors", [self.connector])
-        (ours,) = (child for child in children if hasattr(child, "connector_scheduler"))
-        return ours.connector_scheduler.manager
+        (our_child,) = (child for child in children if hasattr(child, "connector_scheduler"))
+        return our_child.connector_scheduler.manager
 
     @property
     def worker(self) -> Any:
@@ -196,7 +197,7 @@ class Engine:
         return get_kv_transfer_group().connector_worker.worker
 
     def generate(self, prompts: list[list[int]], tokens: int = 16, logprobs: int | None = None) -> list[Any]:
-        """The outputs for prompts that are served together, greedily."""
+        """Serve prompts together, greedily; returns vLLM's outputs."""
         from vllm import SamplingParams
 
         sampling = SamplingParams(

@@ -1,7 +1,7 @@
 """Forks vLLM's OpenAI servers from a process that has imported vLLM: an import takes 8 s of CPU time.
 
 Each line of the standard input is a task in JSON: arguments, environment, and the file for the output. The
-answer is the server's process id. A server has its own session, as if it had been started by a shell.
+reply is the server's process id. Each server has its own session, as if a shell had started it.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ KEY_BYTES = 36
 
 
 def key(number: int) -> bytes:
-    """A key as vLLM makes it: a 32-byte block hash and the group index."""
+    """Make a key like vLLM: a 32-byte block hash and the group index."""
     made: bytes = vllm_base.make_offload_key(number.to_bytes(32, "little"), 0)
     return made
 
 
 class Theirs:
-    """vLLM's manager behind the few calls that both are driven by."""
+    """vLLM's manager behind the calls that drive both managers."""
 
     def __init__(self, capacity: int, policy: str, threshold: int = 1) -> None:
         self.manager: Any = vllm_manager.CPUOffloadingManager(capacity, policy, store_threshold=threshold)
@@ -90,7 +90,7 @@ class Ours:
 
 
 def random_paths(seed: int, count: int, longest: int) -> list[list[bytes]]:
-    """Requests that share prefixes: walks down a random tree, as block hashes are chained."""
+    """Generate requests that share prefixes, as walks down a random tree of chained block hashes."""
     rng = random.Random(seed)
     children: dict[int, list[int]] = {0: []}
     paths = []

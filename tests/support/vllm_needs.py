@@ -1,4 +1,4 @@
-"""Tests that not every version of vLLM can run: each skip names the version and the missing feature."""
+"""Marks for tests that need a feature of newer vLLM versions; a skip names version and missing feature."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ VERSION = versions.minor(__version__) or versions.NEWEST
 """The minor version that is installed, as ``(0, 32)``; a build without a number counts as the newest."""
 
 MAY_RESET = VERSION >= (0, 27)
-"""True if caches may be reset under running requests. 0.25 then keeps the numbers of their transfers, and
-dies when one of them is preempted (KeyError in build_connector_meta). 0.25 and 0.26 do not tell a manager the
-end of requests that had ended, with transfers still running, when the caches were reset."""
+"""True if caches may be reset while requests run. 0.25 then keeps the numbers of their transfers, and crashes
+when such a request is preempted (KeyError in build_connector_meta). 0.25 and 0.26 do not notify a manager
+about requests that had already ended, with transfers still in flight, when the caches were reset."""
 
 MAY_ABORT = VERSION != (0, 26)
-"""True if requests may be aborted: 0.26 stores what they have not computed, and dies (an assertion in
-_build_store_jobs), with its own manager as well."""
+"""True if requests may be aborted: 0.26 stores blocks that they have not computed, and crashes (an assertion
+in _build_store_jobs), with its own manager as well."""
 
 # Features that tests need: the first version, and a description.
 CONNECTOR = versions.SINCE_CONNECTOR, "the scheduler's side that KVOffloadConnector builds on"
 DEVICES = versions.SINCE_DEVICES, "the module that pins memory for copies on devices"
-SECONDARY = versions.SINCE_SECONDARY, "tiers as KVOffloadDisk is one"
+SECONDARY = versions.SINCE_SECONDARY, "the interface of tiers like KVOffloadDisk"
 POLLED_TIERS = (0, 33), "a thread that polls tiers"
 SOURCES = (0, 32), "sources of hits"
 OWN_CONNECTORS = (0, 32), "the modules of transfers that `cpu_transfers` runs on a CPU"
 RESETS = (0, 27), "resets under running requests"
-POSITIONS = (0, 31), "records of which keys belong to a request"
-ORDER = (0, 31), "policies that hear when a request ends, and an LRU of its own that is one of them"
+POSITIONS = (0, 31), "records of the keys of a request"
+ORDER = (0, 31), "policies that are notified of the end of a request, as vLLM's LRU"
 NAMED_POLICIES = (0, 27), "policies that are named by a module"
 COUNTS_OF_OFFERS = (0, 29), "a threshold that counts offers, not lookups"
 FENCES = (0, 28), "fences around the blocks that a transfer reads"
-COUNTS_EVERY_STEP = (0, 28), "engines outside servers that count steps without an answer"
+COUNTS_EVERY_STEP = (0, 28), "statistics of steps without an output in engines outside servers"
 NAMED_TIERS = (0, 28), "tiers that are named by a module"
-FILTERS = (0, 27), "requests that leave out tiers"
+FILTERS = (0, 27), "requests that exclude tiers"
 
 
-def lacks(since: tuple[int, int], what: str) -> str:
+def lacks(since: tuple[int, int], feature: str) -> str:
     """Return the reason to skip a test of a feature since that version; empty to run the test."""
-    return f"vLLM {__version__} lacks {what}: since {since[0]}.{since[1]}" if since > VERSION else ""
+    return f"vLLM {__version__} lacks {feature}: since {since[0]}.{since[1]}" if since > VERSION else ""
 
 
-def needs(since: tuple[int, int], what: str) -> pytest.MarkDecorator:
+def needs(since: tuple[int, int], feature: str) -> pytest.MarkDecorator:
     """Return the mark of a test that needs this feature."""
-    return pytest.mark.skipif(since > VERSION, reason=lacks(since, what))
+    return pytest.mark.skipif(since > VERSION, reason=lacks(since, feature))

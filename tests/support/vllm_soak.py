@@ -2,12 +2,12 @@
 
     make soak SOAK_SECONDS=3600 SEED=17
 
-Every answer is compared with the answer of an engine without offloading. After each round nothing may be in
-flight, and the manager is audited. Where blocks are verified, the pool is damaged between rounds. Three
-engines in five have a Valkey server behind RAM, which is killed every 20 s and starts empty 5 s later.
-Engines of one model with different configurations (`CHANGES`) share one disk and one server. Last, copies run
-in random orders on an engine that zeroes new blocks (`copy_orders`). The seed is printed; it repeats all
-that does not depend on time.
+Compares every answer with the answer of an engine without offloading. After each round nothing may be in
+flight, and the manager is audited. If blocks are verified, the pool is damaged between rounds. Three engines
+in five have a Valkey server behind RAM, which is killed every 20 s and starts empty 5 s later. Engines of one
+model with different configurations (`CHANGES`) share one disk and one server. Last, copies run in random
+orders on an engine that zeroes new blocks (`copy_orders`). The printed seed reproduces everything that does
+not depend on time.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rope": {"hf_overrides": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}},
     "norm": {"hf_overrides": {"rms_norm_eps": 0.1}},
 }
-"""Settings under which the same weights, tokens and keys give other KV."""
+"""Settings that change the KV of equal weights, tokens and keys."""
 COPY_ORDERS = 6
 """Random orders of copies, besides the two extremes."""
 
 
 def soak(seconds: float, seed: int) -> bool:
-    """Run until the time is up; returns True if every answer was right."""
+    """Run for `seconds`; returns True if every answer was right."""
     rng, totals = random.Random(seed), Counter[str]()
     chats = conversations(seed, documents=8, turns=4)
     with tempfile.TemporaryDirectory() as directory, running(Path(directory)) as valkey:
@@ -130,7 +130,7 @@ def drawn(rng: random.Random, disk: str, valkey: str) -> tuple[dict[str, Any], b
 
 @contextmanager
 def killed_again_and_again(server: Server, totals: Counter[str]) -> Iterator[None]:
-    """Until the block ends the server is killed every 20 s; it is gone for a quarter of that, then empty."""
+    """Kill the server every 20 s until the context ends; it starts again 5 s later, empty."""
     is_over = threading.Event()
 
     def kill() -> None:
@@ -182,9 +182,9 @@ def answers(
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts, and the answers of an engine without offloading and with these settings."""
     engine: Any = Engine(model, None, num_gpu_blocks_override=blocks(model.name), **settings)
-    found = certain_answers(engine, chats, 8)
+    certain = certain_answers(engine, chats, 8)
     engine.close()
-    return found
+    return certain
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Modules in place of vLLM's, as far as our copies on devices need them, made from recorded signatures.
+"""Stand-ins for the vLLM modules that our copies on devices need, made from recorded signatures.
 
-Every function has the signature of that version. The handler moves bytes between tensors in host memory when
-`wait` is called, and not before, because a device may be that late.
+Every function has the signature of the chosen version. The handler moves bytes between tensors in host memory
+only when `wait` is called, because a device may be as late as that.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ OURS = "kvoffload.integrations.vllm"
 
 @dataclass
 class Device:
-    """The calls that the stand-ins have received, and the failures that they play.
+    """Calls received by the stand-ins, and failures that they simulate.
 
     Attributes:
         log: calls in order: ``pin``, ``unpin`` and ``shutdown``, with their arguments.
-        handlers: all handlers. refused: which call of `host_register` is refused, from 0.
-        failing: a direction whose `shutdown` raises; refusing: whether transfers are refused, or fail later.
+        handlers: all handlers.
+        refused: number, from 0, of the `host_register` call to refuse.
+        failing: a direction whose `shutdown` raises.
+        refusing: "at once" to refuse transfers, another text to let them fail later.
         stuck: a direction whose `wait` raises.
-        seen: called at each call about pinning.
+        on_pinning: called at each call that pins or unpins.
     """
 
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -41,15 +43,15 @@ class Device:
     failing: str = ""
     refusing: str = ""
     stuck: str = ""
-    seen: Callable[[], None] = lambda: None
+    on_pinning: Callable[[], None] = lambda: None
 
     def host_register(self, ptr: int, num_bytes: int) -> bool:
-        self.seen()
+        self.on_pinning()
         self.log.append(("pin", ptr, num_bytes))
         return sum(entry[0] == "pin" for entry in self.log) - 1 != self.refused
 
     def host_unregister(self, ptr: int) -> None:
-        self.seen()
+        self.on_pinning()
         self.log.append(("unpin", ptr))
 
     @property
@@ -62,7 +64,7 @@ class Device:
 
 
 class Handler:
-    """Copies of one direction, in the order in which they were submitted."""
+    """Copies of one direction, in the order of submission."""
 
     def __init__(self, device: Device, **given: Any) -> None:
         self.device, self.given = device, SimpleNamespace(**given)
@@ -70,10 +72,10 @@ class Handler:
         self.waiting: deque[tuple[int, Any, Any]] = deque()
         self.done: list[Any] = []
         self.is_open = True
-        for theirs, ours in zip(given["gpu_tensors"], given["cpu_tensors"], strict=True):
-            assert str(theirs.dtype) == str(ours.dtype) == "torch.int8"
-            assert theirs.ndim == ours.ndim == 2
-            assert ours.shape[1] == theirs.shape[1] * given["blocks_per_chunk"]
+        for gpu_tensor, cpu_tensor in zip(given["gpu_tensors"], given["cpu_tensors"], strict=True):
+            assert str(gpu_tensor.dtype) == str(cpu_tensor.dtype) == "torch.int8"
+            assert gpu_tensor.ndim == cpu_tensor.ndim == 2
+            assert cpu_tensor.shape[1] == gpu_tensor.shape[1] * given["blocks_per_chunk"]
         device.handlers.append(self)
 
     def transfer_async(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
@@ -110,11 +112,14 @@ class Handler:
         num_bytes = 0
         for group, inner, block, slot in self._places(engine, slots.block_ids.tolist()):
             for ref in self.given.layer_refs_per_group[group]:
-                theirs, ours = self.given.gpu_tensors[ref.tensor_idx], self.given.cpu_tensors[ref.tensor_idx]
-                begin = inner * theirs.shape[1]
+                gpu_tensor, cpu_tensor = (
+                    self.given.gpu_tensors[ref.tensor_idx],
+                    self.given.cpu_tensors[ref.tensor_idx],
+                )
+                begin = inner * gpu_tensor.shape[1]
                 there, here = (
-                    theirs[block, : ref.page_size_bytes],
-                    ours[slot, begin : begin + ref.page_size_bytes],
+                    gpu_tensor[block, : ref.page_size_bytes],
+                    cpu_tensor[slot, begin : begin + ref.page_size_bytes],
                 )
                 (here.copy_(there) if self.given.gpu_to_cpu else there.copy_(here))
                 num_bytes += ref.page_size_bytes
@@ -187,7 +192,7 @@ def modules_of(device: Device, version: str, *, is_cpu: bool) -> dict[str, Modul
 
 
 def _empty_class(name: str) -> type:
-    """A class of vLLM's that is only derived from, or made and filled."""
+    """Return an empty class for a vLLM class that ours only derive from, or create and fill."""
     if name.startswith("__"):
         raise AttributeError(name)
     return type(name, (), {"__init__": lambda self, *args, **kwargs: vars(self).update(kwargs)})

@@ -1,4 +1,4 @@
-"""Requests that share prefixes, driven through an engine step by step, with everything that can go wrong."""
+"""Drives requests that share prefixes through an engine step by step, with aborts, resets and preemption."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PATIENCE_S = 900.0
 CERTAIN_MARGIN = 0.01
 ANSWER_TOKENS = 16
 TOKENS_THAT_PREEMPT = 32
-"""Tokens of an answer: a block. The small engine then preempts about a dozen times among 60 requests; with 8
-tokens preemption depends on timing."""
+"""Tokens of an answer: one block. The small engine then preempts about a dozen of 60 requests; with 8 tokens
+preemption depends on timing."""
 
 
 def note_position(ctx: Any, key: bytes, position: int) -> None:
@@ -60,16 +60,16 @@ def certain_answers(
     shortest: int = 2,
     least: float = 0.5,
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return prompts, and the certain tokens of the engine's answer to each, served alone and computed.
+    """Return prompts, and the certain tokens of the engine's answer to each prompt served alone.
 
-    With random weights two tokens may be equally probable to the last digit, and which of them wins depends
-    on how the prompt was split and on its company, with offloading and without. An answer ends before the
-    first such token; prompts with less than `shortest` certain tokens are left out, and at least the share
-    `least` of them must be left.
+    With random weights two tokens may be equally probable to the last digit. The winner then depends on the
+    splits of the prompt and on the other requests in its batch, with offloading and without. Answers end
+    before the first such token. Prompts with less than `shortest` certain tokens are excluded; at least the
+    share `least` of the prompts must remain.
 
-    Certain is a token that is ahead by `margin` in log-probability. The engine computes in float32:
-    there another split, another company or another processor moves logits of about 10 by 1e-5 (a step is
-    1e-6, summed up over four layers), a thousandth of it. In bf16 a step is 0.06, and no margin would leave
+    A token is certain if it leads by `margin` in log-probability. The engine computes in float32:
+    another split, batch or processor changes logits of about 10 by 1e-5 (a rounding step is 1e-6, summed up
+    over four layers), a thousandth of the margin. In bf16 a rounding step is 0.06, and no margin would leave
     enough tokens.
     """
     certain = []
@@ -94,8 +94,8 @@ class Expected:
     """Certain answers of an engine without offloading, one prompt after the other.
 
     Attributes:
-        prompts: nine whole blocks each, none of them in common. answers: to them, all tokens.
-        chats: prompts that grow turn by turn. chat_answers: to them, as far as they are certain.
+        prompts: nine whole blocks each, without a common block; answers: all tokens of their answers.
+        chats: prompts that grow turn by turn; chat_answers: the certain tokens of their answers.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -112,7 +112,7 @@ class Expected:
 
 
 def reset_engine(engine: Any, *, connector: bool = True) -> bool:
-    """Preempt all requests and reset the engine's cache, and ours; False if vLLM cannot, under a load."""
+    """Preempt all requests, and reset the engine's cache and ours; returns False if a load prevents it."""
     try:
         return bool(engine.core.reset_prefix_cache(reset_running_requests=True, reset_connector=connector))
     except RuntimeError as error:
@@ -122,7 +122,7 @@ def reset_engine(engine: Any, *, connector: bool = True) -> bool:
 
 
 def answer_across_a_reset(engine: Any, prompt: list[int], tokens: int) -> list[int]:
-    """The answer to a prompt whose blocks RAM holds, when the device's cache is reset after the first token.
+    """Return the answer to a prompt whose blocks are in RAM; the device's cache is reset after one token.
 
     vLLM preempts the request and schedules it again in the same step, with a load of its blocks.
     """
@@ -145,7 +145,7 @@ def answer_across_a_reset(engine: Any, prompt: list[int], tokens: int) -> list[i
 
 @dataclass
 class Outcome:
-    """The results of a run of requests.
+    """Results of `drive`.
 
     Attributes:
         wrong: requests with unexpected tokens, as ``(number of the prompt, tokens)``.
@@ -174,9 +174,9 @@ def drive(
 
     Args:
         tokens: of each answer.
-        aborts: share of the requests that are aborted, at a random time. None where vLLM dies of it.
-        resets: probability at each step of a reset of the engine's cache, our cache, or both. None if vLLM
-            dies of it.
+        aborts: share of the requests to abort, at a random time. None if this vLLM crashes on aborts.
+        resets: probability of a reset at each step: the engine's cache, our cache, or both. None if this
+            vLLM crashes on resets.
     """
     from vllm import SamplingParams
 
@@ -226,7 +226,7 @@ def drive(
 
 
 def check_nothing_is_left(engine: Any) -> None:
-    """After all requests: every slot is free or readable, nothing is pinned, no request is remembered."""
+    """Check, after all requests, that every slot is free or readable, and no pin or request remains."""
     manager = engine.manager
     audit(manager.core)
     stats = manager.core.stats()
@@ -280,9 +280,9 @@ class Recorder:
 
 
 def damage(engine: Any, how: str) -> None:
-    """Put other bytes into every slot of the pool: numbers, because a NaN would stay behind in the engine.
+    """Overwrite every slot of the pool with numbers, because a NaN would persist in the engine.
 
-    Its kernels multiply old contents of a block by zero, beyond the end of a sequence.
+    The engine's kernels multiply the old contents of a block beyond the end of a sequence by zero.
     """
     slots = engine.manager.pool.slots
     if how == "zeros":

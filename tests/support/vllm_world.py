@@ -1,4 +1,4 @@
-"""A scheduler's view of the adapter, for tests."""
+"""The adapter as vLLM's scheduler uses it, for tests."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class World:
         self.paths: dict[str, list[bytes]] = {}
 
     def request(self, name: str, keys: list[bytes], groups: int = 1) -> Any:
-        """A request as the connector makes it: it notes the keys of one group after the other."""
+        """Create a request like vLLM's connector, which notes the keys of one group after the other."""
         ctx, self.paths[name] = base.ReqContext(name), keys
         per_group = len(keys) // groups
         for position, block_key in enumerate(keys):

@@ -134,7 +134,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(letters=runs)
     def expire_presence(self, letters: str) -> None:
         for key in keys(letters):
-            self.rig.believed.pop(key, None)
+            self.rig.presence.pop(key, None)
 
     @rule(takes=st.booleans())
     def set_busy(self, takes: bool) -> None:

@@ -50,7 +50,7 @@ def test_blocks_in_ram_or_on_disk_are_not_probed_and_are_read_meanwhile() -> Non
 
 def test_no_probe_for_blocks_behind_an_absent_block() -> None:
     rig = shared_rig()
-    rig.believed[b"b"] = False
+    rig.presence[b"b"] = False
     assert rig.ask("abcd", rig.begin()) == (0, RETRY)
     assert jobs(rig) == [("probe", "a")]
 
@@ -117,7 +117,7 @@ def test_key_by_key_a_request_waits_at_most_the_probe_timeout() -> None:
 def test_a_block_evicted_from_a_shared_tier_is_stale_and_not_lost() -> None:
     rig = shared_rig()
     ctx = rig.begin()
-    rig.believed.update(dict.fromkeys(keys("abc"), True))
+    rig.presence.update(dict.fromkeys(keys("abc"), True))
     rig.below("ac")
     for _ in range(5):
         rig.ask("abc", ctx)
@@ -129,7 +129,7 @@ def test_a_block_evicted_from_a_shared_tier_is_stale_and_not_lost() -> None:
 def test_stale_blocks_are_no_failure_of_the_tier() -> None:
     rig = shared_rig()
     for letter in "abcd":
-        rig.believed[letter.encode()] = True
+        rig.presence[letter.encode()] = True
         rig.ask(letter, rig.begin())
         rig.end_all()
     assert rig.manager.counts.stale == 4

@@ -306,7 +306,7 @@ def test_one_engine_finds_what_another_has_stored(server: Server) -> None:
     assert until_known(second, [1, 2, 3, 4]) == [HIT] * 3 + [MISS]
     assert second.tier._tier.stats().probes == 4, "once, however often they were looked up"
     assert second.load([3, 1]) == [3, 1]
-    server.say("DEL", second.tier._tier.inner.peer.epoch.names(Keys.pack([key(2)], len(key(2))))[0])
+    server.execute("DEL", second.tier._tier.inner.peer.epoch.names(Keys.pack([key(2)], len(key(2))))[0])
     assert second.load([1, 2]) == [1]
     assert until_known(second, [2]) == [MISS]
     first.tier.drain_jobs()
@@ -325,7 +325,7 @@ def test_it_tells_what_it_has_written_itself(server: Server) -> None:
     (event,) = second.tier.take_events()
     assert (event.keys, event.removed, event.medium) == ([key(2)], False, Medium.STORAGE)
     assert (event.locality, event.ownership) == (Locality.REMOTE, "valkey")
-    server.say("DEL", second.tier._tier.inner.peer.epoch.names(Keys.pack([key(2)], len(key(2))))[0])
+    server.execute("DEL", second.tier._tier.inner.peer.epoch.names(Keys.pack([key(2)], len(key(2))))[0])
     assert second.load([1, 2]) == [1]
     (event,) = second.tier.take_events()
     assert (event.keys, event.removed) == ([key(2)], True)

@@ -165,7 +165,7 @@ def test_damage_changes_nothing_but_the_hit_rate(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for number, name in enumerate(server.names()[::2]):
-        server.say("SETRANGE", name, str(64 + 997 * number), b"\x5a" * 50)
+        server.execute("SETRANGE", name, str(64 + 997 * number), b"\x5a" * 50)
     engine = machine(llama)
     computed.check(engine, FOUR)
     assert engine.manager.core.tier_stats()[0].mismatches > 0

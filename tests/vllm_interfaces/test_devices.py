@@ -282,7 +282,7 @@ def test_the_pool_is_pinned_and_unpinned_on_the_tensors_device(
     world: Callable[..., World], version: str
 ) -> None:
     rig, runtime, where = world(version), fake_cuda.FakeCuda(), list[int]()
-    rig.device.seen = lambda: where.append(runtime.current)
+    rig.device.on_pinning = lambda: where.append(runtime.current)
     with fake_cuda.installed(runtime):
         for tensor in rig.caches.tensors:
             tensor.tensor = runtime.tensor(tensor.tensor, 3)

@@ -61,11 +61,11 @@ class NaiveARC(BlockwisePolicy):
         for home, ghosts in homes if from_t1 or not keeps_ghost else reversed(homes):
             slot = first_unprotected(home, protected)
             if slot is not None:
-                gone = home.pop(slot)
+                key_evicted = home.pop(slot)
                 if keeps_ghost:
                     if len(self.b1) + len(self.b2) == self.capacity_blocks:
                         del (self.b2 or self.b1)[0]
-                    ghosts.append(gone)
+                    ghosts.append(key_evicted)
                 return slot
         raise PolicyError(f"no block may leave for {key.hex()}")
 

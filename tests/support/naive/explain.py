@@ -74,12 +74,12 @@ def apply(kind: str, blocks: list[int], last: dict[int, str], in_ram: set[int], 
 def reasons_of(
     requests: list[list[int]], number: int, hits: int, last: dict[int, str], here: set[int]
 ) -> list[str]:
-    seen = {block for other in requests[:number] for block in other}
+    requested_before = {block for other in requests[:number] for block in other}
     reasons = []
     for block in requests[number][hits:]:
         if block in here:
             reasons.append("behind_a_gap")
-        elif block in seen:
+        elif block in requested_before:
             reasons.append(last.get(block, "not_offered"))
         else:
             reasons.append(first_use(requests, number))
@@ -103,8 +103,8 @@ def first_use(requests: list[list[int]], number: int) -> str:
 
 def common(path: list[int], other: list[int]) -> int:
     length = 0
-    for ours, theirs in zip(path, other, strict=False):
-        if ours != theirs:
+    for block, other_block in zip(path, other, strict=False):
+        if block != other_block:
             break
         length += 1
     return length

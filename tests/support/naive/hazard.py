@@ -40,8 +40,8 @@ class Known:
 
 @dataclass
 class Sampled:
-    """A life in the table: its class, its begin, the age bucket that it has reached, and True if it has
-    stopped there, because a waiting request expects the block."""
+    """A life in the table: class, beginning, the age bucket reached so far, and True if the life has stopped
+    there because a waiting request expects the block."""
 
     block_class: int
     began: int
@@ -51,7 +51,7 @@ class Sampled:
 
 @dataclass
 class Block:
-    """A block in the order: its class, its last use, and its run."""
+    """A block in the order: class, last use, and run."""
 
     block_class: int
     last: int
@@ -61,14 +61,16 @@ class Block:
 class NaiveHazard(EvictionPolicy):
     """Twin of `policies.hazard.Hazard`, its `History` and its `Lifetimes`: dicts and lists.
 
-    Sums and products are taken in the same order, so that two worths are equal here if they are there.
+    Sums and products are computed in the same order as in `Hazard`, so that ties are equal.
 
     Attributes:
-        blocks: slot to block; `lru`: slots, the coldest first; `classes`: the same for each class.
-        history: key to what is known of it, the most recent first.
-        begun: key to its life since its last use, the oldest first, and those that have stopped in the order
-            in which they did; ended: since the end of a request.
-        labels: numbers of labels, as the manager gives them.
+        blocks: slot to block.
+        lru: slots, the coldest first; `classes`: the same for each class.
+        history: key to its entry, the most recent first.
+        begun: key to its life since its last use. The oldest life comes first; stopped lives are in the
+            order in which they stopped.
+        ended: key to its life since the end of a request, in the same order.
+        labels: numbers of labels, assigned by the manager.
         shadow: the twin of the shadow LRU.
     """
 
@@ -101,7 +103,7 @@ class NaiveHazard(EvictionPolicy):
         self.history: dict[bytes, Known] = {}
         self.begun: dict[bytes, Sampled] = {}
         self.ended: dict[bytes, Sampled] = {}
-        # Of classes without evidence there is no row.
+        # Classes without evidence have no row.
         self.reused: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
         self.exposed: dict[int, list[float]] = defaultdict(lambda: [0.0] * NUM_AGES)
         self.shadow = NaiveShadow(self.usable_blocks)
@@ -116,7 +118,7 @@ class NaiveHazard(EvictionPolicy):
         self.usable_blocks = self.shadow.capacity = usable_blocks
         self.shadow.store([])
 
-    # ---- what a request teaches
+    # ---- observations of requests
 
     def expect(self, path: Keys, start: int) -> None:
         self._age(self.references)
@@ -153,7 +155,7 @@ class NaiveHazard(EvictionPolicy):
 
     def finished(self, path: Keys, slots: SlotArray, hints: Hints) -> None:
         label, keys = self.labels.number(hints), list(path)
-        # Where nobody has come or ended since it was observed.
+        # True if no other request has begun or ended since this request was observed.
         leaf = self.history.get(keys[-1]) if keys else None
         is_at_once = self.now + len(keys) == self.references and leaf is not None and leaf.last == self.now
         if not keys or (label == 0 and is_at_once):
@@ -325,9 +327,12 @@ class NaiveHazard(EvictionPolicy):
         bucket = max(b for b in range(NUM_AGES) if self.bounds[b] <= age)
         if bucket == NUM_AGES - 1:
             return self.worth(block.block_class, bucket)
-        part = (age - self.bounds[bucket]) / (self.bounds[bucket + 1] - self.bounds[bucket])
-        here, there = self.worth(block.block_class, bucket), self.worth(block.block_class, bucket + 1)
-        return here * (1.0 - part) + there * part
+        share = (age - self.bounds[bucket]) / (self.bounds[bucket + 1] - self.bounds[bucket])
+        worth_at_start, worth_at_end = (
+            self.worth(block.block_class, bucket),
+            self.worth(block.block_class, bucket + 1),
+        )
+        return worth_at_start * (1.0 - share) + worth_at_end * share
 
     # ---- the order
 
@@ -399,8 +404,8 @@ class NaiveHazard(EvictionPolicy):
         return [*range(num_free)]
 
     def _victim(self, arrival: Block, protected: Protected, is_expected: bool) -> int | None:
-        """Return the victim for a new block; None if no block is worth less, and no request expects the new
-        one.
+        """Return the victim for a new block; None if no resident block is worth less than the new block, and
+        no request expects the new block.
         """
         candidates = []
         for members in self.classes:
@@ -457,7 +462,7 @@ class NaiveHazard(EvictionPolicy):
         return [*range(count)]
 
     def _enter_in_run(self, slot: int, block: Block) -> None:
-        """Neighbours in a batch with equal last uses form a run."""
+        """Add a block to the order. Neighbours in a batch with equal last uses form a run."""
         if self._run < 0 or block.last != self._run_time:
             self._run, self._run_time = self._new_run(), block.last
         self._enter(slot, Block(block.block_class, block.last, self._run))

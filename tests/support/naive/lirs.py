@@ -12,13 +12,13 @@ from support.naive.choice import first_unprotected
 class NaiveLIRS(BlockwisePolicy):
     """Twin of `policies.lirs.LIRS`, with the paper's stack and its pruning.
 
-    The conventions are in its docstring.
+    The docstring of `LIRS` has the conventions.
 
     Attributes:
         stack: keys in S, the bottom first.
         lir, queue: slot to key of the LIR blocks, the coldest first, and of the HIR blocks in Q, the first
             to leave first.
-        gone: keys of blocks that have left, the first that left first; some of them are in S.
+        gone: keys of evicted blocks, the earliest evicted first; some of them are in S.
     """
 
     name = "naive-lirs"
@@ -66,13 +66,13 @@ class NaiveLIRS(BlockwisePolicy):
             slot = first_unprotected(home, protected)
             if slot is None:
                 continue
-            gone = home.pop(slot)
-            if home is self.queue and gone in self.stack:
+            key_evicted = home.pop(slot)
+            if home is self.queue and key_evicted in self.stack:
                 if len(self.gone) == self.capacity_blocks:
                     self._forget_gone(self.gone[0])
-                self.gone.append(gone)
+                self.gone.append(key_evicted)
             else:
-                self._drop(gone)
+                self._drop(key_evicted)
             return slot
         raise PolicyError(f"no block may leave for {key.hex()}")
 

@@ -8,31 +8,31 @@ from itertools import combinations
 from support.optimum_traces import Requests
 
 Offers = list[tuple[int, list[int]]]
-"""For each request: the length of the head that the device serves, and the blocks offered to the tier."""
+"""For each request: number of leading blocks served by the device, and the blocks offered to the tier."""
 
 
 def naive_device(requests: Requests, device_blocks: int, store: str) -> Offers:
-    """The device by the rules of the counting: a list, the coldest block first."""
+    """Simulate the device cache with a list, the coldest block first."""
     order: list[int] = []
     offers = []
     for request in requests:
         served = 0
         while served < len(request) and request[served] in order:
             served += 1
-        others = [block for block in order if block not in request]
+        older = [block for block in order if block not in request]
         fit = request[:device_blocks]
         room = device_blocks - len(fit)
-        dropped = others[: max(0, len(others) - room)] + request[device_blocks:]
-        order = others[max(0, len(others) - room) :] + fit[::-1]
+        dropped = older[: max(0, len(older) - room)] + request[device_blocks:]
+        order = older[max(0, len(older) - room) :] + fit[::-1]
         offers.append((served, request if store == "on-compute" else dropped))
     return offers
 
 
 def naive_optimum(requests: Requests, capacity: int, offers: Offers) -> int:
-    """Prefix hits of MIN with bypass, by looking ahead.
+    """Count the prefix hits of MIN with bypass, by looking ahead.
 
-    It keeps the resident and offered blocks that the tier needs soonest, except blocks that are offered again
-    before.
+    The tier keeps the resident and offered blocks that are needed soonest, except blocks that are offered
+    again before they are needed.
     """
 
     def need(block: int, now: int) -> tuple[int, int] | None:
@@ -58,7 +58,7 @@ def naive_optimum(requests: Requests, capacity: int, offers: Offers) -> int:
 
 
 def best_of_all(requests: Requests, capacity: int, offers: Offers) -> int:
-    """The most prefix hits that any choice of what the tier holds reaches."""
+    """Return the most prefix hits that any choice of resident blocks reaches."""
 
     @cache
     def best(now: int, resident: frozenset[int]) -> int:
@@ -66,9 +66,9 @@ def best_of_all(requests: Requests, capacity: int, offers: Offers) -> int:
             return 0
         request, (served, offered) = requests[now], offers[now]
         missing = [position for position in range(served, len(request)) if request[position] not in resident]
-        found = missing[0] if missing else len(request)
+        hits = missing[0] if missing else len(request)
         might = resident.union(offered)
         kept = combinations(sorted(might), min(capacity, len(might)))
-        return found + max(best(now + 1, frozenset(blocks)) for blocks in kept)
+        return hits + max(best(now + 1, frozenset(blocks)) for blocks in kept)
 
     return best(0, frozenset())

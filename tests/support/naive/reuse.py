@@ -22,7 +22,7 @@ class NaiveReuse(Admission):
         """Most recent first."""
 
     def count(self, keys: Keys) -> None:
-        # The request's keys come first, its head before all; keys that do not fit are dropped from the end.
+        # The request's keys become the most recent, the head foremost. Surplus keys drop off the end.
         order = dict.fromkeys([*islice(keys, self.max_tracker_size), *self.counts])
         known = set(islice(keys, self.max_tracker_size))
         counted = {key: self.counts.get(key, 0) + (key in known) for key in order}

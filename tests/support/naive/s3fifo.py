@@ -47,7 +47,7 @@ class NaiveS3FIFO(BlockwisePolicy):
         self.counts[slot] = min(self.counts[slot] + 1, MAX_COUNT)
 
     def replace(self, keys: Keys, slots: SlotArray, num_free: int, protected: Protected) -> None:
-        """Choose each block's queue in turn; the blocks join together, the head last."""
+        """Choose each block's queue in turn; the blocks enter the queues together, the head last."""
         self.is_victim_tier = not protected.one_prefix
         self._spares = self.patience
         self._joins_main.clear()

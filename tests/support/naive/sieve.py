@@ -16,7 +16,7 @@ class NaiveSIEVE(BlockwisePolicy):
     """Twin of `policies.sieve.SIEVE`: a list of slots, the oldest first, a set of marks, and the hand.
 
     Attributes:
-        hand: slot of the block that is looked at next; None for the oldest.
+        hand: slot of the block to examine next; None for the oldest.
     """
 
     name = "naive-sieve"

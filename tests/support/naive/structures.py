@@ -23,7 +23,7 @@ class NaiveIndex:
 
     def remove(self, position: int) -> None:
         """Remove the key at `position`."""
-        key = next(key for key, found in self.positions.items() if found == position)
+        key = next(key for key, place in self.positions.items() if place == position)
         del self.positions[key]
 
 

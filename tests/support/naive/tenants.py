@@ -40,14 +40,14 @@ def room_of_store(
     held = tenants[tenant].held
     most = held + wanted if quota.max_blocks is None else quota.max_blocks
     growth = max(0, most - held)
-    part = min(wanted, growth)
+    allowed = min(wanted, growth)
     if num_free < wanted <= growth and can_give(tenants, orphans) >= wanted - num_free:
         return Room(wanted, frozenset(orphans), num_free)
     if held + wanted <= quota.min_blocks and wanted > num_free:
         lenders = givers_for(tenants, quotas, wanted - num_free) - {tenant}
         if can_give(tenants, lenders) >= wanted - num_free:
             return Room(wanted, lenders, num_free)
-    grown = largest(tenants, quotas, tenant, part, num_free)
+    grown = largest(tenants, quotas, tenant, allowed, num_free)
     if wanted <= growth:
         return grown
     usable = min(num_free, growth)
@@ -64,7 +64,7 @@ def largest(
         givers = givers_for(tenants, quotas, needed) | {tenant}
         if can_give(tenants, givers) >= needed:
             return Room(room, givers, num_free)
-    raise AssertionError("nothing always has room")
+    raise AssertionError("an empty store always has room")
 
 
 def givers_for(tenants: Mapping[str, Blocks], quotas: Mapping[str, Quota], needed: int) -> frozenset[str]:

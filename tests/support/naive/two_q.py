@@ -74,10 +74,10 @@ class NaiveTwoQ(BlockwisePolicy):
         for home in (self.a1in, self.am) if from_a1in else (self.am, self.a1in):
             slot = first_unprotected(home, protected)
             if slot is not None:
-                gone = home.pop(slot)
+                key_evicted = home.pop(slot)
                 self.arriving.discard(slot)
                 if home is self.a1in:
-                    self.a1out = [*self.a1out, gone][-self.max_a1out :]
+                    self.a1out = [*self.a1out, key_evicted][-self.max_a1out :]
                 return slot
         raise PolicyError(f"no block may leave for {key.hex()}")
 

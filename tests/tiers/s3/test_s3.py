@@ -179,7 +179,7 @@ def test_object_has_a_whole_group_of_a_path(make: Callable[..., Client], any_ser
     assert client.write(9, 10, 12) == []
     assert client.write(*PATH[12:]) == [13, 14, 15, 16, 17, 18, 19, 20], "the tail of a path is in no group"
     assert client.tier.stats().puts == 2 + 4, "epoch, producer's text, and four objects"
-    assert client.believes(21, 22, 23) == [False] * 3
+    assert client.presence(21, 22, 23) == [False] * 3
     assert client.read(2, 3) == [2, 3], "a range of an object"
     assert client.read(1, 4, 6, 20, 13) == [1, 4, 6, 20, 13]
     # The same blocks at other positions of a path are in other groups.
@@ -195,16 +195,16 @@ def test_object_has_a_whole_group_of_a_path(make: Callable[..., Client], any_ser
 
 
 def test_blocks_of_unknown_paths_are_absent(client: Client) -> None:
-    assert client.believes(101, 102, 103, 104) == [False] * 4
+    assert client.presence(101, 102, 103, 104) == [False] * 4
     assert client.write(101, 102, 103, 104) == []
     path = some_keys(*range(101, 112))
     for length in (3, 5, 11):
         client.tier.extend_path(client.record, path[:length])
-    assert client.believes(101, 108, 109) == [False, False, False], "a request has one path"
+    assert client.presence(101, 108, 109) == [False, False, False], "a request has one path"
     request = client.tier.begin_request("other")
     for length in (3, 5, 11):
         client.tier.extend_path(request, path[:length])
-    assert client.believes(101, 108, 109) == [None, None, False]
+    assert client.presence(101, 108, 109) == [None, None, False]
 
 
 def test_known_paths_are_bounded(client: Client) -> None:
@@ -212,9 +212,9 @@ def test_known_paths_are_bounded(client: Client) -> None:
     for first in range(1000, 2000, 20):
         client.tier.extend_path(client.tier.begin_request("r"), some_keys(*range(first, first + 20)))
     assert len(client.tier.groups) <= 80
-    assert client.believes(1) == [False], "forgotten"
+    assert client.presence(1) == [False], "forgotten"
     client.tier.extend_path(client.record, some_keys(*PATH))
-    assert client.believes(1, 20) == [None, None]
+    assert client.presence(1, 20) == [None, None]
 
 
 def test_object_is_written_although_half_is_believed_present(client: Client) -> None:

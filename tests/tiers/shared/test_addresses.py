@@ -255,8 +255,8 @@ def test_changed_password_file_is_read_for_the_next_connection(server: FakeServe
     def attack(moment: Moment) -> Any:
         if moment.verb == b"AUTH":
             passwords.append(moment.words[1])
-            return [moment.right if moment.words[1] == accepted[0] else b"-WRONGPASS invalid\r\n"]
-        return [moment.right]
+            return [moment.correct if moment.words[1] == accepted[0] else b"-WRONGPASS invalid\r\n"]
+        return [moment.correct]
 
     server.attack = attack
     path = tmp_path / "password"

@@ -128,7 +128,7 @@ def test_markup_escapes_and_secrets_in_facts_are_printed_as_text(server: FakeSer
     settings = encoded([b"save", said.encode(), b"maxmemory-samples", b"9" * 300])
 
     def attack(moment: Moment) -> Any:
-        return [{b"INFO": info, b"CONFIG": settings}.get(moment.verb, moment.right)]
+        return [{b"INFO": info, b"CONFIG": settings}.get(moment.verb, moment.correct)]
 
     server.attack = attack
     for form in ("terminal", "json"):

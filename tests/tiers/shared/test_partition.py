@@ -96,15 +96,15 @@ def wait_until_breaker_opens(client: Client) -> None:
     while client.tier.is_open():
         assert client.read(1) == client.probe(1) == []
     assert client.tier.stats().circuit_open == 1
-    assert client.believes(1, 2) == [False, False]
+    assert client.presence(1, 2) == [False, False]
 
 
 def wait_until_breaker_closes(client: Client, island: Island) -> None:
     """Check that a lost handshake changes nothing, and that a handshake over the link closes the breaker."""
     client.tier.end_pauses()
-    client.believes(1)
+    client.presence(1)
     wait_until(lambda: bool(client.tier.jobs.ended))
-    assert client.believes(1) == [False]
+    assert client.presence(1) == [False]
     assert client.tier.stats().circuit_open == 1
     island.set_link("up")
     until = time.monotonic() + PATIENCE_S
@@ -142,7 +142,7 @@ def test_partition_during_a_read(island: Island, make: Callable[..., Client]) ->
 
 
 def test_partition_during_a_write(island: Island, make: Callable[..., Client], server: Server) -> None:
-    server.say("FLUSHALL")
+    server.execute("FLUSHALL")
     client, other = make(timeout=0.3, probe_timeout=PROBE_S), make()
     for row, number in enumerate(NUMBERS):
         client.pool[row].view(np.uint16)[:] = number

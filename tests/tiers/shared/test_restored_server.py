@@ -56,7 +56,7 @@ def read_until_reset(client: Client) -> list[int]:
 def test_restored_epoch_is_reset_again(server: Server, make: Callable[..., Client], who: str) -> None:
     client, other = make(server), make(server)
     assert client.write(*NUMBERS) == NUMBERS
-    assert server.say("SAVE") == b"OK"
+    assert server.execute("SAVE") == b"OK"
     client.reset()
     assert other.read(*NUMBERS) == []
     other.wait_until_open()  # the other engine has seen the reset
@@ -75,7 +75,7 @@ def test_engine_started_after_the_crash_follows_the_reset(
     """The new engine cannot know that the epoch is old. It follows the reset of an engine that knows."""
     client = make(server)
     client.write(*NUMBERS)
-    assert server.say("SAVE") == b"OK"
+    assert server.execute("SAVE") == b"OK"
     client.reset()
     crash(server)
     new = make(server)
@@ -91,7 +91,7 @@ def test_lost_epoch_is_not_taken_for_a_restored_epoch(server: Server, make: Call
     """After ``FLUSHALL`` an engine makes a new epoch, and no engine resets the new epoch."""
     client, other = make(server), make(server)
     client.write(*NUMBERS)
-    server.say("FLUSHALL")
+    server.execute("FLUSHALL")
     assert read_until_reset(client) == []
     client.write(*NUMBERS)
     epoch = client.tier.peer.epoch
@@ -131,7 +131,7 @@ def test_restored_epoch_is_logged(
 ) -> None:
     client = make(server)
     client.write(*NUMBERS)
-    assert server.say("SAVE") == b"OK"
+    assert server.execute("SAVE") == b"OK"
     client.reset()
     crash(server)
     read_until_reset(client)
@@ -213,7 +213,7 @@ def test_no_warning_without_saves_or_without_rights(
     with running(tmp_path, *([] if may_ask else ["--save", "3600 1"]), program=redis()) as server:
         if not may_ask:
             user = ["on", "nopass", "~*", "+get", "+set", "+exists", "+del"]
-            assert server.say("ACL", "SETUSER", "engine", *user) == b"OK"
+            assert server.execute("ACL", "SETUSER", "engine", *user) == b"OK"
             monkeypatch.setenv("KVOFFLOAD_VALKEY_USERNAME", "engine")
             monkeypatch.setenv("KVOFFLOAD_VALKEY_PASSWORD", "any")
         client = make(server)

@@ -176,9 +176,9 @@ def test_slots_agree_with_the_servers(cluster: Cluster, make: Callable[..., Clie
     for number in NUMBERS:
         name = client.name(number)
         assert slot_of(name) == 64 * division_of(some_keys(number))[0]
-        assert cluster.servers[0].say("CLUSTER", "KEYSLOT", name) == slot_of(name)
+        assert cluster.servers[0].execute("CLUSTER", "KEYSLOT", name) == slot_of(name)
     for name in (b"{}x", b"x{ab}{cd}", b"{", b"}{", b"plain", b"{{a}}"):
-        assert cluster.servers[0].say("CLUSTER", "KEYSLOT", name) == slot_of(name)
+        assert cluster.servers[0].execute("CLUSTER", "KEYSLOT", name) == slot_of(name)
 
 
 def test_blocks_of_removed_nodes_are_reported_lost(cluster: Cluster, make: Callable[..., Client]) -> None:
@@ -244,9 +244,9 @@ def test_reset_waits_for_a_hanging_node_alone(tmp_path: Path, make: Callable[...
             client.tier.clear()
             until = time.monotonic() + PATIENCE_S
             while client.tier.is_reset_wanted.all():
-                client.believes(*NUMBERS)
+                client.presence(*NUMBERS)
                 assert time.monotonic() < until
-            assert None in client.believes(*NUMBERS), "the other nodes have confirmed the reset"
+            assert None in client.presence(*NUMBERS), "the other nodes have confirmed the reset"
             assert not client.tier.drain(0.0)
             assert client.read(*lost) == [], "their reset is not confirmed"
         until = time.monotonic() + PATIENCE_S
@@ -370,7 +370,7 @@ def test_dead_cluster_is_found_again(tmp_path: Path, make: Callable[..., Client]
         while client.tier.stats().circuit_open < 3:
             assert client.read(*NUMBERS) == []
             assert time.monotonic() < until
-        assert client.believes(*NUMBERS) == [False] * 60
+        assert client.presence(*NUMBERS) == [False] * 60
         assert client.tier.submit_probe(some_keys(*NUMBERS)) == NO_JOB
         assert client.write(*NUMBERS) == []
         for server in cluster.servers:
@@ -405,10 +405,10 @@ def test_start_while_a_master_is_dead(tmp_path: Path, make: Callable[..., Client
 
 
 def migrate(cluster: Cluster, slot: int, source: Server, to: Server, names: list[bytes]) -> None:
-    assert to.say("CLUSTER", "SETSLOT", str(slot), "IMPORTING", cluster.identity(source)) == b"OK"
-    assert source.say("CLUSTER", "SETSLOT", str(slot), "MIGRATING", cluster.identity(to)) == b"OK"
+    assert to.execute("CLUSTER", "SETSLOT", str(slot), "IMPORTING", cluster.identity(source)) == b"OK"
+    assert source.execute("CLUSTER", "SETSLOT", str(slot), "MIGRATING", cluster.identity(to)) == b"OK"
     for name in names:
-        assert source.say("MIGRATE", "127.0.0.1", str(to.port), name, "0", "5000") == b"OK"
+        assert source.execute("MIGRATE", "127.0.0.1", str(to.port), name, "0", "5000") == b"OK"
 
 
 @pytest.mark.parametrize("epoch_moves", ["first", "last"])
@@ -424,7 +424,7 @@ def test_migrating_slot_costs_its_own_blocks(
         slot = slot_of(client.name(5))
         source = cluster.server_of(client.name(5))
         to = next(master for master in cluster.masters if master is not source)
-        count = str(source.say("CLUSTER", "COUNTKEYSINSLOT", str(slot)))
+        count = str(source.execute("CLUSTER", "COUNTKEYSINSLOT", str(slot)))
         names = source.ask("CLUSTER", "GETKEYSINSLOT", str(slot), count)
         epoch = [name for name in names if b":epoch:" in name]
         moving = [number for number in NUMBERS if client.name(number) in names]
@@ -445,7 +445,7 @@ def test_migrating_slot_costs_its_own_blocks(
         assert reader.tier.stats().circuit_open == late.tier.stats().circuit_open == 0
         migrate(cluster, slot, source, to, [name for name in names if source.has(name)])
         for server in (to, source, *cluster.masters):
-            assert server.say("CLUSTER", "SETSLOT", str(slot), "NODE", cluster.identity(to)) == b"OK"
+            assert server.execute("CLUSTER", "SETSLOT", str(slot), "NODE", cluster.identity(to)) == b"OK"
         for machine in (reader, late, client):
             read_all(machine)
             assert machine.numbers_on(to, [5]) == [5]
@@ -456,7 +456,7 @@ def test_clients_follow_a_failover(tmp_path: Path, make: Callable[..., Client]) 
         client = make(cluster)
         client.write(*NUMBERS)
         old, new = cluster.servers[0], cluster.servers[3]
-        assert new.say("CLUSTER", "FAILOVER") == b"OK"
+        assert new.execute("CLUSTER", "FAILOVER") == b"OK"
         cluster.wait(lambda: b"role:slave" in old.ask("INFO", "replication"))
         until = time.monotonic() + PATIENCE_S
         while client.read(*NUMBERS) != NUMBERS:
@@ -489,7 +489,7 @@ def test_slow_node_costs_its_own_blocks(
     while {job, probe} - {*results}:
         before = time.thread_time()
         results |= {result.job: result for result in client.tier.finished()}
-        client.believes(1)
+        client.presence(1)
         assert time.thread_time() - before < 0.1, "the scheduler's thread does not wait"
         assert time.monotonic() - begun < 10.0, "ten times the deadline"
     assert client.check(results[job], *NUMBERS) == others
@@ -515,12 +515,12 @@ def test_warns_once_about_a_cluster_that_saves(
     cluster: Cluster, make: Callable[..., Client], caplog: pytest.LogCaptureFixture
 ) -> None:
     for master in cluster.masters:
-        assert master.say("CONFIG", "SET", "save", "3600 1") == b"OK"
+        assert master.execute("CONFIG", "SET", "save", "3600 1") == b"OK"
     try:
         make(cluster)
     finally:
         for master in cluster.masters:
-            assert master.say("CONFIG", "SET", "save", "") == b"OK"
+            assert master.execute("CONFIG", "SET", "save", "") == b"OK"
     assert sum("saves" in record.getMessage() for record in caplog.records) == 1
 
 

@@ -127,7 +127,7 @@ def test_clients_cannot_reach_a_master(
         while client.tier.stats().circuit_open == 0:
             assert read_in_time(client) == others
         assert client.tier.stats().circuit_open == 1, "the breakers of the other nodes are closed"
-        assert client.believes(*lost) == [False] * len(lost), "at once"
+        assert client.presence(*lost) == [False] * len(lost), "at once"
         assert read_in_time(client) == others
     client.reconnect()
     assert writer.read(*NUMBERS) == NUMBERS
@@ -181,7 +181,7 @@ def test_clients_cannot_reach_the_cluster(islands: Archipelago, make: Callable[.
     with islands.cut((0, None), (1, None), (2, None)):
         while client.tier.stats().circuit_open < 3:
             assert read_in_time(client) == []
-        assert client.believes(*NUMBERS) == [False] * len(NUMBERS)
+        assert client.presence(*NUMBERS) == [False] * len(NUMBERS)
         _, taken = client.tier.submit_write(some_keys(*NUMBERS), client.pool, np.arange(len(NUMBERS)))
         assert not taken.any()
     client.reconnect()

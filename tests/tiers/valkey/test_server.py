@@ -42,7 +42,7 @@ def shared_server(
 
 @pytest.fixture
 def server(shared_server: Server) -> Server:
-    shared_server.say("FLUSHALL")
+    shared_server.execute("FLUSHALL")
     return shared_server
 
 
@@ -106,9 +106,9 @@ def test_presence_changes_only_in_finished(client: Client) -> None:
     while not client.tier.jobs.ended:
         assert time.monotonic() < until
         time.sleep(0.0005)
-    assert client.believes(1, 2) == [None, None]
+    assert client.presence(1, 2) == [None, None]
     client.wait(job)
-    assert client.believes(1, 2) == [True, False]
+    assert client.presence(1, 2) == [True, False]
 
 
 def test_block_in_flight_is_not_written_twice(client: Client, server: Server) -> None:
@@ -126,10 +126,10 @@ def test_block_in_flight_is_not_written_twice(client: Client, server: Server) ->
 def test_ttl_of_blocks(make: Callable[..., Client], server: Server) -> None:
     client = make(server, ttl=3600.0)
     client.write(1)
-    assert 3000 < server.say("TTL", client.name(1)) <= 3600
+    assert 3000 < server.execute("TTL", client.name(1)) <= 3600
     other = make(server, namespace="other")
     other.write(1)
-    assert server.say("TTL", other.name(1)) == -1
+    assert server.execute("TTL", other.name(1)) == -1
 
 
 def test_forked_child_cannot_use_the_tier(client: Client) -> None:
@@ -157,7 +157,7 @@ def test_server_memory_per_block(tmp_path: Path, make: Callable[..., Client], bl
             pytest.skip("this redis-server is not built with jemalloc")
         client, numbers = make(server, block_bytes=block_bytes), [*range(1, 61)]
         assert client.write(*numbers) == numbers
-        used_bytes = sum(server.say("MEMORY", "USAGE", name) for name in server.names())
+        used_bytes = sum(server.execute("MEMORY", "USAGE", name) for name in server.names())
         assert used_bytes <= 1.04 * 60 * block_bytes
         assert client.read(*numbers) == numbers
 
@@ -181,7 +181,7 @@ def test_reset_between_two_windows_of_a_read(
     proxy.set(replies=reset_once)
     assert slow.read(1, 2, 3, 4) == [], "not even the blocks that had arrived"
     slow.wait_until_open()
-    assert slow.believes(1) == [None]
+    assert slow.presence(1) == [None]
 
 
 def test_jobs_from_before_a_reset_have_no_results(client: Client, server: Server) -> None:
@@ -194,7 +194,7 @@ def test_jobs_from_before_a_reset_have_no_results(client: Client, server: Server
     results = {result.job: result for result in client.tier.finished()}
     assert not results[job].ok.any()
     assert not results[probe].ok.any()
-    assert client.believes(1) == [None]
+    assert client.presence(1) == [None]
     assert client.probe(1) == []
 
 
@@ -202,7 +202,7 @@ def test_reset_replaces_a_damaged_epoch(client: Client, server: Server) -> None:
     client.write(1)
     server.put(client.epoch_key(1), b"nonsense")
     assert client.read(1) == []
-    assert client.believes(1) == [False]
+    assert client.presence(1) == [False]
     client.reset()
     assert client.write(1) == [1]
 
@@ -273,7 +273,7 @@ def test_block_with_one_of_two_values_is_absent(
 ) -> None:
     """The server may evict one value of a block."""
     client.write(1, 2)
-    server.say("DEL", client.names(1)[value])
+    server.execute("DEL", client.names(1)[value])
     result = client.wait(client.begin_read(1, 2))
     assert result.ok.tolist() == [False, True]
     assert result.stale is not None
@@ -289,8 +289,10 @@ def test_block_with_one_of_two_values_is_absent(
 @pytest.mark.parametrize("value", ["list", "number"])
 def test_value_of_another_type_is_a_miss(client: Client, server: Server, value: str) -> None:
     client.write(1, 2)
-    server.say("DEL", client.name(1))
-    server.say("LPUSH", client.name(1), "x") if value == "list" else server.say("SET", client.name(1), "12")
+    server.execute("DEL", client.name(1))
+    server.execute("LPUSH", client.name(1), "x") if value == "list" else server.execute(
+        "SET", client.name(1), "12"
+    )
     assert client.read(1, 2) == [2]
     assert client.read(2) == [2]
 
@@ -307,7 +309,7 @@ def test_interrupted_write_counts_confirmed_blocks(proxy: FaultProxy, make: Call
     assert client.write(*numbers) == [1, 2, 3]
     stats = client.tier.stats()
     assert (stats.written, stats.failed) == (3, 7)
-    assert client.believes(3) == [True]
+    assert client.presence(3) == [True]
     proxy.set()
     client.reconnect()
     client.forget()
@@ -401,7 +403,7 @@ def test_writes_to_a_full_server_are_dropped(
         assert client.write(500) == [], "writes pause"
         client.tier.end_pauses()
         for name in server.names():
-            server.say("DEL", name)
+            server.execute("DEL", name)
         assert client.write(500) == [500]
 
 

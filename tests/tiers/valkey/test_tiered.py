@@ -32,7 +32,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def server(shared_server: Server) -> Server:
-    shared_server.say("FLUSHALL")
+    shared_server.execute("FLUSHALL")
     return shared_server
 
 
